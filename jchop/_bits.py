@@ -107,9 +107,28 @@ def join(sign: jax.Array, magnitude: jax.Array, carrier: Carrier) -> jax.Array:
     return lax.bitcast_convert_type(bits, jnp.dtype(carrier.name))
 
 
+def where(condition: Any, yes: Any, no: Any) -> jax.Array:
+    """`jnp.where` of broadcast operands as one operation of the program; that of JAX is a function for each shape."""
+    dtype = jnp.result_type(yes, no)
+    shape = jnp.broadcast_shapes(*map(jnp.shape, (condition, yes, no)))
+    like = next((x for x in (condition, yes, no) if jnp.shape(x) == shape), None)
+    return lax.select(*(_broadcast(x, shape, kind, like) for x, kind in ((condition, bool), (yes, dtype), (no, dtype))))
+
+
+def _broadcast(x: Any, shape: tuple[int, ...], dtype: Any, like: Any) -> jax.Array:
+    if like is not None and not isinstance(x, jax.Array):
+        return jnp.full_like(like, x, dtype)
+    return jnp.broadcast_to(jnp.asarray(x, dtype), shape)
+
+
+def clip(x: jax.Array, least: Any, most: Any) -> jax.Array:
+    """`jnp.clip` between numbers of the dtype of `x`, as two operations."""
+    return jnp.minimum(jnp.maximum(x, least), most)
+
+
 def ordered(sign: jax.Array, magnitude: jax.Array) -> jax.Array:
     """Signed integers in the order of the values; -0 and +0 are equal."""
-    return jnp.where(sign != 0, -magnitude, magnitude)
+    return where(sign != 0, -magnitude, magnitude)
 
 
 def low_mask(count: jax.Array | int) -> jax.Array | int:
@@ -142,7 +161,7 @@ def compose(count: jax.Array, exponent: jax.Array, carrier: Carrier) -> jax.Arra
     biased = top + exponent + carrier.bias
     normal = (biased << carrier.fraction) + (count << jnp.clip(carrier.fraction - top, 0)) - (1 << carrier.fraction)
     subnormal = count << jnp.clip(exponent - carrier.tiny_exponent, 0, carrier.fraction)
-    return jnp.where(count == 0, 0, jnp.where(biased > 0, normal, subnormal))
+    return where(count == 0, 0, where(biased > 0, normal, subnormal))
 
 
 def types_for(dtype: Any) -> contextlib.AbstractContextManager:

@@ -22,7 +22,7 @@ from jchop._core.scaled import elements, fitting, float_zero_points, zero_points
 from jchop._core.scaled.groups import Groups
 from jchop._core.scaled.levels import fit_levels
 from jchop._core.scaled.scales import Plan, Scales, choose_scales, largest_of, load_scales, store_scales, tensor_scale
-from jchop._core.scaled_float32 import integers, select
+from jchop._core.scaled_float32 import in_float64, integers, select
 from jchop._core.xla_cpu import materialize_per_group, maximum
 from jchop.formats import IntegerFormat, ScaledFormat
 from jchop.spec import Spec
@@ -67,6 +67,7 @@ def round_body(
         place: the position of `x` in the random stream.
         branch_allowed: whether the program may branch on the scales' sizes.
     """
+    plan = replace(plan, float64=branch_allowed and select.prefers_float64(x, plan))
     groups = _groups(x.shape, plan)
     fitted = _fit(x, _view(x, groups, plan), groups, plan)
 
@@ -74,6 +75,8 @@ def round_body(
         view, word = _view(x, groups, plan), _words(x, drawn, groups, place)
         if fitted.zero is None:
             return groups.back(select.rounded(view, fitted.scales, plan, word))
+        if not fitted.zero_is_number and select.rounds_in_float64(plan):
+            return groups.back(select.rounded_in_float64(view, fitted.scales, fitted.zero, plan, word))
         return groups.back(_multiply_back(_elements(view, fitted, plan, word), fitted, plan))
 
     return select.branch_on_range(run, x, fitted.scales, plan, branch_allowed, fitted.zero)
@@ -99,6 +102,7 @@ def quantize_body(
         as_dtype: dtype of the codes, of 8 bits. None: only scales and zero points, no codes.
         branch_allowed: as for `round_body`.
     """
+    plan = replace(plan, float64=branch_allowed and select.prefers_float64(x, plan))
     groups = _groups(x.shape, plan)
     if given:
         fitted = _loaded(arrays[:given], groups, plan)
@@ -112,6 +116,8 @@ def quantize_body(
         view, word = _view(x, groups, plan), _words(x, arrays[given:], groups, place)
         if fitted.zero is None:
             codes = select.codes_of(view, fitted.scales, plan, word)
+        elif not fitted.zero_is_number and in_float64.applies(plan):
+            codes = in_float64.codes_of(view, fitted.scales, plan, word, fitted.zero)
         else:
             codes = integers.encode_whole(_elements(view, fitted, plan, word), plan)
         return lax.bitcast_convert_type(_pack(codes, groups, plan.fmt.bits), as_dtype)
@@ -298,5 +304,5 @@ def _quantize_scales(scales: Array, plan: Plan) -> tuple[Array, ...]:
 def _dequantize_scales(stored: tuple[Array, ...], plan: Plan, shape: tuple[int, ...]) -> Array:
     scales = dequantize_body(*stored, plan=plan, shape=shape)
     bits = lax.bitcast_convert_type(scales, jnp.int32)
-    finite = jnp.clip(bits, 1, CARRIERS["float32"].inf - 1)  # the largest may round up beyond the ends
+    finite = _bits.clip(bits, 1, CARRIERS["float32"].inf - 1)  # the largest may round up beyond the ends
     return lax.bitcast_convert_type(finite, jnp.float32)

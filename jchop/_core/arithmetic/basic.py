@@ -253,7 +253,7 @@ def _signed_zero(total: Array, x: Array, y: Array, zero_sign: int, carrier: Carr
     if not zero_sign:
         return total
     bits, xs, ys = (lax.bitcast_convert_type(value, carrier.work) for value in (total, x, y))
-    return _bits.join(jnp.where((bits == 0) & ((xs ^ ys) < 0), zero_sign, jnp.zeros_like(bits)), bits, carrier)
+    return _bits.join(_bits.where((bits == 0) & ((xs ^ ys) < 0), zero_sign, jnp.zeros_like(bits)), bits, carrier)
 
 
 def _sum_and_error(x: Array, y: Array, zero_sign: int, carrier: Carrier) -> tuple[Array, Array, Array]:

@@ -133,7 +133,7 @@ def _where_in_safe_range(value: Array, history: _History, least: int) -> Array:
         smallest = jnp.minimum(smallest, _magnitude(x) - np.uint32(1))  # zero wraps to the largest of all
     for x in history.large:
         largest = jnp.maximum(largest, _magnitude(x))
-    return jnp.where((smallest >= low - 1) & (largest < high), value, np.float32(np.nan))
+    return _bits.where((smallest >= low - 1) & (largest < high), value, np.float32(np.nan))
 
 
 def _magnitude(x: Array) -> Array:

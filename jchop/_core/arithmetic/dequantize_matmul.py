@@ -21,6 +21,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from jchop import _bits
 from jchop._bits import CARRIERS, low_mask
 from jchop._core.rounding.codes import decode_elements
 from jchop._core.rounding.grid import holds
@@ -84,7 +85,7 @@ def _equal_groups(x: Array, codes: Array, scales: Array, format: ElementFormat) 
         if groups % together or group % rows:
             fresh = at_group + lax.iota(jnp.int32, together) >= first
             fresh = fresh[:, None] & (at_row + lax.iota(jnp.int32, rows) >= offset)
-            xs, cs = jnp.where(fresh, xs, 0), jnp.where(fresh[:, :, None], cs, 0)
+            xs, cs = _bits.where(fresh, xs, 0), _bits.where(fresh[:, :, None], cs, 0)
         ss = lax.dynamic_slice_in_dim(scales, at_group, together, 1)
         values = decode_parts(cs, format, x.dtype)
         return jnp.stack([_scaled_sum(xs, part, s) for part, s in zip(values, ss, strict=True)])

@@ -66,7 +66,7 @@ def add(x: Array, y: Array, carrier: Carrier, zero_sign: int = 0) -> Exact:
     v = _cut(lifted(v, jnp.minimum(leading_zeros(v.high, carrier), v.exponent + carrier.bias)), sticky, carrier)
     x_infinite, y_infinite = xm == carrier.inf, ym == carrier.inf
     nan = x_infinite & y_infinite & (xs != ys) | _any_nan(carrier, xm, ym)
-    return with_special_values(v, x_infinite | y_infinite, nan, jnp.where(x_infinite, xs, ys), carrier)
+    return with_special_values(v, x_infinite | y_infinite, nan, _bits.where(x_infinite, xs, ys), carrier)
 
 
 def multiply_add(x: Array, y: Array, z: Array, carrier: Carrier, zero_sign: int = 0) -> Exact:
@@ -78,7 +78,7 @@ def multiply_add(x: Array, y: Array, z: Array, carrier: Carrier, zero_sign: int 
     v = pack(lifted(v, leading_zeros(v.high, carrier)), sticky, carrier)
     infinite, z_infinite = (xm == carrier.inf) | (ym == carrier.inf), zm == carrier.inf
     nan = infinite & ((xm == 0) | (ym == 0) | z_infinite & (product.sign != zs)) | _any_nan(carrier, xm, ym, zm)
-    return with_special_values(v, infinite | z_infinite, nan, jnp.where(infinite, product.sign, zs), carrier)
+    return with_special_values(v, infinite | z_infinite, nan, _bits.where(infinite, product.sign, zs), carrier)
 
 
 def divide(x: Array, y: Array, carrier: Carrier, bits: int, exponent: int = 0) -> Exact:
@@ -86,10 +86,10 @@ def divide(x: Array, y: Array, carrier: Carrier, bits: int, exponent: int = 0) -
     (xs, xm), (ys, ym) = _bits.split(x, carrier), _bits.split(y, carrier)
     (xe, dividend), (ye, divisor) = normalised(xm, carrier), normalised(ym, carrier)
     smaller = dividend < divisor
-    remainder = jnp.where(smaller, dividend + dividend, dividend) - divisor  # the leading digit is 1
+    remainder = _bits.where(smaller, dividend + dividend, dividend) - divisor  # the leading digit is 1
     top, rest, remainder = _digits(remainder, divisor, bits, carrier)
     zero = (xm == 0) | (ym == carrier.inf)
-    top, rest, remainder = (jnp.where(zero, 0, word) for word in (top, rest, remainder))
+    top, rest, remainder = (_bits.where(zero, 0, word) for word in (top, rest, remainder))
     lift = carrier.work_width - 2 - carrier.fraction
     high = top.astype(rest.dtype) << lift | rest >> carrier.work_width - lift
     if exponent:
@@ -116,7 +116,7 @@ def normalised(magnitude: Array, carrier: Carrier) -> tuple[Array, Array]:
     """Exponent and significand in [2^M, 2^(M+1)); for zero an exponent below the exponents of all products, and 0."""
     exponent, count = _parts(magnitude, carrier)
     up = carrier.fraction - _bits.floor_log2(jnp.maximum(count, 1), carrier).astype(magnitude.dtype)
-    return jnp.where(count == 0, -4 * carrier.bias, exponent - up), count << up
+    return _bits.where(count == 0, -4 * carrier.bias, exponent - up), count << up
 
 
 def operand(sign: Array, exponent: Array, count: Array, carrier: Carrier) -> DoubleWord:
@@ -160,8 +160,8 @@ def _shifted_right(high: Array, low: Array, count: Array) -> tuple[Array, Array,
     width = high.dtype.itemsize * 8
     whole = count >= width
     part = (count & width - 1).astype(high.dtype)
-    lost = jnp.where(whole, low, 0)
-    high, low = jnp.where(whole, 0, high), jnp.where(whole, high, low)
+    lost = _bits.where(whole, low, 0)
+    high, low = _bits.where(whole, 0, high), _bits.where(whole, high, low)
     back = width - 1 - part
     return high >> part, low >> part | high << 1 << back, lost | low << 1 << back
 
@@ -180,7 +180,7 @@ def _product_of(sign: Array, exponent: Array, a: Array, b: Array) -> DoubleWord:
     high, low = _full_product(a, b)  # the leading bit at 2W - 1 or 2W - 2
     top = high.dtype.itemsize * 8 - 1
     carry = high >> top
-    low = jnp.where(carry != 0, low >> 1 | high << top, low)
+    low = _bits.where(carry != 0, low >> 1 | high << top, low)
     return DoubleWord(sign, exponent + carry.astype(exponent.dtype), high >> carry, low)
 
 
@@ -194,20 +194,20 @@ def sum_exactly(a: DoubleWord, b: DoubleWord, zero_sign: int) -> tuple[DoubleWor
     swap = (b.exponent > a.exponent) | (
         (b.exponent == a.exponent) & ((b.high > a.high) | (b.high == a.high) & (b.low > a.low))
     )
-    exponent, least = jnp.where(swap, b.exponent, a.exponent), jnp.where(swap, a.exponent, b.exponent)
-    sign = jnp.where(swap, b.sign, a.sign)
-    high, low = jnp.where(swap, b.high, a.high), jnp.where(swap, b.low, a.low)
+    exponent, least = _bits.where(swap, b.exponent, a.exponent), _bits.where(swap, a.exponent, b.exponent)
+    sign = _bits.where(swap, b.sign, a.sign)
+    high, low = _bits.where(swap, b.high, a.high), _bits.where(swap, b.low, a.low)
     high2, low2, lost = _shifted_right(
-        jnp.where(swap, a.high, b.high), jnp.where(swap, a.low, b.low), jnp.minimum(exponent - least, 2 * width - 1)
+        _bits.where(swap, a.high, b.high), _bits.where(swap, a.low, b.low), jnp.minimum(exponent - least, 2 * width - 1)
     )
     # A difference adds the complement and 1. If bits of the subtrahend were lost, the 1 is not added.
     opposed = a.sign != b.sign
     flip = _all_ones(opposed, high)
     total = low + (low2 ^ flip)
     first = total < low
-    low = total + jnp.where(opposed & (lost == 0), one, 0)
+    low = total + _bits.where(opposed & (lost == 0), one, 0)
     high = high + (high2 ^ flip) + first.astype(high.dtype) + (low < total).astype(high.dtype)
-    sign = jnp.where(opposed & ((high | low | lost) == 0), zero_sign, sign)
+    sign = _bits.where(opposed & ((high | low | lost) == 0), zero_sign, sign)
     return DoubleWord(sign, exponent, high, low), lost
 
 
@@ -259,13 +259,13 @@ def swept(v: DoubleWord) -> DoubleWord:
     """The same number, shifted left by a whole word if the high word is zero."""
     empty = v.high == 0
     exponent = v.exponent - empty.astype(v.exponent.dtype) * (v.high.dtype.itemsize * 8)
-    return DoubleWord(v.sign, exponent, jnp.where(empty, v.low, v.high), jnp.where(empty, 0, v.low))
+    return DoubleWord(v.sign, exponent, _bits.where(empty, v.low, v.high), _bits.where(empty, 0, v.low))
 
 
 def pack(v: DoubleWord, lost: Array, carrier: Carrier) -> Exact:
     """A number whose exponent may be below the carrier's; `lost` is not zero if bits follow `low`."""
     least = 1 - carrier.bias
-    high, low, more = _shifted_right(v.high, v.low, jnp.clip(least - v.exponent, 0, 2 * carrier.work_width - 1))
+    high, low, more = _shifted_right(v.high, v.low, _bits.clip(least - v.exponent, 0, 2 * carrier.work_width - 1))
     return _cut(DoubleWord(v.sign, jnp.maximum(v.exponent, least), high, low), lost | more, carrier)
 
 
@@ -279,7 +279,7 @@ def leading_zeros(word: Array, carrier: Carrier) -> Array:
     half = (word >> 1).astype(carrier.work)
     half = half & ~(half >> 1)  # otherwise a rounding conversion could carry into the next power of two
     zeros = carrier.work_width - 2 - _bits.floor_log2(jnp.maximum(half, 1), carrier).astype(carrier.work)
-    return jnp.where(half == 0, carrier.work_width - 1, zeros)
+    return _bits.where(half == 0, carrier.work_width - 1, zeros)
 
 
 def _cut(v: DoubleWord, lost: Array, carrier: Carrier) -> Exact:
@@ -289,8 +289,8 @@ def _cut(v: DoubleWord, lost: Array, carrier: Carrier) -> Exact:
     rest = v.high << keep | v.low >> drop
     beyond = v.exponent > carrier.bias
     biased = jnp.minimum(v.exponent, carrier.bias) + carrier.bias
-    magnitude = jnp.where(top == 0, 0, (biased - 1 << carrier.fraction) + top)
-    magnitude = jnp.where(beyond, carrier.inf - 1, magnitude)
+    magnitude = _bits.where(top == 0, 0, (biased - 1 << carrier.fraction) + top)
+    magnitude = _bits.where(beyond, carrier.inf - 1, magnitude)
     rest = rest | _all_ones(beyond, rest)
     lost = lost | v.low << keep
     return Exact(v.sign, magnitude, (rest | lost) != 0, rest, lost != 0, beyond)
@@ -301,10 +301,10 @@ def with_special_values(v: Exact, infinite: Array, nan: Array, sign: Array, carr
     finite = ~(infinite | nan)
     return replace(
         v,
-        sign=jnp.where(infinite, sign, v.sign),
-        magnitude=jnp.where(nan, carrier.nan, jnp.where(infinite, carrier.inf, v.magnitude)),
+        sign=_bits.where(infinite, sign, v.sign),
+        magnitude=_bits.where(nan, carrier.nan, _bits.where(infinite, carrier.inf, v.magnitude)),
         inexact=v.inexact & finite,
-        rest=jnp.where(finite, v.rest, 0),
+        rest=_bits.where(finite, v.rest, 0),
         sticky=v.sticky & finite,
         beyond=v.beyond & finite,
     )

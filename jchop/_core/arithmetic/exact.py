@@ -62,7 +62,7 @@ def overflowed_exact(v: Exact, spec: Spec, carrier: Carrier, word: Array | None)
         ]
         above = beyond[0] if fmt.max >= 0 else True
         below = beyond[1] if fmt.min <= 0 else True
-        return jnp.where(v.sign != 0, below, above) & (v.magnitude <= carrier.inf)
+        return _bits.where(v.sign != 0, below, above) & (v.magnitude <= carrier.inf)
     return overflowed(*_as_numbers(v, spec, carrier, word))
 
 
@@ -106,9 +106,9 @@ def _round_directly(v: Exact, odd: Array, spec: Spec, carrier: Carrier) -> Array
     grid = make_grid(spec.format, carrier)
     nearest = v.magnitude + _to_nearest(v, spec.rounding)
     if spec.overflow is not Overflow.IEEE:  # a finite value does not become infinity here
-        nearest = jnp.where(v.magnitude < carrier.inf, jnp.minimum(nearest, carrier.inf - 1), nearest)
+        nearest = _bits.where(v.magnitude < carrier.inf, jnp.minimum(nearest, carrier.inf - 1), nearest)
     keep = max(grid.tiny_bits, grid.normal_bits if spec.flush else 0)
-    return jnp.where(v.magnitude < keep, odd, nearest) if keep else nearest
+    return _bits.where(v.magnitude < keep, odd, nearest) if keep else nearest
 
 
 # -- stochastic modes --------------------------------------------------------------------------------------------------
@@ -149,12 +149,12 @@ class _Drawn(modes.Discarded):
             high, depth = laid.word.astype(unsigned), laid.depth
         if isinstance(depth, int):
             return high << width - depth | v.rest >> depth, (v.rest << width - depth != 0) | v.sticky
-        up = jnp.clip(width - depth, 0, width - 1).astype(unsigned)
-        down = jnp.clip(depth - width, 0, width - 1).astype(unsigned)
-        within = jnp.clip(depth, 0, width - 1).astype(unsigned)
+        up = _bits.clip(width - depth, 0, width - 1).astype(unsigned)
+        down = _bits.clip(depth - width, 0, width - 1).astype(unsigned)
+        within = _bits.clip(depth, 0, width - 1).astype(unsigned)
         inside = depth < width
-        share = (high << up >> down) | jnp.where(inside, v.rest >> within, 0)
-        lost = jnp.where(inside, v.rest & (jnp.ones_like(v.rest) << within) - 1, v.rest | (high ^ share << down))
+        share = (high << up >> down) | _bits.where(inside, v.rest >> within, 0)
+        lost = _bits.where(inside, v.rest & (jnp.ones_like(v.rest) << within) - 1, v.rest | (high ^ share << down))
         return share, (lost != 0) | v.sticky
 
 
@@ -170,4 +170,4 @@ def _cut_depth(v: Exact, grid: Grid) -> Array | int:
         return depth
     carrier = grid.carrier
     below = grid.tiny_exponent + carrier.bias + carrier.fraction - jnp.maximum(v.magnitude >> carrier.fraction, 1)
-    return jnp.where(v.magnitude < grid.tiny_bits, below, depth)
+    return _bits.where(v.magnitude < grid.tiny_bits, below, depth)

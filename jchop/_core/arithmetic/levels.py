@@ -37,12 +37,12 @@ def round_to_levels(v: Exact, fmt: CodebookFormat, mode: Rounding, carrier: Carr
     next_rest = lax.bitcast_convert_type(next_rest, rest.dtype)
     more = (rest > next_rest) | ((rest == next_rest) & sticky)
     reached = (floor == next_floor) & (more | ((rest == next_rest) & (strict == 0)))
-    result = jnp.where(reached, upper, lower)
+    result = _bits.where(reached, upper, lower)
     if beyond:
-        result = jnp.where((floor == next_floor) & more, beyond[0], result)
+        result = _bits.where((floor == next_floor) & more, beyond[0], result)
     is_nan = v.magnitude > carrier.inf
-    sign = jnp.where(result < 0, jnp.full_like(result, carrier.sign_bit), 0)
-    return _bits.join(jnp.where(is_nan, v.sign, sign), jnp.where(is_nan, v.magnitude, jnp.abs(result)), carrier)
+    sign = _bits.where(result < 0, jnp.full_like(result, carrier.sign_bit), 0)
+    return _bits.join(_bits.where(is_nan, v.sign, sign), _bits.where(is_nan, v.magnitude, jnp.abs(result)), carrier)
 
 
 def _floor(v: Exact) -> tuple[Array, Array, Array]:
@@ -51,7 +51,7 @@ def _floor(v: Exact) -> tuple[Array, Array, Array]:
     floor = _bits.ordered(v.sign, v.magnitude) - down.astype(v.magnitude.dtype)
     # 1 - rest, rounded down if further bits follow.
     complement = ~v.rest + (~v.sticky).astype(v.rest.dtype)
-    return floor, jnp.where(down, complement, v.rest), v.sticky
+    return floor, _bits.where(down, complement, v.rest), v.sticky
 
 
 @dataclass(frozen=True)

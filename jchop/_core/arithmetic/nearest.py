@@ -51,7 +51,7 @@ def round_by_adding(x: Array, spec: Spec, carrier: Carrier) -> Array:
     top = np.dtype(carrier.name).type(fmt.max)
     saturates = spec.overflow is Overflow.SATURATE or fmt.saturates
     beyond = top if saturates else np.inf if fmt.has_inf else np.nan
-    rounded = jnp.where(rounded > top, x.dtype.type(beyond), rounded)
+    rounded = _bits.where(rounded > top, x.dtype.type(beyond), rounded)
     return _bits.join(sign, lax.bitcast_convert_type(rounded, carrier.work), carrier)
 
 

@@ -254,10 +254,12 @@ def _hides_subnormals(step: _Step) -> bool:
 def _chosen(step: _Step, x: Array, y: Array, larger: bool) -> Array:
     """The larger or the smaller operand, compared by bits; NaN if either is NaN."""
     (xs, xm), (ys, ym) = (_bits.split(v, step.carrier) for v in (x, y))
-    a, b = (magnitude ^ jnp.where(sign != 0, -1, 0).astype(magnitude.dtype) for sign, magnitude in ((xs, xm), (ys, ym)))
-    chosen = jnp.where((a > b) == larger, x, y)
+    a, b = (
+        magnitude ^ _bits.where(sign != 0, -1, 0).astype(magnitude.dtype) for sign, magnitude in ((xs, xm), (ys, ym))
+    )
+    chosen = _bits.where((a > b) == larger, x, y)
     nan = (xm > step.carrier.inf) | (ym > step.carrier.inf)
-    return jnp.where(nan, jnp.asarray(np.nan, x.dtype), chosen)
+    return _bits.where(nan, jnp.asarray(np.nan, x.dtype), chosen)
 
 
 _EXACT: dict[str, Callable[..., Array]] = {

@@ -74,7 +74,7 @@ def divisor_of_product(
     product = product << top - (width + own)
     small = product >> top == 0
     field = (bits >> carrier.fraction) + exponent + width - small.astype(product.dtype)
-    return Divisor.of(jnp.where(small, product << 1, product), field, carrier)
+    return Divisor.of(_bits.where(small, product << 1, product), field, carrier)
 
 
 def odd_quotient(magnitude: Array, divisor: Divisor, carrier: Carrier, ends: bool = False) -> Array:
@@ -88,8 +88,8 @@ def odd_quotient(magnitude: Array, divisor: Divisor, carrier: Carrier, ends: boo
     lost = following | (remainder != 0).astype(following.dtype)
     if not ends:
         return _within(field, count, carrier) | lost
-    down = jnp.clip(1 - field, 0, carrier.fraction + 2)
-    bits = (jnp.clip(field - 1, 0, 2 * carrier.bias) << carrier.fraction) + (count >> down)
+    down = _bits.clip(1 - field, 0, carrier.fraction + 2)
+    bits = (_bits.clip(field - 1, 0, 2 * carrier.bias) << carrier.fraction) + (count >> down)
     return jnp.minimum(bits | lost | (count & _bits.low_mask(down) != 0), carrier.inf - 1)
 
 
@@ -122,15 +122,15 @@ def quotient_by_constant(magnitude: Array, count: int, exponent: int, carrier: C
     sticky = (rest != 0).astype(bits.dtype)
     more = quotient >> fraction + 2
     field = (bits >> fraction) - (exponent + count.bit_length()) + more
-    down = 1 + more + jnp.clip(1 - field, 0, fraction + 2)
+    down = 1 + more + _bits.clip(1 - field, 0, fraction + 2)
     kept = quotient >> down
     if odd:
         rounded = kept | (quotient & _bits.low_mask(down) != 0) | sticky
     else:
         # A tie goes up if the number above is even.
         rounded = quotient + ((1 << down - 1) - 1) + (kept & 1 | sticky) >> down
-    rounded = rounded + (jnp.clip(field - 1, 0, 2 * carrier.bias) << fraction)
-    return jnp.where(magnitude == 0, 0, jnp.minimum(rounded, carrier.inf - odd))
+    rounded = rounded + (_bits.clip(field - 1, 0, 2 * carrier.bias) << fraction)
+    return _bits.where(magnitude == 0, 0, jnp.minimum(rounded, carrier.inf - odd))
 
 
 def _over_count(dividend: Array, count: int, carrier: Carrier) -> tuple[Array, Array]:
@@ -161,8 +161,8 @@ def exact_quotient(sign: Array, magnitude: Array, plain: Array, divisor: Divisor
         rest = rest | digit.astype(unsigned) << place
     last = rest & more.astype(unsigned)
     rest = following.astype(unsigned) << width - 1 | rest >> more.astype(unsigned)
-    rest, sticky = jnp.where(plain, rest, 0), plain & ((remainder != 0) | (last != 0))
-    return Exact(sign, jnp.where(plain, bits, magnitude), (rest != 0) | sticky, rest, sticky)
+    rest, sticky = _bits.where(plain, rest, 0), plain & ((remainder != 0) | (last != 0))
+    return Exact(sign, _bits.where(plain, bits, magnitude), (rest != 0) | sticky, rest, sticky)
 
 
 def _digits(magnitude: Array, divisor: Divisor, carrier: Carrier) -> tuple[Array, Array, Array, Array, Array]:

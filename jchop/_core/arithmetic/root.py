@@ -33,7 +33,7 @@ def square_root(x: Array, carrier: Carrier, whole_rest: bool) -> Exact:
     fraction = carrier.fraction
     sign, magnitude = _bits.split(x, carrier)
     exponent, count = double_word.normalised(magnitude, carrier)
-    count = jnp.where(count == 0, 1 << fraction, count)
+    count = _bits.where(count == 0, 1 << fraction, count)
     odd = exponent & 1
     wrapped = count << fraction + odd
     root, remainder = _integer_root(wrapped, _float_root(count, odd, carrier), carrier)
@@ -45,7 +45,7 @@ def square_root(x: Array, carrier: Carrier, whole_rest: bool) -> Exact:
         rest = (remainder > root).astype(unsigned) << carrier.work_width - 1
         more = remainder != 0
     zero = magnitude == 0
-    v = Exact(sign, jnp.where(zero, 0, bits), (remainder != 0) & ~zero, jnp.where(zero, 0, rest), more & ~zero)
+    v = Exact(sign, _bits.where(zero, 0, bits), (remainder != 0) & ~zero, _bits.where(zero, 0, rest), more & ~zero)
     return double_word.with_special_values(
         v, magnitude == carrier.inf, (sign != 0) & ~zero | (magnitude > carrier.inf), sign, carrier
     )
@@ -54,7 +54,7 @@ def square_root(x: Array, carrier: Carrier, whole_rest: bool) -> Exact:
 def _float_root(count: Array, odd: Array, carrier: Carrier) -> Array:
     """About the root of count 2^(M + odd), as an integer."""
     kind = np.dtype(carrier.name).type
-    scale = jnp.where(odd != 0, kind(2.0 ** (carrier.fraction + 1)), kind(2.0**carrier.fraction))
+    scale = _bits.where(odd != 0, kind(2.0 ** (carrier.fraction + 1)), kind(2.0**carrier.fraction))
     return lax.sqrt(count.astype(carrier.name) * scale).astype(count.dtype)
 
 
@@ -85,8 +85,8 @@ def _further_bits(root: Array, remainder: Array) -> tuple[Array, Array]:
         trial_low = trial_low | trial_low.dtype.type(1)
         fits = (rest_high > trial_high) | (rest_high == trial_high) & (rest_low >= trial_low)
         borrow = (rest_low < trial_low).astype(root.dtype)
-        rest_high = jnp.where(fits, rest_high - trial_high - borrow, rest_high)
-        rest_low = jnp.where(fits, rest_low - trial_low, rest_low)
+        rest_high = _bits.where(fits, rest_high - trial_high - borrow, rest_high)
+        rest_low = _bits.where(fits, rest_low - trial_low, rest_low)
         high, low = double_word.shifted_left(high, low, 1)
         return high, low | fits.astype(root.dtype), rest_high, rest_low
 

@@ -68,8 +68,8 @@ def _parts(error: Array, magnitude: Array, below: Array, spec: Spec, carrier: Ca
     below = jnp.maximum(below, least << carrier.fraction) & carrier.inf
     bits = (extra - least + 2 * carrier.bias << carrier.fraction) - (below - (least << carrier.fraction))
     many = error * lax.bitcast_convert_type(bits, error.dtype)
-    many = jnp.where(error < 0, jnp.minimum(many, error.dtype.type(-0.5)), many)  # also an error that vanished
-    return jnp.where(magnitude < carrier.inf, many, error.dtype.type(0))
+    many = _bits.where(error < 0, jnp.minimum(many, error.dtype.type(-0.5)), many)  # also an error that vanished
+    return _bits.where(magnitude < carrier.inf, many, error.dtype.type(0))
 
 
 def round_with_error(
@@ -116,10 +116,10 @@ def round_with_error(
         rounded = (bits + AWAY[spec.rounding](DroppedBits(bits, drop, drop, mask, last, sign != 0, drawn))) & ~mask
     if carried:  # the carry out of the largest value is infinity
         if scaled_down:
-            rounded = jnp.where(magnitude < carrier.inf, jnp.minimum(rounded, carrier.inf), rounded)
+            rounded = _bits.where(magnitude < carrier.inf, jnp.minimum(rounded, carrier.inf), rounded)
         return _bits.join(sign, rounded, carrier)
     ended = at_ends(magnitude, rounded, sign != 0, spec, make_grid(spec.format, carrier))
-    return _bits.join(sign, jnp.where(magnitude > carrier.inf, magnitude, ended), carrier)
+    return _bits.join(sign, _bits.where(magnitude > carrier.inf, magnitude, ended), carrier)
 
 
 def _with_word(bits: Array, error: Array, binade: Array | None, word: Array, spec: Spec, carrier: Carrier) -> Array:

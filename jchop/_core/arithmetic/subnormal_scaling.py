@@ -102,16 +102,16 @@ def _add_with_error(x: Array, y: Array, spec: Spec, word: Array | None) -> Array
     larger, smaller = jnp.maximum(xm, ym), jnp.minimum(xm, ym)
     small = larger < _SMALL_TERM
     scale = _scale(small, _SUM_UP)
-    shift = jnp.where(small, scale.shift, jnp.where(larger < _CARRIER.inf, np.int32(-_NORMAL), np.int32(0)))
+    shift = _bits.where(small, scale.shift, _bits.where(larger < _CARRIER.inf, np.int32(-_NORMAL), np.int32(0)))
     a = _lifted(larger + shift, scale)
     b = _lifted(jnp.maximum(smaller + shift, _NORMAL), scale)  # every term but zero stays a normal number
-    b = _signed((xb ^ yb) & _CARRIER.sign_bit, jnp.where(smaller == 0, np.float32(0), b))
+    b = _signed((xb ^ yb) & _CARRIER.sign_bit, _bits.where(smaller == 0, np.float32(0), b))
     total = a + b
     error = b - (total - a)  # NaN beside infinities
     zero = total == 0
-    sign = jnp.where(zero, xb | yb if spec.rounding is Rounding.DOWN else xb & yb, jnp.where(xm > ym, xb, yb))
+    sign = _bits.where(zero, xb | yb if spec.rounding is Rounding.DOWN else xb & yb, _bits.where(xm > ym, xb, yb))
     magnitude = _work(total)
-    bits = jnp.where(zero, 0, _unscaled(magnitude, scale.least) - shift)
+    bits = _bits.where(zero, 0, _unscaled(magnitude, scale.least) - shift)
     error, binade = error_of_sum(error, magnitude, spec, _CARRIER)
     return round_with_error(
         sign & _CARRIER.sign_bit, magnitude, bits, error, spec, _CARRIER, word, binade, scaled_down=True
@@ -128,20 +128,20 @@ def multiply(x: Array, y: Array, spec: Spec | None, word: Array | None) -> Array
     product = _lifted(less + shift, scale) * _float(more)
     if spec is not None and spec.rounding in SEES_THE_LEAST:
         vanished = (product < 2.0 ** (1 - _BIAS)) & (less > 0)
-        product = jnp.where(vanished, np.float32(2.0 ** (1 - _BIAS)), product)
+        product = _bits.where(vanished, np.float32(2.0 ** (1 - _BIAS)), product)
     sign, magnitude, subnormal = xs ^ ys, _work(product), product < least
-    shift = jnp.where(product < np.inf, shift, np.int32(0))  # the bits of a NaN may have the sign bit
+    shift = _bits.where(product < np.inf, shift, np.int32(0))  # the bits of a NaN may have the sign bit
     if spec is not None and spec.rounding is Rounding.NEAREST_EVEN:
         # Adding the power of two whose last bit is the format's smallest number rounds the product.
         drop = _M + 1 - _precision(spec)
         exponent = _PRODUCT_UP + 1 - _BIAS + drop
         count = _work(product + np.float32(2.0**exponent)) - _power_bits(exponent)
-        bits = jnp.where(subnormal, count << drop, magnitude - shift)
+        bits = _bits.where(subnormal, count << drop, magnitude - shift)
         error = None
     else:
-        offset = jnp.where(subnormal, least, np.float32(0))
+        offset = _bits.where(subnormal, least, np.float32(0))
         raised = product + offset
-        bits = _work(raised) - jnp.where(subnormal, np.int32(_power_bits(_PRODUCT_UP + 1 - _BIAS)), shift)
+        bits = _work(raised) - _bits.where(subnormal, np.int32(_power_bits(_PRODUCT_UP + 1 - _BIAS)), shift)
         error = product - (raised - offset)
     if spec is None:
         return _bits.join(sign, bits, _CARRIER)
@@ -149,7 +149,7 @@ def multiply(x: Array, y: Array, spec: Spec | None, word: Array | None) -> Array
         assert error is not None
         error = error * np.float32(2.0 ** (finer(spec, _CARRIER) - _CARRIER.tiny_exponent - _PRODUCT_UP))
     # A product that is too large becomes a finite number above all values of the format.
-    magnitude = jnp.where(more < _CARRIER.inf, jnp.minimum(magnitude, _CARRIER.inf - 1), magnitude)
+    magnitude = _bits.where(more < _CARRIER.inf, jnp.minimum(magnitude, _CARRIER.inf - 1), magnitude)
     return round_with_error(sign, magnitude, bits, error, spec, _CARRIER, word)
 
 
@@ -173,14 +173,14 @@ class _Scale:
 
 
 def _scale(where: Array, up: int) -> _Scale:
-    shift, step = (jnp.where(where, np.int32(bits), np.int32(0)) for bits in (up << _M, _NORMAL))
-    return _Scale(shift, step, jnp.where(where, _scaled_normal(up), np.float32(0)))
+    shift, step = (_bits.where(where, np.int32(bits), np.int32(0)) for bits in (up << _M, _NORMAL))
+    return _Scale(shift, step, _bits.where(where, _scaled_normal(up), np.float32(0)))
 
 
 def _lifted(bits: Array, scale: _Scale) -> Array:
     """2^K |x| from the bits of |x| plus the shift: min(A, 2 A - c)."""
     value, double = _float(bits), _float(bits + scale.step) - scale.least
-    return jnp.where(double < value, double, value)
+    return _bits.where(double < value, double, value)
 
 
 def _unscaled(bits: Array, least: Array) -> Array:

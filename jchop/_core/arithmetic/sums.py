@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from jchop import _bits
 from jchop._core.arithmetic.basic import carrier_range, range_of
 from jchop._core.arithmetic.matmul import matmul_body
 from jchop._core.arithmetic.operations import draws, fold_seeds, operation, operation_carrier, words
@@ -118,7 +119,7 @@ def _run(
         (c, k), (column, counts) = carry, each
         word = words(fold_seeds(seeds, 0, k), c) if draws(spec) and seeds is not None else None
         following = operation(name, [c, column], spec, word, ranges=ranges)
-        c = following if counts is None else jnp.where(counts, following, c)
+        c = following if counts is None else _bits.where(counts, following, c)
         return (c, k + jnp.uint32(1)), c
 
     first = jnp.full_like(columns[0] if columns.shape[0] else columns.sum(0), start)

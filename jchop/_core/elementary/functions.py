@@ -16,6 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from jchop import _bits
 from jchop._core.elementary import numbers, pairs
 from jchop._core.elementary.pairs import Pair, constant, single
 from jchop._core.elementary.parts import FIRST_ORDER, SECOND_ORDER, Argument, Value, power_of_two
@@ -150,7 +151,7 @@ def _logistic(x: Argument) -> Value:
     below = pairs.add_ordered(_UNIT, pairs.times_power(t, _power(n)))
     top = pairs.select(x.negative, t, single(jnp.ones_like(size)))
     cases = ((x.infinite, 1.0), (x.infinite & x.negative, 0.0))
-    return Value(pairs.divide(top, below), jnp.where(x.negative, n, 0), ((x.zero, 0.5), *cases))
+    return Value(pairs.divide(top, below), _bits.where(x.negative, n, 0), ((x.zero, 0.5), *cases))
 
 
 def _hyperbolic(size: Array) -> tuple[Pair, Pair, Array]:
@@ -277,7 +278,7 @@ def _arcsinh(x: Argument) -> Value:
     n = n + jnp.maximum(x.exponent - _LARGE, 0)
     small = size < 0.17
     s = pairs.select(small, pairs.divide(single(size), root), _quotient(m))
-    total = pairs.times_power(_sum_of_logs(s, jnp.where(small, 0, n)), np.float32(0.5))
+    total = pairs.times_power(_sum_of_logs(s, _bits.where(small, 0, n)), np.float32(0.5))
     cases = ((x.zero, 0.0), (x.infinite, _INF))
     return Value(total, shift + (~small).astype(shift.dtype), cases, x.sign)
 
@@ -292,7 +293,7 @@ def _arccosh(x: Argument) -> Value:
     m, n = _normalised(pairs.add(root, single(size)))
     small = size < 1.05
     s = pairs.select(small, pairs.divide(t, pairs.add(t, constant(2))), _quotient(m))
-    n = jnp.where(small, 0, n + jnp.maximum(x.exponent - _LARGE, 0))
+    n = _bits.where(small, 0, n + jnp.maximum(x.exponent - _LARGE, 0))
     one = x.equals(1.0) & ~x.negative
     outside = x.negative | ~x.exceeds(1.0)
     return Value(_sum_of_logs(s, n), 0, ((x.infinite, _INF), (outside, _NAN), (one, 0.0)))
@@ -305,7 +306,7 @@ def _arctanh(x: Argument) -> Value:
     m, n = _normalised(ratio)
     small = size < 0.17
     s = pairs.select(small, single(size), _quotient(m))
-    total = pairs.times_power(_sum_of_logs(s, jnp.where(small, 0, n)), np.float32(0.5))
+    total = pairs.times_power(_sum_of_logs(s, _bits.where(small, 0, n)), np.float32(0.5))
     return Value(total, shift, ((x.zero, 0.0), (x.exceeds(1.0), _NAN), (x.equals(1.0), _INF)), x.sign)
 
 
@@ -318,7 +319,7 @@ def _quarters(x: Argument) -> tuple[Pair, Array]:
     As in Payne and Hanek (SIGNUM Newsletter 18 (1983) 19): the fraction of 2^k / (2 π), times the significand as an
     integer, in 96 bits.
     """
-    place = jnp.clip(x.exponent - 23, numbers.LEAST_PLACE, numbers.MOST_PLACE) - numbers.LEAST_PLACE
+    place = _bits.clip(x.exponent - 23, numbers.LEAST_PLACE, numbers.MOST_PLACE) - numbers.LEAST_PLACE
     first, second, third = (jnp.asarray(word).at[place].get(mode="promise_in_bounds") for word in numbers.turns())
     count = (x.significand * 2.0**23).astype(jnp.uint32)
     (high, low), (lower, lowest) = _long_product(second, count), _long_product(third, count)
@@ -348,7 +349,7 @@ def _turned(x: Argument) -> tuple[Pair, Array, Array, Array]:
     size, shift = x.size(SECOND_ORDER, 0)
     r, q = _quarters(x)
     small = ~x.exceeds(0.75)
-    return pairs.select(small, single(size), r), jnp.where(small, 0, q), shift, x.infinite
+    return pairs.select(small, single(size), r), _bits.where(small, 0, q), shift, x.infinite
 
 
 def _circular(r: Pair, cosine: Array | bool) -> Pair:
@@ -367,7 +368,7 @@ def _circular(r: Pair, cosine: Array | bool) -> Pair:
 
 
 def _sign_if(condition: Array) -> Array:
-    return jnp.where(condition, np.int32(-(2**31)), np.int32(0))
+    return _bits.where(condition, np.int32(-(2**31)), np.int32(0))
 
 
 def _sin(x: Argument) -> Value:
@@ -399,17 +400,17 @@ def angle_of(y: Pair, x: Pair, left: Array | None = None, divide: Callable[[Pair
     """
     steep, unit = y.hi > 4 * x.hi, np.float32(1)
     flat, half, even = (y.hi < limit * x.hi for limit in (0.25, 0.75, 1.4))
-    c = jnp.where(flat, 0 * unit, jnp.where(half, unit / 2, jnp.where(even, unit, 2 * unit)))
+    c = _bits.where(flat, 0 * unit, _bits.where(half, unit / 2, _bits.where(even, unit, 2 * unit)))
     none = single(jnp.zeros_like(c))
-    above = pairs.add(pairs.select(steep, none, y), pairs.times_power(x, -jnp.where(steep, unit, c)))
-    below = pairs.add(pairs.select(steep, y, x), pairs.times_power(y, jnp.where(steep, 0 * unit, c)))
+    above = pairs.add(pairs.select(steep, none, y), pairs.times_power(x, -_bits.where(steep, unit, c)))
+    below = pairs.add(pairs.select(steep, y, x), pairs.times_power(y, _bits.where(steep, 0 * unit, c)))
     half_angle, right = numbers.arctangent_of(2), numbers.pi() / 2
     angles = ((even, right / 2), (half, half_angle), (flat, Fraction(0)), (steep, right))
     t = divide(above, below)
     start = _of_cases(right - half_angle, angles)
     if left is not None:
         start = pairs.select(left, _of_cases(right + half_angle, [(at, 2 * right - v) for at, v in angles]), start)
-        t = pairs.times_power(t, jnp.where(left, -unit, unit))
+        t = pairs.times_power(t, _bits.where(left, -unit, unit))
     return pairs.add(start, arctangent_series(t, -1))
 
 
@@ -493,7 +494,7 @@ def _erfc(x: Argument) -> Value:
     reflected = pairs.add_ordered(constant(2), pairs.times_power(outside, -_power(n)))
     value = pairs.select(large, pairs.select(x.negative, reflected, outside), inside)
     cases = ((x.zero, 1.0), (x.infinite, 0.0), (x.infinite & x.negative, 2.0))
-    return Value(value, jnp.where(large & ~x.negative, n, 0), cases)
+    return Value(value, _bits.where(large & ~x.negative, n, 0), cases)
 
 
 # -- roots and multiples -----------------------------------------------------------------------------------------------

@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from jchop import _bits
 from jchop._core.elementary import numbers, pairs
 from jchop._core.elementary.functions import angle_of, eighth_power, eighths
 from jchop._core.elementary.pairs import Pair, constant, single
@@ -27,7 +28,7 @@ _UNIT = constant(1)
 
 def _difference(a: Array, b: Array, limit: int) -> Array:
     """A - b, at least -`limit` and at most `limit`."""
-    return jnp.clip(a - b, -limit, limit)
+    return _bits.clip(a - b, -limit, limit)
 
 
 # -- the root of a sum of squares --------------------------------------------------------------------------------------
@@ -39,10 +40,10 @@ def _hypot(x: Argument, y: Argument) -> Value:
     If the exponents differ by more than 30, the smaller operand only tells that the result is above the larger one.
     """
     swap = x.magnitude < y.magnitude
-    exponent, least = jnp.where(swap, y.exponent, x.exponent), jnp.where(swap, x.exponent, y.exponent)
-    a, b = jnp.where(swap, y.significand, x.significand), jnp.where(swap, x.significand, y.significand)
+    exponent, least = _bits.where(swap, y.exponent, x.exponent), _bits.where(swap, x.exponent, y.exponent)
+    a, b = _bits.where(swap, y.significand, x.significand), _bits.where(swap, x.significand, y.significand)
     b = b * power_of_two(_difference(least, exponent, -SECOND_ORDER))
-    b = jnp.where(x.zero | y.zero, 0.0, b)
+    b = _bits.where(x.zero | y.zero, 0.0, b)
     value = pairs.root(pairs.add(pairs.product(a, a), pairs.product(b, b)))
     cases = ((x.zero & y.zero, 0.0), (x.nan | y.nan, _NAN), (x.infinite | y.infinite, _INF))
     return Value(value, exponent, cases)
@@ -58,11 +59,11 @@ def _arctan2(y: Argument, x: Argument) -> Value:
     steep = (x.zero & ~y.zero) | (y.infinite & ~both)
     left = x.negative
     apart = y.exponent - x.exponent
-    held = jnp.clip(apart, jnp.where(left, FIRST_ORDER, SECOND_ORDER), -FIRST_ORDER)
-    shift = jnp.where(left, 0, jnp.minimum(apart - held, 0))
-    above = jnp.where(both, 1.0, y.significand * power_of_two(jnp.maximum(held, -60)))
-    above, shift = jnp.where(flat, 0.0, jnp.where(steep, 1.0, above)), jnp.where(steep | both, 0, shift)
-    below = jnp.where(steep, 0.0, jnp.where(both | flat, 1.0, x.significand))
+    held = _bits.clip(apart, _bits.where(left, FIRST_ORDER, SECOND_ORDER), -FIRST_ORDER)
+    shift = _bits.where(left, 0, jnp.minimum(apart - held, 0))
+    above = _bits.where(both, 1.0, y.significand * power_of_two(jnp.maximum(held, -60)))
+    above, shift = _bits.where(flat, 0.0, _bits.where(steep, 1.0, above)), _bits.where(steep | both, 0, shift)
+    below = _bits.where(steep, 0.0, _bits.where(both | flat, 1.0, x.significand))
     value = angle_of(single(above), single(below), left, pairs.divide_exactly)
     return Value(value, shift, ((flat & ~left, 0.0), (x.nan | y.nan, _NAN)), y.sign)
 
@@ -81,10 +82,10 @@ def _logaddexp(x: Argument, y: Argument) -> Value:
 
     log(1 + t) is 2 artanh(t / (2 + t)), or log(2) + 2 artanh((t - 1) / (t + 3)) for t near 1.
     """
-    x_order, y_order = (jnp.where(v.negative, -v.magnitude, v.magnitude) for v in (x, y))
+    x_order, y_order = (_bits.where(v.negative, -v.magnitude, v.magnitude) for v in (x, y))
     swap = x_order < y_order
     sign, exponent, significand, zero, infinite = (
-        jnp.where(swap, b, a)
+        _bits.where(swap, b, a)
         for a, b in (
             (x.sign, y.sign),
             (x.exponent, y.exponent),
@@ -94,26 +95,26 @@ def _logaddexp(x: Argument, y: Argument) -> Value:
         )
     )
     a, b = (v.held(-100, 2.0**100) for v in (x, y))
-    d = pairs.exact_sum(jnp.where(swap, a, b), -jnp.where(swap, b, a))
+    d = pairs.exact_sum(_bits.where(swap, a, b), -_bits.where(swap, b, a))
     far = d.hi < -300
     t, n = _power_of_eighths(*eighths(pairs.select(far, single(jnp.full_like(a, -300)), d)))
     whole = pairs.times_power(t, power_of_two(jnp.maximum(n, -60)))
     near = whole.hi > 0.41
-    n = jnp.where(near, 0, n)
+    n = _bits.where(near, 0, n)
     top = pairs.select(near, pairs.add(whole, constant(-1)), t)
     below = pairs.add_ordered(pairs.select(near, constant(3), constant(2)), whole)
     s = pairs.divide(top, below)
     z = pairs.square(pairs.times_power(s, power_of_two(jnp.maximum(n, -60))))
     part = pairs.times_power(pairs.multiply(s, pairs.polynomial(z, numbers.arctangent(1), 4)), np.float32(2))
     log = pairs.select(near, pairs.add_ordered(constant(numbers.log(2)), part), part)
-    scale = jnp.where(zero, n, jnp.maximum(exponent, n))
+    scale = _bits.where(zero, n, jnp.maximum(exponent, n))
     larger = significand * power_of_two(_difference(exponent, scale, -FIRST_ORDER))
     larger = lax.bitcast_convert_type(lax.bitcast_convert_type(larger, jnp.int32) | sign, jnp.float32)
     log = pairs.times_power(log, power_of_two(_difference(n, scale, -FIRST_ORDER)))
-    total = pairs.add(single(jnp.where(zero, 0.0, larger)), log)
+    total = pairs.add(single(_bits.where(zero, 0.0, larger)), log)
     minus = [v.infinite & v.negative for v in (x, y)]
-    number = lax.bitcast_convert_type(jnp.where(swap, y.magnitude, x.magnitude) | sign, jnp.float32)
-    number = jnp.where(zero, 0.0, number)
+    number = lax.bitcast_convert_type(_bits.where(swap, y.magnitude, x.magnitude) | sign, jnp.float32)
+    number = _bits.where(zero, 0.0, number)
     cases = ((minus[0] | minus[1], number), (infinite & (sign == 0), _INF), (x.nan | y.nan, _NAN))
     return Value(total, scale, cases)
 
@@ -129,7 +130,7 @@ def _power(x: Argument, y: Argument) -> Value:
     high, low = pairs.halves(number)
     about = number * (n + (parts[0] + parts[1])) + number * more.hi
     beyond = jnp.abs(about) > 300
-    eighth = jnp.where(beyond, jnp.copysign(np.float32(2400), about), jnp.round(about * 8))
+    eighth = _bits.where(beyond, jnp.copysign(np.float32(2400), about), jnp.round(about * 8))
     first = pairs.exact_sum(high * n, high * parts[0])
     large = pairs.add(pairs.exact_sum(first.hi - eighth / 8, low * n), pairs.exact_sum(low * parts[0], high * parts[1]))
     small = pairs.add(pairs.exact_sum(first.lo, low * parts[1]), single(high * parts[2]))
@@ -164,7 +165,7 @@ def _exact_if_close(value: Pair, exponent: Array) -> Pair:
     eighth = jnp.round(exponent * 8)
     able = (eighth == exponent * 8) & (eighth >= 1) & (eighth <= 120)
     close = jnp.abs(value.lo) < np.float32(2.0**-40) * value.hi
-    return Pair(value.hi, jnp.where(able & close, 0.0, value.lo))
+    return Pair(value.hi, _bits.where(able & close, 0.0, value.lo))
 
 
 def _of_power(x: Argument, y: Argument, number: Array) -> tuple[tuple[tuple[Array, float], ...], Array]:
@@ -175,7 +176,7 @@ def _of_power(x: Argument, y: Argument, number: Array) -> tuple[tuple[tuple[Arra
     one = x.equals(1.0)
     small = ~x.exceeds(1.0) & ~one
     falls = y.negative ^ small  # x^y is below 1
-    flip = jnp.where(odd & x.negative, x.sign, 0)
+    flip = _bits.where(odd & x.negative, x.sign, 0)
     ends = y.infinite | x.zero | x.infinite
     nan = x.negative & ~whole & ~x.zero & ~x.infinite & ~y.infinite
     cases = (

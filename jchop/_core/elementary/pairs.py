@@ -19,6 +19,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from jchop import _bits
+
 Array = jax.Array
 
 #: The mask of the first 12 bits of a float32 significand, so that products of halves are exact.
@@ -54,7 +56,7 @@ def single(x: Array) -> Pair:
 
 
 def select(where: Array, a: Pair, b: Pair) -> Pair:
-    return Pair(jnp.where(where, a.hi, b.hi), jnp.where(where, a.lo, b.lo))
+    return Pair(_bits.where(where, a.hi, b.hi), _bits.where(where, a.lo, b.lo))
 
 
 def negative(a: Pair) -> Pair:

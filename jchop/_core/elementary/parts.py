@@ -60,12 +60,12 @@ class Argument:
 
     def size(self, least: int, most: int) -> tuple[Array, Array]:
         """|x| with its exponent held between two; and x's exponent minus `least` if it is negative, else 0."""
-        held = jnp.clip(self.exponent, least, most)
+        held = _bits.clip(self.exponent, least, most)
         return self.significand * power_of_two(held), jnp.minimum(self.exponent - least, 0)
 
     def held(self, least: int, most: float) -> Array:
         """The number x with its magnitude held between 2^least and `most`."""
-        bits = jnp.clip(self.magnitude, (F32.bias + least) << F32.fraction, _bits_of(most))
+        bits = _bits.clip(self.magnitude, (F32.bias + least) << F32.fraction, _bits_of(most))
         return lax.bitcast_convert_type(bits | self.sign, jnp.float32)
 
     def signed(self, size: Array) -> Array:
@@ -109,15 +109,15 @@ def as_odd(value: Value) -> tuple[Array, Array]:
     bits = (bits - (low < 0).astype(bits.dtype)) | (low != 0).astype(bits.dtype)
     if not (isinstance(value.exponent, int) and value.exponent == 0):
         field = (bits >> F32.fraction) + value.exponent
-        down = jnp.clip(1 - field, 0, F32.fraction + 1)
+        down = _bits.clip(1 - field, 0, F32.fraction + 1)
         count = significand(bits, F32)
         kept = count >> down
         small = kept | (kept << down != count).astype(bits.dtype)
-        large = jnp.where(field >= F32.inf >> F32.fraction, F32.inf - 1, bits + (value.exponent << F32.fraction))
-        bits = jnp.where(field < 1, small, large)
+        large = _bits.where(field >= F32.inf >> F32.fraction, F32.inf - 1, bits + (value.exponent << F32.fraction))
+        bits = _bits.where(field < 1, small, large)
     for where, number in value.cases:
         known_sign, known_bits = _bits_of_number(number)
-        sign, bits = jnp.where(where, known_sign, sign), jnp.where(where, known_bits, bits)
+        sign, bits = _bits.where(where, known_sign, sign), _bits.where(where, known_bits, bits)
     return sign ^ value.flip, bits
 
 
@@ -158,14 +158,14 @@ def _scaled(v: Exact, exponent: Array | int) -> Exact:
     field = (v.magnitude >> F32.fraction) + exponent
     fraction = v.magnitude & _bits.low_mask(F32.fraction)
     beyond = field >= F32.inf >> F32.fraction
-    magnitude = jnp.where(beyond, F32.inf - 1, (field << F32.fraction) + fraction)
-    down = jnp.clip(1 - field, 0, 31)
+    magnitude = _bits.where(beyond, F32.inf - 1, (field << F32.fraction) + fraction)
+    down = _bits.clip(1 - field, 0, 31)
     count = significand(v.magnitude, F32)
     lost = count & _bits.low_mask(down)
-    magnitude = jnp.where(field < 1, count >> down, magnitude)
+    magnitude = _bits.where(field < 1, count >> down, magnitude)
     word = down.astype(v.rest.dtype)
-    rest = jnp.where(down > 0, lost.astype(word.dtype) << 1 << 31 - word | v.rest >> word, v.rest)
-    rest = jnp.where(beyond, ~jnp.zeros_like(rest), rest)
+    rest = _bits.where(down > 0, lost.astype(word.dtype) << 1 << 31 - word | v.rest >> word, v.rest)
+    rest = _bits.where(beyond, ~jnp.zeros_like(rest), rest)
     return Exact(v.sign, magnitude, v.inexact | (lost != 0) | beyond, rest, v.inexact | beyond, beyond)
 
 
@@ -173,10 +173,10 @@ def _known(v: Exact, where: Array, number: Array | float) -> Exact:
     """`v`, or an exact number if the condition holds."""
     sign, magnitude = _bits_of_number(number)
     return Exact(
-        jnp.where(where, sign, v.sign),
-        jnp.where(where, magnitude, v.magnitude),
+        _bits.where(where, sign, v.sign),
+        _bits.where(where, magnitude, v.magnitude),
         v.inexact & ~where,
-        jnp.where(where, 0, v.rest),
+        _bits.where(where, 0, v.rest),
         v.sticky & ~where,
         v.beyond & ~where,
     )
@@ -193,14 +193,14 @@ def narrowed(x: Array) -> Array:
     sign, magnitude = _bits.split(x, _F64)
     field = (magnitude >> _F64.fraction) - _F64.bias + F32.bias
     count = (magnitude & _bits.low_mask(_F64.fraction)) >> _MORE
-    down = jnp.clip(1 - field, 0, F32.fraction + 1)
-    bits = jnp.where(field < 1, (count | 1 << F32.fraction) >> down, (field << F32.fraction) + count)
-    bits = jnp.where(magnitude == _F64.inf, F32.inf, jnp.where(magnitude > _F64.inf, F32.nan, bits))
+    down = _bits.clip(1 - field, 0, F32.fraction + 1)
+    bits = _bits.where(field < 1, (count | 1 << F32.fraction) >> down, (field << F32.fraction) + count)
+    bits = _bits.where(magnitude == _F64.inf, F32.inf, _bits.where(magnitude > _F64.inf, F32.nan, bits))
     return _bits.join(_narrow_sign(sign), bits.astype(F32.work), F32)
 
 
 def _narrow_sign(sign: Array) -> Array:
-    return jnp.where(sign != 0, np.int32(F32.sign_bit), np.int32(0))
+    return _bits.where(sign != 0, np.int32(F32.sign_bit), np.int32(0))
 
 
 def widened(x: Array) -> Array:
@@ -209,6 +209,6 @@ def widened(x: Array) -> Array:
     exponent, count = double_word.normalised(magnitude, F32)
     exponent, count = exponent.astype(_F64.work), count.astype(_F64.work)
     bits = (exponent + _F64.bias - 1 << _F64.fraction) + (count << _MORE)
-    bits = jnp.where(magnitude == F32.inf, _F64.inf, jnp.where(magnitude > F32.inf, _F64.nan, bits))
-    bits = jnp.where(magnitude == 0, 0, bits)
-    return _bits.join(jnp.where(sign != 0, _F64.sign_bit, 0).astype(_F64.work), bits, _F64)
+    bits = _bits.where(magnitude == F32.inf, _F64.inf, _bits.where(magnitude > F32.inf, _F64.nan, bits))
+    bits = _bits.where(magnitude == 0, 0, bits)
+    return _bits.join(_bits.where(sign != 0, _F64.sign_bit, 0).astype(_F64.work), bits, _F64)

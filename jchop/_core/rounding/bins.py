@@ -13,6 +13,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jchop import _bits
+
 Array = jax.Array
 
 #: The most bins: as bytes, they fit into a quarter of a CPU's first cache.
@@ -44,11 +46,11 @@ class Bins:
             below: whether each number is below zero.
             magnitude: integers.
         """
-        within = jnp.clip(magnitude, self.first << self.shift, self.last << self.shift) >> self.shift
+        within = _bits.clip(magnitude, self.first << self.shift, self.last << self.shift) >> self.shift
         least, most = -self.first, self.last - self.first + 1
         if self.negative:
-            return (within + jnp.where(below, most + least, least)).astype(jnp.int32)
-        return jnp.where(below, 0, within + least).astype(jnp.int32)
+            return (within + _bits.where(below, most + least, least)).astype(jnp.int32)
+        return _bits.where(below, 0, within + least).astype(jnp.int32)
 
 
 def make_bins(thresholds: Sequence[int], margin: int = 0) -> Bins | None:

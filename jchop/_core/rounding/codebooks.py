@@ -42,8 +42,8 @@ def round_codebook(sign: Array, magnitude: Array, word: Array | None, spec: Spec
     else:
         result = _draw_between(value, word, spec, table, carrier)
     is_nan = magnitude > carrier.inf
-    sign = jnp.where(is_nan, sign, jnp.where(result < 0, carrier.sign_bit, 0).astype(sign.dtype))
-    return _bits.join(sign, jnp.where(is_nan, magnitude, jnp.abs(result)), carrier)
+    sign = _bits.where(is_nan, sign, _bits.where(result < 0, carrier.sign_bit, 0).astype(sign.dtype))
+    return _bits.join(sign, _bits.where(is_nan, magnitude, jnp.abs(result)), carrier)
 
 
 @dataclass(frozen=True)
@@ -82,7 +82,7 @@ def pick_level(value: Array, thresholds: np.ndarray, choices: np.ndarray) -> Arr
         return _search(value, thresholds, choices)
     result = jnp.full_like(value, int(choices[0]))
     for least, choice in zip(thresholds, choices[1:], strict=True):
-        result = jnp.where(value >= int(least), jnp.full_like(value, int(choice)), result)
+        result = _bits.where(value >= int(least), jnp.full_like(value, int(choice)), result)
     return result
 
 
@@ -113,7 +113,7 @@ def _bisect(value: Array, thresholds: np.ndarray, choices: np.ndarray) -> Array:
     count = jnp.zeros_like(value)
     for step in reversed(range(steps)):
         reached = value >= take(table, count + ((1 << step) - 1))
-        count = jnp.where(reached, count + (1 << step), count)
+        count = _bits.where(reached, count + (1 << step), count)
     return take(jnp.asarray(choices), count)
 
 
@@ -123,7 +123,7 @@ def _draw_between(value: Array, word: Array | None, spec: Spec, table: _Table, c
     below = pick_level(value, reached, table.levels)
     above = pick_level(value, reached, np.append(table.levels[1:], table.levels[-1]))
     inward = jnp.abs(below) < jnp.abs(above)
-    near, far = jnp.where(inward, below, above), jnp.where(inward, above, below)
+    near, far = _bits.where(inward, below, above), _bits.where(inward, above, below)
     random = draw(word, spec, carrier)
     assert random is not None
     if spec.rounding is Rounding.STOCHASTIC_EQUAL:
@@ -131,7 +131,7 @@ def _draw_between(value: Array, word: Array | None, spec: Spec, table: _Table, c
     else:
         away = _proportional(value, near, far, random, spec.rounding, carrier)
     exact = (value == below) | (value < int(table.levels[0]))
-    return jnp.where(exact, below, jnp.where(away, far, near))
+    return _bits.where(exact, below, _bits.where(away, far, near))
 
 
 def _proportional(value: Array, near: Array, far: Array, random: Draw, mode: Rounding, carrier: Carrier) -> Array:
@@ -143,7 +143,7 @@ def _proportional(value: Array, near: Array, far: Array, random: Draw, mode: Rou
     wide = "float64" if carrier.width == 64 else "float32"
 
     def number(ordered: Array) -> Array:
-        sign = jnp.where(ordered < 0, carrier.sign_bit, 0).astype(ordered.dtype)
+        sign = _bits.where(ordered < 0, carrier.sign_bit, 0).astype(ordered.dtype)
         return _bits.join(sign, jnp.abs(ordered), carrier).astype(wide)
 
     unit = 1 << random.width - random.bits

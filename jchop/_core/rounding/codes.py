@@ -100,7 +100,7 @@ def extended(magnitude: Array, carrier: Carrier) -> Array:
     wide = _bits.CARRIERS["float64" if carrier.width == 64 else "float32"]
     lead = lax.bitcast_convert_type(magnitude.astype(wide.name), wide.work) >> wide.fraction - carrier.fraction
     lowered = lead + (carrier.tiny_exponent + carrier.bias - wide.bias << carrier.fraction)
-    return jnp.where(magnitude < 1 << carrier.fraction, lowered, magnitude)
+    return _bits.where(magnitude < 1 << carrier.fraction, lowered, magnitude)
 
 
 # -- floating-point formats --------------------------------------------------------------------------------------------
@@ -113,15 +113,15 @@ def _encode_float(sign: Array, magnitude: Array, fmt: FloatFormat, carrier: Carr
     if fmt.zero:
         field = (bits >> carrier.fraction) - lag
         significand = bits & _bits.low_mask(carrier.fraction) | 1 << carrier.fraction
-        small = significand >> jnp.clip(drop + 1 - field, 0, carrier.work_width - 1)
-        codes = jnp.where(field > 0, codes, small if fmt.subnormals else 0)
+        small = significand >> _bits.clip(drop + 1 - field, 0, carrier.work_width - 1)
+        codes = _bits.where(field > 0, codes, small if fmt.subnormals else 0)
     if fmt.inf_code is not None:
-        codes = jnp.where(magnitude == carrier.inf, fmt.inf_code, codes)
+        codes = _bits.where(magnitude == carrier.inf, fmt.inf_code, codes)
     if fmt.signed:
         top = 1 << fmt.bits - 1 if fmt.bits < carrier.work_width else carrier.sign_bit
-        codes = jnp.where(sign != 0, codes | top, codes)
+        codes = _bits.where(sign != 0, codes | top, codes)
     nan = fmt.code_of(math.nan)
-    return codes if nan is None else jnp.where(magnitude > carrier.inf, nan, codes)
+    return codes if nan is None else _bits.where(magnitude > carrier.inf, nan, codes)
 
 
 def _decode_float(codes: Array, fmt: FloatFormat, carrier: Carrier) -> Array:
@@ -138,19 +138,19 @@ def _decode_float(codes: Array, fmt: FloatFormat, carrier: Carrier) -> Array:
         small = _bits.compose(code, jnp.full_like(code, fmt.emin - fmt.frac_bits), carrier)
     if fmt.zero:
         if not fmt.subnormals:
-            small = jnp.where(code == 0, 0, carrier.nan)
-        magnitude = jnp.where(code < 1 << fmt.frac_bits, small, magnitude)
+            small = _bits.where(code == 0, 0, carrier.nan)
+        magnitude = _bits.where(code < 1 << fmt.frac_bits, small, magnitude)
     if fmt.max_code != _bits.low_mask(width):
-        magnitude = jnp.where(code > fmt.max_code, carrier.nan, magnitude)
+        magnitude = _bits.where(code > fmt.max_code, carrier.nan, magnitude)
     if fmt.has_inf:
-        magnitude = jnp.where(code == fmt.inf_code, carrier.inf, magnitude)
+        magnitude = _bits.where(code == fmt.inf_code, carrier.inf, magnitude)
     sign = jnp.zeros_like(code)
     if fmt.signed:
         negative = (codes >> width) & 1 != 0
-        sign = jnp.where(negative & (magnitude <= carrier.inf), jnp.full_like(code, carrier.sign_bit), sign)
+        sign = _bits.where(negative & (magnitude <= carrier.inf), jnp.full_like(code, carrier.sign_bit), sign)
         if fmt.nans == "negative_zero":
-            magnitude = jnp.where(negative & (code == 0), carrier.nan, magnitude)
-            sign = jnp.where(code == 0, 0, sign)
+            magnitude = _bits.where(negative & (code == 0), carrier.nan, magnitude)
+            sign = _bits.where(code == 0, 0, sign)
     return _bits.join(sign.astype(carrier.work), magnitude.astype(carrier.work), carrier)
 
 
@@ -163,7 +163,7 @@ def _scaled(count: Array, exponent: int, carrier: Carrier) -> Array:
     """Magnitude bits of count * 2^exponent, 0 or normal, for counts that a significand of the carrier holds."""
     wide = _bits.CARRIERS["float64" if carrier.width == 64 else "float32"]
     bits = lax.bitcast_convert_type(count.astype(wide.name), wide.work) >> wide.fraction - carrier.fraction
-    return jnp.where(count == 0, 0, bits + (exponent + carrier.bias - wide.bias << carrier.fraction))
+    return _bits.where(count == 0, 0, bits + (exponent + carrier.bias - wide.bias << carrier.fraction))
 
 
 def _shifted(word: Array, right: int) -> Array:
@@ -177,9 +177,9 @@ def _encode_uniform(sign: Array, magnitude: Array, fmt: UniformFormat, carrier: 
     bits = magnitude if _all_normal(fmt, carrier) else extended(magnitude, carrier)
     significand = bits & _bits.low_mask(carrier.fraction) | 1 << carrier.fraction
     right = carrier.fraction + carrier.bias - fmt.frac_bits - (bits >> carrier.fraction)
-    count = significand >> jnp.clip(right, 0, carrier.work_width - 1)
-    count = jnp.where(magnitude == 0, 0, count)
-    return jnp.where(sign != 0, -count, count) & _bits.low_mask(fmt.bits)
+    count = significand >> _bits.clip(right, 0, carrier.work_width - 1)
+    count = _bits.where(magnitude == 0, 0, count)
+    return _bits.where(sign != 0, -count, count) & _bits.low_mask(fmt.bits)
 
 
 def _decode_uniform(codes: Array, fmt: UniformFormat, carrier: Carrier) -> Array:
@@ -191,10 +191,10 @@ def _decode_uniform(codes: Array, fmt: UniformFormat, carrier: Carrier) -> Array
     else:
         magnitude = _bits.compose(size, jnp.full_like(size, -fmt.frac_bits), carrier)
     unused = fmt.signed and fmt.min_code > -(1 << fmt.bits - 1)
-    sign = jnp.where(count < 0, jnp.full_like(count, carrier.sign_bit), 0)
+    sign = _bits.where(count < 0, jnp.full_like(count, carrier.sign_bit), 0)
     if unused:
-        magnitude = jnp.where(count < fmt.min_code, carrier.nan, magnitude)
-        sign = jnp.where(count < fmt.min_code, 0, sign)
+        magnitude = _bits.where(count < fmt.min_code, carrier.nan, magnitude)
+        sign = _bits.where(count < fmt.min_code, 0, sign)
     return _bits.join(sign, magnitude.astype(carrier.work), carrier)
 
 
@@ -283,4 +283,4 @@ def _shifted_together(groups: Array, starts: np.ndarray) -> Array:
     """
     left, right = (np.clip(shift, 0, 7).astype(np.uint8) for shift in (starts, -starts))
     shifted = groups[..., None, :] << left >> right
-    return jnp.where(np.abs(starts) < 8, shifted, np.uint8(0)).sum(-1, dtype=jnp.uint8)
+    return _bits.where(np.abs(starts) < 8, shifted, np.uint8(0)).sum(-1, dtype=jnp.uint8)

@@ -43,16 +43,16 @@ def round_elements(x: Array, spec: Spec, carrier: Carrier, word: Array | None = 
     if spec.overflow is Overflow.WRAP:
         assert isinstance(fmt, UniformFormat)
         sign, result = _wrap(sign, result, fmt, carrier)
-        result = jnp.where(magnitude == carrier.inf, _limit(negative, grid), result)
-        sign = jnp.where(negative & (magnitude == carrier.inf), carrier.sign_bit, sign)
+        result = _bits.where(magnitude == carrier.inf, _limit(negative, grid), result)
+        sign = _bits.where(negative & (magnitude == carrier.inf), carrier.sign_bit, sign)
     else:
         result = at_ends(magnitude, result, negative, spec, grid)
     if not grid.signed:
         sign = jnp.zeros_like(sign)
     elif not grid.negative_zero:
-        sign = jnp.where(result == 0, 0, sign)
+        sign = _bits.where(result == 0, 0, sign)
     is_nan = magnitude > carrier.inf
-    return _bits.join(sign, jnp.where(is_nan, magnitude, result), carrier)
+    return _bits.join(sign, _bits.where(is_nan, magnitude, result), carrier)
 
 
 def _rounded(magnitude: Array, negative: Array, word: Array | None, spec: Spec, grid: Grid) -> Array:
@@ -87,7 +87,7 @@ def _limit(negative: Array, grid: Grid) -> Array | int:
     if grid.top_bits == grid.bottom_bits:
         return grid.top_bits
     kind = grid.carrier.work.type  # Python ints would make 64-bit words in 64-bit mode
-    return jnp.where(negative, kind(grid.bottom_bits), kind(grid.top_bits))
+    return _bits.where(negative, kind(grid.bottom_bits), kind(grid.top_bits))
 
 
 def at_ends(magnitude: Array, rounded: Array, negative: Array, spec: Spec, grid: Grid) -> Array:
@@ -103,21 +103,21 @@ def at_ends(magnitude: Array, rounded: Array, negative: Array, spec: Spec, grid:
         finite = limit if all(inward) else beyond
         if inward[0] != inward[1]:
             kind = carrier.work.type
-            finite = jnp.where(
+            finite = _bits.where(
                 negative == inward[1],
                 kind(limit) if isinstance(limit, int) else limit,
                 kind(beyond) if isinstance(beyond, int) else beyond,
             )
-    result = jnp.where(rounded > limit, finite, rounded)
+    result = _bits.where(rounded > limit, finite, rounded)
     if infinity is not finite:
-        result = jnp.where(magnitude == carrier.inf, infinity, result)
+        result = _bits.where(magnitude == carrier.inf, infinity, result)
     if grid.signed:
         return result
     # An unsigned format has no values below zero; modes that round up, or to zero, give its smallest value.
     smallest = 0 if grid.zero else grid.tiny_bits
     finds_none = spec.overflow is Overflow.IEEE and spec.rounding not in TO_SMALLEST
     below = carrier.nan if grid.has_nan and finds_none else smallest
-    return jnp.where(_below(magnitude, rounded, negative, grid), below, result)
+    return _bits.where(_below(magnitude, rounded, negative, grid), below, result)
 
 
 def _below(magnitude: Array, rounded: Array, negative: Array, grid: Grid) -> Array:
@@ -133,15 +133,15 @@ def _wrap(sign: Array, rounded: Array, fmt: UniformFormat, carrier: Carrier) -> 
     """
     width, fraction = carrier.work_width, carrier.fraction
     biased = rounded >> fraction
-    count = rounded & _bits.low_mask(fraction) | jnp.where(biased > 0, 1 << fraction, 0)
+    count = rounded & _bits.low_mask(fraction) | _bits.where(biased > 0, 1 << fraction, 0)
     exponent = jnp.maximum(biased, 1) - carrier.bias - fraction
     # If the last place of c is below one quantum, its low bits are zero, because the value is a whole number of quanta.
-    spare = jnp.clip(-fmt.frac_bits - exponent, 0, fraction + 1)
+    spare = _bits.clip(-fmt.frac_bits - exponent, 0, fraction + 1)
     count, exponent = count >> spare, exponent + spare
-    keep = jnp.clip(fmt.bits - (exponent + fmt.frac_bits), 0, fraction + 3)
-    count = jnp.where(sign != 0, -count, count)
+    keep = _bits.clip(fmt.bits - (exponent + fmt.frac_bits), 0, fraction + 3)
+    count = _bits.where(sign != 0, -count, count)
     shift = width - jnp.maximum(keep, 1)
     wrapped = (count << shift) >> shift if fmt.signed else count & _bits.low_mask(jnp.minimum(keep, width - 1))
-    wrapped = jnp.where(keep == 0, 0, wrapped)
+    wrapped = _bits.where(keep == 0, 0, wrapped)
     magnitude = _bits.compose(jnp.abs(wrapped), exponent, carrier)
-    return jnp.where(wrapped < 0, carrier.sign_bit, 0).astype(sign.dtype), magnitude
+    return _bits.where(wrapped < 0, carrier.sign_bit, 0).astype(sign.dtype), magnitude

@@ -31,13 +31,13 @@ def round_log(magnitude: Array, negative: Array, mode: Rounding, fmt: LogTakumFo
     """|x| rounded by a deterministic mode, as magnitude bits of float64; no number but 0 becomes 0."""
     if fmt.bits > TABULATED:
         code = _wide_code(magnitude, negative, mode, fmt)
-        return jnp.where(magnitude == 0, 0, power_of_string(code, fmt.bits))
+        return _bits.where(magnitude == 0, 0, power_of_string(code, fmt.bits))
     levels = _levels(fmt.bits)
     above, below = (_firsts(fmt.bits, mode, side) for side in (False, True))
     rounded = pick_level(magnitude, above, levels)
     if (above != below).any():
-        rounded = jnp.where(negative, pick_level(magnitude, below, levels), rounded)
-    return jnp.where(magnitude == 0, 0, rounded)
+        rounded = _bits.where(negative, pick_level(magnitude, below, levels), rounded)
+    return _bits.where(magnitude == 0, 0, rounded)
 
 
 def encode_log(sign: Array, magnitude: Array, fmt: LogTakumFormat, carrier: Carrier) -> Array:
@@ -47,8 +47,8 @@ def encode_log(sign: Array, magnitude: Array, fmt: LogTakumFormat, carrier: Carr
     else:
         levels = _levels(fmt.bits)
         code = pick_level(magnitude, levels[1:], np.arange(1, fmt.max_code + 1, dtype=levels.dtype))
-    code = jnp.where(magnitude == 0, 0, jnp.where(magnitude > carrier.inf, -fmt.max_code - 1, code))
-    return jnp.where((sign != 0) & (magnitude <= carrier.inf), -code, code) & _bits.low_mask(fmt.bits)
+    code = _bits.where(magnitude == 0, 0, _bits.where(magnitude > carrier.inf, -fmt.max_code - 1, code))
+    return _bits.where((sign != 0) & (magnitude <= carrier.inf), -code, code) & _bits.low_mask(fmt.bits)
 
 
 def decode_log(codes: Array, fmt: LogTakumFormat, carrier: Carrier) -> Array:
@@ -57,12 +57,12 @@ def decode_log(codes: Array, fmt: LogTakumFormat, carrier: Carrier) -> Array:
     count = codes << spare >> spare  # two's complement
     string = jnp.abs(count)
     if fmt.bits > TABULATED:
-        magnitude = power_of_string(jnp.clip(string, 1, fmt.max_code), fmt.bits)
-        magnitude = jnp.where(string == 0, 0, jnp.where(string > fmt.max_code, carrier.nan, magnitude))
+        magnitude = power_of_string(_bits.clip(string, 1, fmt.max_code), fmt.bits)
+        magnitude = _bits.where(string == 0, 0, _bits.where(string > fmt.max_code, carrier.nan, magnitude))
     else:
         table = np.concatenate([np.zeros(1, carrier.work), _levels(fmt.bits), np.array([carrier.nan], carrier.work)])
         magnitude = take(jnp.asarray(table), string)
-    sign = jnp.where((count < 0) & (count > -fmt.max_code - 1), jnp.full_like(magnitude, carrier.sign_bit), 0)
+    sign = _bits.where((count < 0) & (count > -fmt.max_code - 1), jnp.full_like(magnitude, carrier.sign_bit), 0)
     return _bits.join(sign, magnitude, carrier)
 
 
@@ -90,7 +90,7 @@ def _firsts(bits: int, mode: Rounding, negative: bool) -> np.ndarray:
 def _wide_code(magnitude: Array, negative: Array, mode: Rounding, fmt: LogTakumFormat) -> Array:
     """The positive codes of magnitude bits of float64, rounded by a mode."""
     bits, most = fmt.bits, fmt.max_code
-    code = jnp.clip(_floor_code(magnitude, fmt), 1, most)
+    code = _bits.clip(_floor_code(magnitude, fmt), 1, most)
     if all(_point(mode, odd, side) == Fraction(1, 2) for odd in (0, 1) for side in (False, True)):
         code = jnp.minimum(code, most - 1)
         return code + (magnitude >= power_of_string(2 * code + 1, bits + 1, above=True))
@@ -99,8 +99,8 @@ def _wide_code(magnitude: Array, negative: Array, mode: Rounding, fmt: LogTakumF
     own = (magnitude == level) | (magnitude == following)
     code = code - (magnitude < level) + ((magnitude >= following) & (code < most))
     ups = [[_point(mode, odd, side) == 0 for side in (False, True)] for odd in (0, 1)]
-    even, odd = (jnp.where(negative, up[1], up[0]) for up in ups)
-    return jnp.clip(code + (jnp.where(code % 2 == 1, odd, even) & ~own), 1, most)
+    even, odd = (_bits.where(negative, up[1], up[0]) for up in ups)
+    return _bits.clip(code + (_bits.where(code % 2 == 1, odd, even) & ~own), 1, most)
 
 
 def _point(mode: Rounding, odd: int, negative: bool) -> Fraction:
@@ -119,7 +119,7 @@ def _floor_code(magnitude: Array, fmt: LogTakumFormat) -> Array:
     """The strings of logarithms l = c + f, cut: of linear takums (1 + f) 2^c. By errors one too large or too small."""
     carrier = CARRIERS["float64"]
     ends = (carrier.magnitude_bits(Fraction(end)) for end in (fmt.smallest, fmt.max))
-    within = jnp.clip(magnitude, *ends)
+    within = _bits.clip(magnitude, *ends)
     l = 2 * jnp.log(_bits.join(jnp.zeros_like(within), within, carrier))  # noqa: E741
     whole = jnp.floor(l)
     linear = _bits.split(1 + (l - whole), carrier)[1] + (whole.astype(within.dtype) << carrier.fraction)

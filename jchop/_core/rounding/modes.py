@@ -114,14 +114,14 @@ AWAY: dict[Rounding, Callable[[DroppedBits], Array | int]] = {
     Rounding.NEAREST_EVEN: lambda cut: (cut.mask >> 1) + (cut.last & cut.mask),
     Rounding.NEAREST_AWAY: lambda cut: cut.mask - (cut.mask >> 1),
     Rounding.NEAREST_ZERO: lambda cut: cut.mask >> 1,
-    Rounding.UP: lambda cut: jnp.where(cut.negative, 0, cut.mask),
-    Rounding.DOWN: lambda cut: jnp.where(cut.negative, cut.mask, 0),
+    Rounding.UP: lambda cut: _bits.where(cut.negative, 0, cut.mask),
+    Rounding.DOWN: lambda cut: _bits.where(cut.negative, cut.mask, 0),
     Rounding.TOWARD_ZERO: lambda cut: 0,
     Rounding.ODD: lambda cut: cut.mask & (cut.last - 1),
     Rounding.STOCHASTIC: DroppedBits.random,
     Rounding.STOCHASTIC_B: DroppedBits.random,
     Rounding.STOCHASTIC_C: DroppedBits.random_to_nearest,
-    Rounding.STOCHASTIC_EQUAL: lambda cut: jnp.where(_coin(cut.draw), cut.mask, 0),
+    Rounding.STOCHASTIC_EQUAL: lambda cut: _bits.where(_coin(cut.draw), cut.mask, 0),
 }
 
 
@@ -137,10 +137,10 @@ def round_magnitude(magnitude: Array, negative: Array, word: Array | None, spec:
     if grid.tiny_bits:
         away = AWAY_FROM_ZERO[spec.rounding](BelowSmallest(magnitude, negative, bits, grid)) if grid.zero else True
         tiny = grid.tiny_bits
-        below = tiny * away if isinstance(away, bool) else jnp.where(away, jnp.full_like(magnitude, tiny), 0)
-        rounded = jnp.where(magnitude < grid.tiny_bits, below, rounded)
+        below = tiny * away if isinstance(away, bool) else _bits.where(away, jnp.full_like(magnitude, tiny), 0)
+        rounded = _bits.where(magnitude < grid.tiny_bits, below, rounded)
     if spec.flush:
-        rounded = jnp.where(magnitude < grid.normal_bits, 0, rounded)
+        rounded = _bits.where(magnitude < grid.normal_bits, 0, rounded)
     return rounded
 
 
@@ -152,8 +152,8 @@ def _round_string(magnitude: Array, negative: Array, word: Array | None, spec: S
     bits = draw(word, spec, grid.carrier)
     cut = DroppedBits(laid.word, laid.depth, 0, mask, laid.last, negative, bits)
     rounded = ((laid.word + AWAY[spec.rounding](cut)) & ~mask) - laid.offset
-    smallest = jnp.where(magnitude == 0, 0, jnp.full_like(magnitude, grid.tiny_bits))
-    return jnp.where(magnitude <= grid.tiny_bits, smallest, rounded)
+    smallest = _bits.where(magnitude == 0, 0, jnp.full_like(magnitude, grid.tiny_bits))
+    return _bits.where(magnitude <= grid.tiny_bits, smallest, rounded)
 
 
 def dropped_bits(magnitude: Array, grid: Grid) -> tuple[Array | int, Array]:
@@ -171,7 +171,7 @@ def dropped_bits(magnitude: Array, grid: Grid) -> tuple[Array | int, Array]:
     if grid.spacing is not None:
         if grid.spacing <= fraction:  # else d is M for every subnormal of the carrier
             exponent = jnp.maximum(exponent, 1)
-        depth = jnp.clip(grid.spacing - exponent, grid.drop, fraction)
+        depth = _bits.clip(grid.spacing - exponent, grid.drop, fraction)
     return depth, (magnitude + grid.parity >> depth) & 1
 
 
@@ -181,11 +181,11 @@ def _deep_depth(magnitude: Array, exponent: Array, grid: Grid) -> tuple[Array, A
     A subnormal with leading bit b has the spacing of a normal value M - b binades lower, so d is smaller by M - b.
     """
     carrier, subnormal = grid.carrier, exponent == 0
-    lead = _bits.floor_log2(jnp.where(subnormal, jnp.maximum(magnitude, 1), 1), carrier).astype(magnitude.dtype)
-    depth = jnp.where(subnormal, jnp.maximum(grid.drop - carrier.fraction + lead, grid.deep_least), grid.drop)
+    lead = _bits.floor_log2(_bits.where(subnormal, jnp.maximum(magnitude, 1), 1), carrier).astype(magnitude.dtype)
+    depth = _bits.where(subnormal, jnp.maximum(grid.drop - carrier.fraction + lead, grid.deep_least), grid.drop)
     last = (magnitude + grid.parity) >> depth
     if grid.drop == carrier.fraction:  # one bit of precision: the parity of the exponent
-        last = jnp.where(subnormal, lead + grid.deep_parity, last)
+        last = _bits.where(subnormal, lead + grid.deep_parity, last)
     return depth, last & 1
 
 
@@ -253,11 +253,11 @@ class BelowSmallest(Discarded):
 
     @property
     def above(self) -> Array:
-        return jnp.where(self.negative, 0, self.magnitude) != 0
+        return _bits.where(self.negative, 0, self.magnitude) != 0
 
     @property
     def below(self) -> Array:
-        return jnp.where(self.negative, self.magnitude, 0) != 0
+        return _bits.where(self.negative, self.magnitude, 0) != 0
 
     def nearest(self, tie: Array | bool) -> Array:
         half = self.grid.carrier.magnitude_bits(Fraction(2) ** (self.grid.tiny_exponent - 1))
@@ -276,12 +276,12 @@ class BelowSmallest(Discarded):
         # Moves the significand to the top of a word; the bits above it are shifted out, except the leading bit's place.
         significand = (self.magnitude | 1 << carrier.fraction).astype(unsigned) << width - 1 - carrier.fraction
         if exponent + carrier.bias - 2 < width:  # else subnormals of the carrier leave no bit
-            significand = jnp.where(biased > 0, significand, significand << 1 >> 1)
+            significand = _bits.where(biased > 0, significand, significand << 1 >> 1)
             biased = jnp.maximum(biased, 1)
         # Not negative below T; above T the result is not used.
         shift = jnp.maximum(exponent + carrier.bias - 1 - biased, 0)
         within = jnp.minimum(shift, width - 1).astype(unsigned)
-        share = jnp.where(shift < width, significand >> within, 0)
+        share = _bits.where(shift < width, significand >> within, 0)
         return share, (share << within != significand) & (self.magnitude != 0)
 
 
@@ -293,8 +293,8 @@ AWAY_FROM_ZERO: dict[Rounding, Callable[[Discarded], Array | bool]] = {
     Rounding.DOWN: lambda rest: rest.below,
     Rounding.TOWARD_ZERO: lambda rest: False,
     Rounding.ODD: lambda rest: rest.inexact if rest.odd is False else rest.inexact & jnp.logical_not(rest.odd),
-    Rounding.STOCHASTIC: Discarded.stochastic,
-    Rounding.STOCHASTIC_B: Discarded.stochastic,
+    Rounding.STOCHASTIC: lambda rest: rest.stochastic(),
+    Rounding.STOCHASTIC_B: lambda rest: rest.stochastic(),
     Rounding.STOCHASTIC_C: Discarded.stochastic_to_nearest,
     Rounding.STOCHASTIC_EQUAL: lambda rest: rest.inexact & _coin(rest.draw),
 }

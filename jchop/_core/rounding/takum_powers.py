@@ -15,6 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from jchop import _bits
 from jchop._bits import CARRIERS
 from jchop._core.rounding.bins import take
 from jchop._core.rounding.tapered import takum_exponent
@@ -55,7 +56,7 @@ def power_of_string(string: Array, bits: int, *, above: bool = False) -> Array:
     bias = _CARRIER.bias - 1  # the leading bit of the significand counts one, too
     found = (take(jnp.asarray(shifts), exponent - _LEAST) + lead + bias << _CARRIER.fraction) + significand
     one = jnp.full_like(found, _CARRIER.bias << _CARRIER.fraction)  # the one power that is a number
-    return lax.optimization_barrier(jnp.where((exponent == 0) & (fraction == 0), one + above, found))
+    return lax.optimization_barrier(_bits.where((exponent == 0) & (fraction == 0), one + above, found))
 
 
 def _limbs(table: np.ndarray, index: Array) -> list[Array]:

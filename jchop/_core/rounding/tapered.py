@@ -44,26 +44,26 @@ def lay_out(magnitude: Array, fmt: StringFormat, carrier: Carrier) -> Laid:
 def _posit(magnitude: Array, fmt: PositFormat, carrier: Carrier) -> Laid:
     offset = -carrier.bias << carrier.fraction
     word = magnitude + offset
-    regime = jnp.clip(word >> carrier.fraction + 2, 1 - fmt.bits, fmt.bits - 2)
+    regime = _bits.clip(word >> carrier.fraction + 2, 1 - fmt.bits, fmt.bits - 2)
     above = regime >= 0
-    lead_bits = jnp.where(above, regime + 2, 1 - regime)
-    lead = jnp.where(above, (jnp.ones_like(regime) << jnp.maximum(regime, 0) + 2) - 2, 1)
+    lead_bits = _bits.where(above, regime + 2, 1 - regime)
+    lead = _bits.where(above, (jnp.ones_like(regime) << jnp.maximum(regime, 0) + 2) - 2, 1)
     kept = fmt.bits - 1 - lead_bits
-    depth = jnp.clip(carrier.fraction + 2 - kept, 0, carrier.fraction + 2)
+    depth = _bits.clip(carrier.fraction + 2 - kept, 0, carrier.fraction + 2)
     # If no exponent bit is left, the last bit is the last of the regime.
-    last = jnp.where(kept > 0, word >> depth & 1, (~above).astype(word.dtype))
+    last = _bits.where(kept > 0, word >> depth & 1, (~above).astype(word.dtype))
     return Laid(word, offset, depth, last, lead, lead_bits, 2)
 
 
 def _takum(magnitude: Array, fmt: TakumFormat, carrier: Carrier) -> Laid:
     exponent = (magnitude >> carrier.fraction) - carrier.bias
     above = exponent >= 0
-    size = jnp.clip(jnp.where(above, exponent + 1, -exponent), 1, 255)
+    size = _bits.clip(_bits.where(above, exponent + 1, -exponent), 1, 255)
     width = _bits.floor_log2(size, carrier).astype(magnitude.dtype)
-    offset = jnp.where(above, 1 - carrier.bias << carrier.fraction, -1 - carrier.bias << carrier.fraction)
+    offset = _bits.where(above, 1 - carrier.bias << carrier.fraction, -1 - carrier.bias << carrier.fraction)
     word = magnitude + offset.astype(magnitude.dtype)
     depth = jnp.maximum(carrier.fraction + width - (fmt.bits - 5), 0)
-    lead = jnp.where(above, 8 + width, 7 - width)
+    lead = _bits.where(above, 8 + width, 7 - width)
     return Laid(word, offset.astype(magnitude.dtype), depth, word >> depth & 1, lead, 4, width)
 
 
@@ -74,9 +74,9 @@ def encode_tapered(sign: Array, magnitude: Array, fmt: StringFormat, carrier: Ca
     tail = (laid.word & _bits.low_mask(carrier.fraction + laid.width + jnp.zeros_like(laid.word))) >> laid.depth
     spare = jnp.maximum(kept - carrier.fraction - laid.width, 0)
     code = (laid.lead << jnp.maximum(kept, 0)) | (tail << spare)
-    code = jnp.where(magnitude == 0, 0, jnp.minimum(code, fmt.max_code))
-    code = jnp.where(kept < 0, jnp.where(magnitude == 0, 0, fmt.max_code), code)
-    code = jnp.where(magnitude > carrier.inf, -fmt.max_code - 1, jnp.where(sign != 0, -code, code))
+    code = _bits.where(magnitude == 0, 0, jnp.minimum(code, fmt.max_code))
+    code = _bits.where(kept < 0, _bits.where(magnitude == 0, 0, fmt.max_code), code)
+    code = _bits.where(magnitude > carrier.inf, -fmt.max_code - 1, _bits.where(sign != 0, -code, code))
     return code & _bits.low_mask(fmt.bits) if fmt.bits < carrier.work_width else code
 
 
@@ -91,10 +91,10 @@ def decode_tapered(codes: Array, fmt: StringFormat, carrier: Carrier) -> Array:
         exponent, fraction_bits = takum_exponent(string, fmt.bits)
     fraction = string & _bits.low_mask(fraction_bits)
     magnitude = (exponent + carrier.bias << carrier.fraction) + _moved(fraction, carrier.fraction - fraction_bits)
-    magnitude = jnp.where(count == 0, 0, magnitude)
+    magnitude = _bits.where(count == 0, 0, magnitude)
     is_nan = count == -fmt.max_code - 1
-    magnitude = jnp.where(is_nan, carrier.nan, magnitude)
-    sign = jnp.where((count < 0) & ~is_nan, jnp.full_like(magnitude, carrier.sign_bit), 0)
+    magnitude = _bits.where(is_nan, carrier.nan, magnitude)
+    sign = _bits.where((count < 0) & ~is_nan, jnp.full_like(magnitude, carrier.sign_bit), 0)
     return _bits.join(sign, magnitude, carrier)
 
 
@@ -107,15 +107,15 @@ def _posit_exponent(string: Array, fmt: StringFormat, carrier: Carrier) -> tuple
     """Exponents, and the number of fraction bits, of positive strings of n - 1 bits."""
     size = fmt.bits - 1
     above = string >> size - 1 != 0
-    run_end = jnp.where(above, string ^ _bits.low_mask(size), string)
+    run_end = _bits.where(above, string ^ _bits.low_mask(size), string)
     # The place of the first bit that differs from the run; -1 if the run is the whole string.
-    place = jnp.where(run_end == 0, -1, _floor_log2(jnp.maximum(run_end, 1), carrier))
+    place = _bits.where(run_end == 0, -1, _floor_log2(jnp.maximum(run_end, 1), carrier))
     run = size - 1 - place
     tail = jnp.maximum(place, 0)  # bits after the regime
     rest = string & _bits.low_mask(tail)
     fraction_bits = jnp.maximum(tail - 2, 0)
-    low = jnp.where(tail >= 2, rest >> fraction_bits, rest << 2 - jnp.minimum(tail, 2))
-    return 4 * jnp.where(above, run - 1, -run) + low, fraction_bits
+    low = _bits.where(tail >= 2, rest >> fraction_bits, rest << 2 - jnp.minimum(tail, 2))
+    return 4 * _bits.where(above, run - 1, -run) + low, fraction_bits
 
 
 def _floor_log2(count: Array, carrier: Carrier) -> Array:
@@ -124,20 +124,20 @@ def _floor_log2(count: Array, carrier: Carrier) -> Array:
     if wide >= 31:
         return _bits.floor_log2(count, carrier).astype(count.dtype)
     high = count >> 16
-    place = _bits.floor_log2(jnp.where(high > 0, high, count & 0xFFFF), carrier).astype(count.dtype)
-    return place + jnp.where(high > 0, 16, 0)
+    place = _bits.floor_log2(_bits.where(high > 0, high, count & 0xFFFF), carrier).astype(count.dtype)
+    return place + _bits.where(high > 0, 16, 0)
 
 
 def takum_exponent(string: Array, bits: int) -> tuple[Array, Array]:
     """Exponents, and the number of fraction bits, of positive strings of `bits` with the sign."""
     after = bits - 5
     above, field = string >> bits - 2 != 0, string >> after & 7
-    width = jnp.where(above, field, 7 - field)
+    width = _bits.where(above, field, 7 - field)
     rest = string & _bits.low_mask(after)
     fraction_bits = jnp.maximum(after - width, 0)
     count = rest >> fraction_bits << jnp.maximum(width - after, 0)
     one = jnp.ones_like(string)
-    return jnp.where(above, (one << width) - 1, 1 - (one << width + 1)) + count, fraction_bits
+    return _bits.where(above, (one << width) - 1, 1 - (one << width + 1)) + count, fraction_bits
 
 
 # -- HiF8 --------------------------------------------------------------------------------------------------------------
@@ -155,12 +155,12 @@ def encode_hif8(sign: Array, magnitude: Array, fmt: HiFloat8Format, carrier: Car
     # The exponent's sign takes the place of its leading 1, of value `half`.
     width = _count(size, (1, 2, 4, 8))
     half = jnp.ones_like(size) << width >> 1
-    field = jnp.where(exponent < 0, size, size - half)
-    start = jnp.where(width == 0, 8, jnp.where(width == 4, 96, 8 << width))
+    field = _bits.where(exponent < 0, size, size - half)
+    start = _bits.where(width == 0, 8, _bits.where(width == 4, 96, 8 << width))
     code = start + (field << fraction_bits) + fraction
-    code = jnp.where(exponent <= -fmt.narrows[-1], exponent + 23, code)
-    code = jnp.where(magnitude == 0, 0, jnp.where(magnitude == carrier.inf, _INFINITY, code))
-    return jnp.where(magnitude > carrier.inf, 0x80, jnp.where(sign != 0, code | 0x80, code))
+    code = _bits.where(exponent <= -fmt.narrows[-1], exponent + 23, code)
+    code = _bits.where(magnitude == 0, 0, _bits.where(magnitude == carrier.inf, _INFINITY, code))
+    return _bits.where(magnitude > carrier.inf, 0x80, _bits.where(sign != 0, code | 0x80, code))
 
 
 def decode_hif8(codes: Array, carrier: Carrier) -> Array:
@@ -170,13 +170,13 @@ def decode_hif8(codes: Array, carrier: Carrier) -> Array:
     fraction_bits = 3 - _count(size, _WIDER[2:])
     half = jnp.ones_like(size) << width >> 1
     field = size >> fraction_bits & _bits.low_mask(width)
-    exponent = jnp.where(field & half != 0, -field, field + half)
+    exponent = _bits.where(field & half != 0, -field, field + half)
     fraction = _moved(size & _bits.low_mask(fraction_bits), carrier.fraction - fraction_bits)
-    exponent, fraction = jnp.where(size < 8, size - 23, exponent), jnp.where(size < 8, 0, fraction)
+    exponent, fraction = _bits.where(size < 8, size - 23, exponent), _bits.where(size < 8, 0, fraction)
     magnitude = (exponent + carrier.bias << carrier.fraction) + fraction
-    magnitude = jnp.where(size == 0, jnp.where(codes == 0, 0, carrier.nan), magnitude)
-    magnitude = jnp.where(size == _INFINITY, carrier.inf, magnitude)
-    sign = jnp.where((codes > 0x7F) & (size != 0), jnp.full_like(magnitude, carrier.sign_bit), 0)
+    magnitude = _bits.where(size == 0, _bits.where(codes == 0, 0, carrier.nan), magnitude)
+    magnitude = _bits.where(size == _INFINITY, carrier.inf, magnitude)
+    sign = _bits.where((codes > 0x7F) & (size != 0), jnp.full_like(magnitude, carrier.sign_bit), 0)
     return _bits.join(sign, magnitude, carrier)
 
 

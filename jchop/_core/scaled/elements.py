@@ -89,7 +89,7 @@ def round_quotients(x: Array, scales: Scales, plan: Plan, word: Array | None) ->
         quotient = _over_power(magnitude, scales.value, compute)
     else:
         quotient = odd_quotient(magnitude, _divisor(scales, plan), compute)
-    x = _bits.join(sign, jnp.where(plain, quotient, magnitude), compute)
+    x = _bits.join(sign, _bits.where(plain, quotient, magnitude), compute)
     return _one_nan(round_elements(x, element, compute, word), plan)
 
 
@@ -99,7 +99,7 @@ def _one_nan(elements: Array, plan: Plan) -> Array:
     sign, magnitude = _bits.split(elements, compute)
     nan = magnitude > compute.inf
     instead = compute.nan if fmt.has_nan else compute.toward_zero(Fraction(fmt.max))[0]
-    return _bits.join(jnp.where(nan, 0, sign), jnp.where(nan, instead, magnitude), compute)
+    return _bits.join(_bits.where(nan, 0, sign), _bits.where(nan, instead, magnitude), compute)
 
 
 def overflowed_quotients(x: Array, scales: Scales, plan: Plan, word: Array | None) -> Array:
@@ -108,7 +108,7 @@ def overflowed_quotients(x: Array, scales: Scales, plan: Plan, word: Array | Non
     sign, magnitude = _bits.split(x, compute)
     plain = (magnitude != 0) & (magnitude < compute.inf)
     if plan.is_power:
-        quotient = jnp.where(plain, _over_power(magnitude, scales.value, compute), magnitude)
+        quotient = _bits.where(plain, _over_power(magnitude, scales.value, compute), magnitude)
         return overflowed(_bits.join(sign, quotient, compute), element, compute, word)
     return overflowed_exact(
         exact_quotient(sign, magnitude, plain, _divisor(scales, plan), compute), element, compute, word
@@ -152,7 +152,7 @@ def with_nan(x: Array, where: Array | None, carrier: Carrier) -> Array:
     if where is None:
         return x
     sign, magnitude = _bits.split(x, carrier)
-    return _bits.join(jnp.where(where, 0, sign), jnp.where(where, carrier.nan, magnitude), carrier)
+    return _bits.join(_bits.where(where, 0, sign), _bits.where(where, carrier.nan, magnitude), carrier)
 
 
 def _times(elements: Array, scales: Scales, spec: Spec | None, plan: Plan) -> Array:
@@ -173,14 +173,14 @@ def times_power(x: Array, exponent: Array, carrier: Carrier) -> Array:
     fraction, top = carrier.fraction, 2 * carrier.bias + 1
     sign, magnitude = _bits.split(x, carrier)
     field = (magnitude >> fraction) + exponent
-    right = jnp.clip(1 - field, 0, fraction + 2)
+    right = _bits.clip(1 - field, 0, fraction + 2)
     significand = significand_of(magnitude, carrier)
     last = significand >> right & 1
     half = lax.shift_left(jnp.ones_like(right), right) >> 1
     small = significand + jnp.maximum(half - 1 + last, 0) >> right
-    moved = jnp.where(field > 0, (jnp.minimum(field, top) << fraction) | magnitude & _bits.low_mask(fraction), small)
-    moved = jnp.where(field >= top, carrier.inf, moved)
-    return _bits.join(sign, jnp.where((magnitude == 0) | (magnitude >= carrier.inf), magnitude, moved), carrier)
+    moved = _bits.where(field > 0, (jnp.minimum(field, top) << fraction) | magnitude & _bits.low_mask(fraction), small)
+    moved = _bits.where(field >= top, carrier.inf, moved)
+    return _bits.join(sign, _bits.where((magnitude == 0) | (magnitude >= carrier.inf), magnitude, moved), carrier)
 
 
 # -- tiles -------------------------------------------------------------------------------------------------------------

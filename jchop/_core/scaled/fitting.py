@@ -63,10 +63,10 @@ def fit_percentile(x: Array, axes: tuple[int, ...], plan: Plan, tensor: Array | 
     def step(i: Array, least: Array) -> Array:
         bit = lax.shift_left(jnp.ones_like(least), jnp.full_like(least, compute.work_width - 2) - i.astype(least.dtype))
         short = count(finite & (magnitude <= (least | bit - 1))) < rank
-        return jnp.where(short, least | bit, least)
+        return _bits.where(short, least | bit, least)
 
     least = lax.fori_loop(0, compute.work_width - 1, step, jnp.zeros_like(largest))
-    return Scales(quotients_by_scale((jnp.where(least == 0, largest, least),), None, plan)[0])
+    return Scales(quotients_by_scale((_bits.where(least == 0, largest, least),), None, plan)[0])
 
 
 def _rank(count: Array, share: Fraction) -> Array:
@@ -100,7 +100,7 @@ def fit_squares(x: Array, axes: tuple[int, ...], plan: Plan, tensor: Array | Non
 
     def step(i: Array, best: tuple[Array, Array]) -> tuple[Array, Array]:
         error, value = attempt(i)
-        return jnp.where(error < best[0], error, best[0]), jnp.where(error < best[0], value, best[1])
+        return _bits.where(error < best[0], error, best[0]), _bits.where(error < best[0], value, best[1])
 
     first = attempt(jnp.zeros((), jnp.int32))
     return Scales(lax.fori_loop(1, STEPS // 2 + 1, step, first)[1])
@@ -122,7 +122,7 @@ def fit_either(x: Array, axes: tuple[int, ...], plan: Plan, tensor: Array | None
         Scales(quotients_by_scale((largest,), whole, plan, (divisor,))[0], None, whole) for divisor in plan.divisors
     ]
     first, second = map(_errors(x, axes, largest, plan), tried)
-    return replace(tried[0], value=jnp.where(second < first, tried[1].value, tried[0].value))
+    return replace(tried[0], value=_bits.where(second < first, tried[1].value, tried[0].value))
 
 
 def fit_power(x: Array, axes: tuple[int, ...], plan: Plan, tensor: Array | None = None) -> Scales:
@@ -142,12 +142,12 @@ def fit_power(x: Array, axes: tuple[int, ...], plan: Plan, tensor: Array | None 
     lag = compute.bias - (largest >> compute.fraction)
     finite = magnitude < compute.inf
     near_one = elements.times_power(_normal(x, plan), jnp.broadcast_to(lag, x.shape), compute)
-    total = jnp.sum(jnp.where(finite, near_one * near_one, 0), axis=axes, keepdims=True)
+    total = jnp.sum(_bits.where(finite, near_one * near_one, 0), axis=axes, keepdims=True)
     share = total * (QUEST**2) / jnp.maximum(jnp.sum(finite, axis=axes, keepdims=True), 1).astype(compute.name)
     # floor(log2 of the root) is half the exponent, rounded down.
     half = (_bits.split(share, compute)[1] >> compute.fraction) - compute.bias >> 1
     low, zero, high = plan.exponents
-    exponent = jnp.where(largest == 0, zero, jnp.clip(half - lag, low, high))
+    exponent = _bits.where(largest == 0, zero, _bits.clip(half - lag, low, high))
     return Scales(exponent.astype(largest.dtype))
 
 
@@ -171,7 +171,7 @@ def _errors(x: Array, axes: tuple[int, ...], largest: Array, plan: Plan) -> Call
 
     def error_of(scales: Scales) -> Array:
         rounded = elements.multiply_back(elements.round_quotients(x, scales, plan, None), scales, wide)
-        error = jnp.where(plain, near_one(_normal(rounded, plan)) - target, 0)
+        error = _bits.where(plain, near_one(_normal(rounded, plan)) - target, 0)
         return jnp.sum(error * error, axis=axes, keepdims=True)
 
     return error_of
@@ -180,7 +180,7 @@ def _errors(x: Array, axes: tuple[int, ...], largest: Array, plan: Plan) -> Call
 def _normal(x: Array, plan: Plan) -> Array:
     """Numbers, with zeros in place of subnormal numbers."""
     sign, magnitude = _bits.split(x, plan.compute)
-    return _bits.join(sign, jnp.where(magnitude >> plan.compute.fraction == 0, 0, magnitude), plan.compute)
+    return _bits.join(sign, _bits.where(magnitude >> plan.compute.fraction == 0, 0, magnitude), plan.compute)
 
 
 #: The functions that fit scales to all numbers of a group, by `ScaleRule.fit`.

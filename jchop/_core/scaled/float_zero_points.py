@@ -46,7 +46,7 @@ def round_offset(x: Array, scales: Scales, zero: Array, plan: Plan, word: Array 
     v, some = _quotient(x, jnp.broadcast_to(zero, x.shape), divisor, compute)
     whole, share, sticky = zero_points.parts_of(v, compute)
     total, share = zero_points.floor_of(
-        v.sign != 0, jnp.where(some, whole, 0), jnp.where(some, share, 0), sticky & some
+        v.sign != 0, _bits.where(some, whole, 0), _bits.where(some, share, 0), sticky & some
     )
     rounded = zero_points.round_sum(total, share, sticky & some, plan, word)
     return zero_points.far_outside(rounded, *_bits.split(x, compute), compute)
@@ -61,7 +61,7 @@ def add_back(values: Array, scales: Scales, zero: Array, plan: Plan) -> Array:
     element = range_of(plan.element, compute)
     zero = jnp.broadcast_to(zero, values.shape)
     result = multiply_add(whole, scale, zero, spec, compute, None, element, own, own)
-    result = result if scales.nan is None else jnp.where(scales.nan, jnp.nan, result)
+    result = result if scales.nan is None else _bits.where(scales.nan, jnp.nan, result)
     return elements.narrow(result, plan.carrier)
 
 
@@ -84,7 +84,7 @@ def fit_offset(x: Array, axes: tuple[int, ...], plan: Plan) -> tuple[Scales, Arr
     asked, some = _quotient(high, low, divisor, compute, lax.optimization_barrier)
     asked = _bits.split(round_exact(asked, scale_rounding(plan), compute, None), compute)[1]
     scales = Scales(settle(asked, ~some, plan)[0])
-    step = jnp.where(some, positive(scale_magnitude(scales, plan), compute), 0)
+    step = _bits.where(some, positive(scale_magnitude(scales, plan), compute), 0)
     whole, spec = range_of(None, compute), Spec(plan.scale, overflow=Overflow.SATURATE)
     least = jnp.full_like(low, float(-fmt.min_code))
     return scales, multiply_add(least, step, low, spec, compute, None, whole, whole, whole)
@@ -108,13 +108,13 @@ def _ends(x: Array, axes: tuple[int, ...], carrier: Carrier) -> tuple[Array, Arr
     """The least and the largest finite number of each group; zeros if there is none."""
     sign, magnitude = _bits.split(x, carrier)
     value, finite = _bits.ordered(sign, magnitude), magnitude < carrier.inf
-    low = jnp.min(jnp.where(finite, value, carrier.inf), axis=axes, keepdims=True)
-    high = jnp.max(jnp.where(finite, value, -carrier.inf), axis=axes, keepdims=True)
+    low = jnp.min(_bits.where(finite, value, carrier.inf), axis=axes, keepdims=True)
+    high = jnp.max(_bits.where(finite, value, -carrier.inf), axis=axes, keepdims=True)
     none = low > high
 
     def number(value: Array) -> Array:
-        value = jnp.where(none, 0, value)
-        return _bits.join(jnp.where(value < 0, carrier.sign_bit, 0).astype(value.dtype), jnp.abs(value), carrier)
+        value = _bits.where(none, 0, value)
+        return _bits.join(_bits.where(value < 0, carrier.sign_bit, 0).astype(value.dtype), jnp.abs(value), carrier)
 
     return number(low), number(high)
 

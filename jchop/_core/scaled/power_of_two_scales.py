@@ -87,12 +87,12 @@ def _all_plain(largest: Array) -> Array:
     low, high = (_CARRIER.magnitude_bits(Fraction(2) ** exponent) for exponent in (-_BLOCK, _BLOCK))
     assert low is not None and high is not None
     plain = (largest == 0) | (largest >= low) & (largest <= high)
-    return jnp.max(jnp.where(plain, jnp.zeros_like(largest), 1).reshape(largest.size)) == 0
+    return jnp.max(_bits.where(plain, jnp.zeros_like(largest), 1).reshape(largest.size)) == 0
 
 
 def _exponent(largest: Array, plan: Plan) -> Array:
     exponent = (largest + carried(plan) >> _CARRIER.fraction) - lag(plan)
-    return jnp.where(largest == 0, plan.exponents[1], exponent)
+    return _bits.where(largest == 0, plan.exponents[1], exponent)
 
 
 def _power(exponent: Array) -> Array:

@@ -18,7 +18,7 @@ from jax import lax
 from jchop import _bits
 from jchop._bits import CARRIERS, Carrier
 from jchop._core import xla_cpu
-from jchop._core.arithmetic import double_word
+from jchop._core.arithmetic import double_word, float64
 from jchop._core.arithmetic.basic import divide, range_of, require_operation
 from jchop._core.arithmetic.exact import round_exact
 from jchop._core.arithmetic.levels import require_levels
@@ -74,6 +74,7 @@ class Plan:
         of_scales: the plan of the scales if they are quantized again.
         in_safe_range: whether all scales are known to be in the safe range, and none is NaN. Then subnormal
             intermediate results have no effect.
+        float64: whether the device has float64 arithmetic that is about as fast as float32.
     """
 
     fmt: ScaledFormat
@@ -81,6 +82,7 @@ class Plan:
     carrier: Carrier
     of_scales: Plan | None = None
     in_safe_range: bool = False
+    float64: bool = False
 
     @property
     def compute(self) -> Carrier:
@@ -274,7 +276,7 @@ def choose_scales(
     else:
         if len(plan.divisors) == 2:
             ends = (
-                largest_of(jnp.where(side, magnitude, 0), axis, compute, maximum) for side in (sign == 0, sign != 0)
+                largest_of(_bits.where(side, magnitude, 0), axis, compute, maximum) for side in (sign == 0, sign != 0)
             )
         else:
             ends = (largest,)
@@ -319,7 +321,7 @@ def power_of_two(largest: Array, plan: Plan) -> tuple[Array, Array]:
     """The exponents of the rule, clamped to the scales' range; and whether they were above it."""
     compute, (low, zero, high) = plan.compute, plan.exponents
     exponent = (extended(largest, compute) + carried(plan) >> compute.fraction) - lag(plan)
-    chosen = jnp.where(largest == 0, zero, jnp.clip(exponent, low, high))
+    chosen = _bits.where(largest == 0, zero, _bits.clip(exponent, low, high))
     return chosen.astype(largest.dtype), exponent > high
 
 
@@ -359,7 +361,7 @@ def quotients_by_scale(
 def settle(bits: Array, empty: Array, plan: Plan) -> tuple[Array, Array]:
     """The value of `Scales` for rounded quotients, or for zeros if a block is empty; and whether they overflowed."""
     low, zero, high = plan.scale_bits
-    chosen = jnp.where(empty, zero, jnp.clip(bits, low, high)).astype(bits.dtype)
+    chosen = _bits.where(empty, zero, _bits.clip(bits, low, high)).astype(bits.dtype)
     return (_exponent(chosen, plan.compute) if plan.is_power else chosen), bits > high
 
 
@@ -375,7 +377,7 @@ def scale_rounding(plan: Plan) -> Spec:
 
 def _over_constant(largest: Array, divisor: Fraction, plan: Plan) -> Array:
     compute, spec = plan.compute, scale_rounding(plan)
-    bits = _short_quotient(largest, divisor, spec, compute)
+    bits = _short_quotient(largest, divisor, spec, plan)
     if bits is not None:
         return bits
     x, whole = positive(largest, compute), range_of(None, compute)
@@ -383,16 +385,27 @@ def _over_constant(largest: Array, divisor: Fraction, plan: Plan) -> Array:
     return _bits.split(quotient, compute)[1]
 
 
-def _short_quotient(largest: Array, divisor: Fraction, spec: Spec, carrier: Carrier) -> Array | None:
-    """Finite magnitudes over a divisor of few bits, rounded to nearest even under a spec; else None."""
-    count, exponent = divisor_parts(divisor)
+def _short_quotient(largest: Array, divisor: Fraction, spec: Spec, plan: Plan) -> Array | None:
+    """Finite magnitudes over a divisor of few bits, rounded to nearest even under a spec; else None.
+
+    Quotients may be beyond the range of the format, where the caller clips them.
+    """
+    (count, exponent), carrier = divisor_parts(divisor), plan.compute
+    fmt = spec.format
+    if isinstance(fmt, FloatFormat) and _in_float64(count, fmt, plan):
+        return float64.quotient(largest, divisor, fmt)
     own = spec.format == _OWN[carrier.name]
     if not (is_short(count, carrier) and (own or _rounds_odd(spec.format, carrier))):
         return None
     bits = quotient_by_constant(largest, count, exponent, carrier, odd=not own)
     if not own:
         return _bits.split(round_elements(positive(bits, carrier), spec, carrier), carrier)[1]
-    return bits if spec.overflow is Overflow.IEEE else jnp.minimum(bits, carrier.inf - 1)
+    return bits
+
+
+def _in_float64(divisor: int, fmt: FloatFormat, plan: Plan) -> bool:
+    """Whether `float64.quotient` gives the quotients by a divisor of as many bits as this number."""
+    return plan.float64 and plan.compute.width == 32 and float64.can_divide(divisor.bit_length(), fmt)
 
 
 def _rounds_odd(fmt: ElementFormat, carrier: Carrier) -> bool:
@@ -407,10 +420,12 @@ def _rounds_odd(fmt: ElementFormat, carrier: Carrier) -> bool:
 def _over_tensor(largest: Array, tensor: Array, divisor: Fraction, plan: Plan) -> Array:
     """Magnitudes divided by the divisor and the tensor's scale, rounded once."""
     compute, (count, exponent) = plan.compute, divisor_parts(divisor)
+    if _in_float64(count << TENSOR_SCALE.frac_bits + 1, plan.scale, plan):
+        return float64.quotient(largest, divisor, plan.scale, tensor)
     whole = jnp.full_like(largest, count)
     product = divisor_of_product(whole, count.bit_length(), exponent, tensor, TENSOR_SCALE.frac_bits, compute)
     ends = not _is_within_reach(plan.scale, compute)
-    odd = jnp.where(largest == 0, 0, odd_quotient(largest, product, compute, ends))
+    odd = _bits.where(largest == 0, 0, odd_quotient(largest, product, compute, ends))
     return _bits.split(round_elements(positive(odd, compute), scale_rounding(plan), compute), compute)[1]
 
 
@@ -437,17 +452,17 @@ def tensor_scale(x: Array, plan: Plan) -> Array:
     largest = largest_of(magnitude, tuple(range(x.ndim)), compute, xla_cpu.maximum).reshape(())
     divisor = plan.rule.top(plan.scale) * Fraction(plan.element.format.max)
     spec = Spec(TENSOR_SCALE, overflow=Overflow.SATURATE)
-    bits = _short_quotient(largest, divisor, spec, compute)
+    bits = _short_quotient(largest, divisor, spec, plan)
     if bits is None:  # the carrier may not hold the divisor
         count, exponent = divisor_parts(divisor)
         whole = jnp.full((), float(count), compute.name)
         exact = double_word.divide(positive(largest, compute), whole, compute, 2, -exponent)
         quotient = round_exact(exact, spec, compute, None)
     else:
-        quotient = positive(bits, compute)
+        quotient = positive(jnp.minimum(bits, compute.inf - 1), compute)
     codes = encode_elements(quotient, TENSOR_SCALE, compute).astype(jnp.int32)
     result = lax.bitcast_convert_type(jnp.maximum(codes, 1), jnp.float32)
-    return jnp.where(largest == 0, jnp.float32(1), result)
+    return _bits.where(largest == 0, jnp.float32(1), result)
 
 
 def tensor_bits(tensor: Array, shape: tuple[int, ...], plan: Plan) -> Array:
@@ -473,10 +488,10 @@ def store_scales(scales: Scales, plan: Plan) -> Array:
         codes = scales.value + fmt.bias
         nan = fmt.code_of(float("nan"))
         if scales.nan is not None and nan is not None:
-            codes = jnp.where(scales.nan, nan, codes)
+            codes = _bits.where(scales.nan, nan, codes)
         return codes.astype(fmt.code_dtype)
     bits = scale_magnitude(scales, plan)
-    bits = bits if scales.nan is None else jnp.where(scales.nan, compute.nan, bits)
+    bits = bits if scales.nan is None else _bits.where(scales.nan, compute.nan, bits)
     codes = encode_elements(positive(bits, compute), fmt, compute)
     return lax.bitcast_convert_type(codes, scale_dtype(plan.scale)) if fmt in _NUMBERS else codes
 
@@ -489,7 +504,7 @@ def load_scales(stored: Array, plan: Plan, tensor: Array | None = None) -> Scale
     if tensor is not None:  # one number stays one, which would else be in memory for every block
         tensor = tensor_bits(tensor, bits.shape if tensor.ndim else (1,) * bits.ndim, plan)
     nan = bits >= compute.inf if fmt.has_nan or fmt.has_inf else None
-    bits = bits if nan is None else jnp.where(nan, plan.scale_bits[1], bits)
+    bits = bits if nan is None else _bits.where(nan, plan.scale_bits[1], bits)
     return Scales(_exponent(bits, compute) if plan.is_power else bits, nan, tensor)
 
 
@@ -507,4 +522,4 @@ def _power_bits(exponent: Array, plan: Plan) -> Array:
     if plan.exponents[0] > -compute.bias:
         return normal
     subnormal = lax.shift_left(jnp.ones_like(exponent), jnp.maximum(exponent - compute.tiny_exponent, 0))
-    return jnp.where(exponent > -compute.bias, normal, subnormal)
+    return _bits.where(exponent > -compute.bias, normal, subnormal)

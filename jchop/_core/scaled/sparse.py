@@ -38,7 +38,7 @@ def without(x: Array, kept: Array, fmt: ScaledFormat) -> Array:
 
     They become NaN, or 0 where the ends of a group decide, since a NaN could make its whole group NaN (`nan_block`).
     """
-    return jnp.where(kept, x, jnp.asarray(0 if fmt.scale_rule.by_ends else jnp.nan, x.dtype))
+    return _bits.where(kept, x, jnp.asarray(0 if fmt.scale_rule.by_ends else jnp.nan, x.dtype))
 
 
 def leading(keys: tuple[Array, ...], n: int, m: int) -> Array:
@@ -71,10 +71,10 @@ def thin(entries: Array, kept: Array, sparse: tuple[int, int], axis: int) -> Arr
     """
     (n, m), length = sparse, entries.shape[axis]
     which, own = _groups(kept, m, axis), _groups(entries, m, axis)
-    rank = jnp.where(which, _ranks(which, axis + 1), n)
+    rank = _bits.where(which, _ranks(which, axis + 1), n)
     number = np.arange(n).reshape(n, *(1,) * (entries.ndim - axis))
     match = jnp.expand_dims(rank, axis + 1) == number  # (..., groups, n, m, ...)
-    found = jnp.where(match, jnp.expand_dims(own, axis + 1), 0).sum(axis + 2, dtype=entries.dtype)
+    found = _bits.where(match, jnp.expand_dims(own, axis + 1), 0).sum(axis + 2, dtype=entries.dtype)
     return _joined(found, axis, kept_count(sparse, length))
 
 
@@ -87,7 +87,7 @@ def spread(values: Array, kept: Array, sparse: tuple[int, int], axis: int) -> Ar
     which, own = _groups(kept, m, axis), _groups(values, n, axis)
     rank = _ranks(which, axis + 1)
     each = [jax.lax.slice_in_dim(own, i, i + 1, axis=axis + 1) for i in range(n)]
-    found = reduce(lambda found, i: jnp.where(rank >= i, each[i], found), range(1, n), each[0])
+    found = reduce(lambda found, i: _bits.where(rank >= i, each[i], found), range(1, n), each[0])
     return _joined(jnp.broadcast_to(found, rank.shape), axis, length)
 
 

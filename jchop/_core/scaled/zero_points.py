@@ -88,25 +88,28 @@ def round_sum(total: Array, share: Array, sticky: Array, plan: Plan, word: Array
     """Numbers rounded to whole numbers, given by their floor, the word that follows, and a sticky bit."""
     element = plan.element
     negative, inexact = total < 0, (share != 0) | sticky
-    low, share = jnp.where(negative, -total - inexact, total), jnp.where(negative, _complement(share, sticky), share)
+    low, share = (
+        _bits.where(negative, -total - inexact, total),
+        _bits.where(negative, _complement(share, sticky), share),
+    )
     v = _Sum(low, share, sticky, negative, draw(word, element, plan.compute))
     away = modes.AWAY_FROM_ZERO[element.rounding](v)
     rounded = low + jnp.asarray(away).astype(low.dtype)
-    return jnp.where(negative, -rounded, rounded)
+    return _bits.where(negative, -rounded, rounded)
 
 
 def far_outside(rounded: Array, sign: Array, magnitude: Array, carrier: Carrier) -> Array:
     """Whole numbers, with numbers far outside for infinities and NaN."""
     far = jnp.full_like(rounded, 1 << _MOST)
-    beyond = jnp.where((sign != 0) & (magnitude == carrier.inf), -far, far)
-    return jnp.where(magnitude >= carrier.inf, beyond, rounded)
+    beyond = _bits.where((sign != 0) & (magnitude == carrier.inf), -far, far)
+    return _bits.where(magnitude >= carrier.inf, beyond, rounded)
 
 
 def clamp(rounded: Array, plan: Plan) -> Array:
     """Whole numbers within the ends of the element format."""
     fmt = _integers(plan)
     # Without the barrier LLVM takes ten seconds to derive bounds from these ends for all earlier operations.
-    return jnp.clip(lax.optimization_barrier(rounded), fmt.min_code, fmt.max_code)
+    return _bits.clip(lax.optimization_barrier(rounded), fmt.min_code, fmt.max_code)
 
 
 def beyond_ends(x: Array, rounded: Array, plan: Plan) -> Array:
@@ -121,7 +124,7 @@ def _over(sign: Array, magnitude: Array, scales: Scales, plan: Plan) -> tuple[Ar
     plain = (magnitude != 0) & (magnitude < compute.inf)
     divisor = divisor_of(scale_magnitude(scales, plan), compute)
     whole, share, sticky = parts_of(exact_quotient(sign, magnitude, plain, divisor, compute), compute)
-    return jnp.where(plain, whole, 0), jnp.where(plain, share, 0), sticky & plain
+    return _bits.where(plain, whole, 0), _bits.where(plain, share, 0), sticky & plain
 
 
 def parts_of(v: Exact, carrier: Carrier) -> tuple[Array, Array, Array]:
@@ -131,7 +134,7 @@ def parts_of(v: Exact, carrier: Carrier) -> tuple[Array, Array, Array]:
     exponent = (v.magnitude >> fraction) - carrier.bias
     leading = significand_of(v.magnitude, carrier)
     # Numbers of at least 1: some of the significand's bits are whole.
-    below = fraction - jnp.clip(exponent, 0, min(_MOST, fraction - 1))
+    below = fraction - _bits.clip(exponent, 0, min(_MOST, fraction - 1))
     whole = leading >> below
     down = below.astype(unsigned)
     share = (leading.astype(unsigned) << width - down) | v.rest >> down
@@ -139,18 +142,18 @@ def parts_of(v: Exact, carrier: Carrier) -> tuple[Array, Array, Array]:
     # Numbers below 1: no bit is whole.
     word = leading.astype(unsigned) << width - 1 - fraction | v.rest >> fraction + 1
     gone = v.rest << width - 1 - fraction != 0
-    right = jnp.clip(-1 - exponent, 0, width - 1).astype(unsigned)
-    small = jnp.where(-1 - exponent < width, word >> right, 0)
+    right = _bits.clip(-1 - exponent, 0, width - 1).astype(unsigned)
+    small = _bits.where(-1 - exponent < width, word >> right, 0)
     far = (-1 - exponent >= width) | (word >> right << right != word)
     less = exponent < 0
-    sticky = v.sticky | jnp.where(less, gone | far, lost)
-    return jnp.where(less, 0, whole), jnp.where(less, small, share), sticky
+    sticky = v.sticky | _bits.where(less, gone | far, lost)
+    return _bits.where(less, 0, whole), _bits.where(less, small, share), sticky
 
 
 def floor_of(negative: Array, whole: Array, share: Array, sticky: Array) -> tuple[Array, Array]:
     """floor(v) of v = +-(whole + share), and the word that follows it."""
     inexact = ((share != 0) | sticky).astype(whole.dtype)
-    return jnp.where(negative, -whole - inexact, whole), jnp.where(negative, _complement(share, sticky), share)
+    return _bits.where(negative, -whole - inexact, whole), _bits.where(negative, _complement(share, sticky), share)
 
 
 def _complement(share: Array, sticky: Array) -> Array:
@@ -171,7 +174,7 @@ def fit_range(x: Array, axes: tuple[int, ...], plan: Plan) -> tuple[Scales, Arra
     """
     compute, fmt = plan.compute, _integers(plan)
     sign, magnitude = _bits.split(x, compute)
-    top, low = (largest_of(jnp.where(side, magnitude, 0), axes, compute, maximum) for side in (sign == 0, sign != 0))
+    top, low = (largest_of(_bits.where(side, magnitude, 0), axes, compute, maximum) for side in (sign == 0, sign != 0))
     asked = round_exact(_sum_over(top, low, fmt.max_code - fmt.min_code, compute), scale_rounding(plan), compute, None)
     value = settle(_bits.split(asked, compute)[1], (top | low) == 0, plan)[0]
     scales = Scales(value)
@@ -184,7 +187,7 @@ def _zero_points(low: Array, scales: Scales, plan: Plan) -> Array:
     whole, share, sticky = _over(jnp.zeros_like(low), low, scales, plan)
     quotient = _Sum(whole, share, sticky, whole < 0, None)
     rounded = whole + quotient.nearest(quotient.odd).astype(whole.dtype)
-    return jnp.clip(fmt.min_code + rounded, fmt.min_code, fmt.max_code).astype(jnp.int32)
+    return _bits.clip(fmt.min_code + rounded, fmt.min_code, fmt.max_code).astype(jnp.int32)
 
 
 def _sum_over(a: Array, b: Array, divisor: int, carrier: Carrier) -> Exact:
@@ -194,9 +197,9 @@ def _sum_over(a: Array, b: Array, divisor: int, carrier: Carrier) -> Exact:
     place = size * count - 2 - fraction  # the place of the last bit of the larger one
     large, small = (extended(bits, carrier) for bits in (jnp.maximum(a, b), jnp.minimum(a, b)))
     field, gap = large >> fraction, (large >> fraction) - (small >> fraction)
-    second = jnp.where(jnp.minimum(a, b) == 0, 0, significand_of(small, carrier))
+    second = _bits.where(jnp.minimum(a, b) == 0, 0, significand_of(small, carrier))
     first, offset = significand_of(large, carrier), place - gap
-    lost = jnp.clip(-offset, 0, fraction + 1)
+    lost = _bits.clip(-offset, 0, fraction + 1)
     sticky = second >> lost << lost != second
     limbs, carry = [], jnp.zeros_like(a)
     for i in range(count):
@@ -216,7 +219,7 @@ def _sum_over(a: Array, b: Array, divisor: int, carrier: Carrier) -> Exact:
 
 def _limb(value: Array, offset: Array, at: int, size: int, width: int) -> Array:
     """The bits [at, at + size) of value 2^offset, rounded down."""
-    left, right = jnp.clip(offset - at, 0, size), jnp.clip(at - offset, 0, width - 1)
+    left, right = _bits.clip(offset - at, 0, size), _bits.clip(at - offset, 0, width - 1)
     return value << left >> right & _bits.low_mask(size)
 
 
@@ -237,10 +240,10 @@ def _normal(digits: list[Array], sticky: Array, base: Array, divisor: int, carri
         here = (leading & _bits.low_mask(fraction + 1), rest, sticky | more, base + lead)
         reached = leading >> fraction != 0
         old = here if chosen is None else chosen
-        chosen = tuple(jnp.where(reached, *pair) for pair in zip(here, old, strict=True))
+        chosen = tuple(_bits.where(reached, *pair) for pair in zip(here, old, strict=True))
     assert chosen is not None
     leading, rest, sticky, field = chosen
-    down = jnp.clip(1 - field, 0, width - 1).astype(unsigned)  # into the subnormal range
+    down = _bits.clip(1 - field, 0, width - 1).astype(unsigned)  # into the subnormal range
     lost = rest >> down << down != rest
     magnitude = (leading >> down).astype(carrier.work) + (jnp.maximum(field - 1, 0) << fraction).astype(carrier.work)
     rest = leading << 1 << width - 1 - down | rest >> down

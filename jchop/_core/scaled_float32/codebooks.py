@@ -132,24 +132,24 @@ def encode(x: Array, scales: Scales, plan: Plan) -> Array:
     place = table.bins.place(below, _magnitude(guess))
     number, rest = take(jnp.asarray(table.number), place), take(jnp.asarray(table.rest), place).astype(jnp.int32)
     difference = _difference(magnitude, number, rest >> _INDEX, significand, exponent)
-    exact = _compares(jnp.where(below, -difference, difference), number, table)
+    exact = _compares(_bits.where(below, -difference, difference), number, table)
     near = (guess - number + _NEAR).astype(jnp.uint32) <= 2 * _NEAR
-    reached = jnp.where(near, exact, number_of(guess) >= number_of(number))
+    reached = _bits.where(near, exact, number_of(guess) >= number_of(number))
     if table.has_zero:
-        side = jnp.where(below, -magnitude, magnitude)
-        reached = jnp.where(number == 0, side > 0 if table.strict[1] else side >= 0, reached)
+        side = _bits.where(below, -magnitude, magnitude)
+        reached = _bits.where(number == 0, side > 0 if table.strict[1] else side >= 0, reached)
     nan = magnitude > _INF
     index = rest & _bits.low_mask(_INDEX)
-    return jnp.where(nan, len(fmt.levels) - 1, index + reached).astype(fmt.code_dtype)
+    return _bits.where(nan, len(fmt.levels) - 1, index + reached).astype(fmt.code_dtype)
 
 
 def _prepared(bits: Array) -> tuple[Array, ...]:
     """The factors that move numbers, and numbers below the normal range; 1 / s; S, and its part of k."""
     divisor = integers.move_bits(bits, least=_LEAST)
     assert divisor.tiny is not None and divisor.factor is not None
-    factor = jnp.where(divisor.tiny, jnp.float32(2.0**integers.TINY), divisor.factor)
+    factor = _bits.where(divisor.tiny, jnp.float32(2.0**integers.TINY), divisor.factor)
     # With all other scales such numbers have the effect of zero.
-    small = jnp.where(divisor.tiny, jnp.float32(2.0 ** (_CARRIER.tiny_exponent + integers.TINY)), 0)
+    small = _bits.where(divisor.tiny, jnp.float32(2.0 ** (_CARRIER.tiny_exponent + integers.TINY)), 0)
     return factor, small, 1 / divisor.value, _significand(bits), _BIAS + _WIDTH - 1 - (bits >> _FRACTION)
 
 
@@ -163,8 +163,8 @@ def _magnitude(word: Array) -> Array:
 
 def _move(x: Array, below: Array, magnitude: Array, factor: Array, small: Array) -> Array:
     """Numbers moved like their scales."""
-    count = jnp.where(below, -magnitude, magnitude).astype(jnp.float32)
-    return jnp.where(magnitude < 1 << _FRACTION, count * small, x * factor)
+    count = _bits.where(below, -magnitude, magnitude).astype(jnp.float32)
+    return _bits.where(magnitude < 1 << _FRACTION, count * small, x * factor)
 
 
 def _difference(magnitude: Array, number: Array, low: Array, significand: Array, exponent: Array) -> Array:
@@ -182,7 +182,7 @@ def _difference(magnitude: Array, number: Array, low: Array, significand: Array,
 def _compares(side: Array, number: Array, table: _Table) -> Array:
     """Whether a difference reaches its threshold; the threshold's sign selects the comparison."""
     above, others = (side > 0 if beyond else side >= 0 for beyond in table.strict)
-    return above if table.strict[0] == table.strict[1] else jnp.where(number > 0, above, others)
+    return above if table.strict[0] == table.strict[1] else _bits.where(number > 0, above, others)
 
 
 # -- numbers -----------------------------------------------------------------------------------------------------------

@@ -40,7 +40,7 @@ _SMALLEST = 38
 def applies(plan: Plan) -> bool:
     """Whether `encode` and `round_quotients` give the results of the exact way."""
     element, fmt = plan.element, plan.element.format
-    if not _is_plain(plan) or element.rounding is not Rounding.NEAREST_EVEN or element.flush:
+    if not is_plain(plan) or element.rounding is not Rounding.NEAREST_EVEN or element.flush:
         return False
     assert isinstance(fmt, FloatFormat)
     saturates = element.overflow is Overflow.SATURATE or fmt.saturates
@@ -63,7 +63,7 @@ def _is_near_one(plan: Plan) -> bool:
 
 def multiplies(plan: Plan) -> bool:
     """Whether `multiply_back` gives the numbers of the exact way."""
-    if not _is_plain(plan):
+    if not is_plain(plan):
         return False
     if plan.rule.tensor_scale:
         return _multiplies_twice(plan)
@@ -91,7 +91,8 @@ def _multiplies_twice(plan: Plan) -> bool:
     return plan.carrier is _CARRIER and _is_exact(plan) and within
 
 
-def _is_plain(plan: Plan) -> bool:
+def is_plain(plan: Plan) -> bool:
+    """Whether the elements are those of a narrow float format with subnormal numbers and signed zeros."""
     fmt = plan.element.format
     if plan.compute is not _CARRIER or not isinstance(fmt, FloatFormat) or not fmt.has_negative_zero:
         return False
@@ -142,7 +143,7 @@ def encode(x: Array, scales: Scales, plan: Plan) -> Array:
     assert top is not None
     code = _saturated(_nearest(x, magnitude, scales, plan).code(fmt), top, magnitude, plan)
     negative = lax.shift_right_logical(sign, jnp.full_like(sign, _CARRIER.width - fmt.bits))
-    code = jnp.where(magnitude > _INF, top if nan is None else nan, code | negative)
+    code = _bits.where(magnitude > _INF, top if nan is None else nan, code | negative)
     return code.astype(fmt.code_dtype)
 
 
@@ -152,7 +153,7 @@ def round_quotients(x: Array, scales: Scales, plan: Plan) -> Array:
     sign, magnitude = _bits.split(x, _CARRIER)
     number = _saturated(_nearest(x, magnitude, scales, plan).number, float(fmt.max), magnitude, plan)
     nan = math.nan if fmt.has_nan else float(fmt.max)
-    return jnp.where(magnitude > _INF, nan, number_of(word_of(number) | sign))
+    return _bits.where(magnitude > _INF, nan, number_of(word_of(number) | sign))
 
 
 def _format(plan: Plan) -> FloatFormat:
@@ -163,7 +164,7 @@ def _format(plan: Plan) -> FloatFormat:
 
 def _saturated(value: Array, top: float, magnitude: Array, plan: Plan) -> Array:
     value = jnp.minimum(value, top)
-    return value if plan.in_safe_range else jnp.where(magnitude >= _INF, top, value)
+    return value if plan.in_safe_range else _bits.where(magnitude >= _INF, top, value)
 
 
 def _nearest(x: Array, magnitude: Array, scales: Scales, plan: Plan) -> _Step:
@@ -180,13 +181,13 @@ def _over_power(magnitude: Array, scales: Scales, fmt: FloatFormat) -> _Step:
     within = jnp.minimum(jnp.maximum(extended(magnitude, _CARRIER), -(_LEAST << _FRACTION)), most)
     moved = within - (exponent << _FRACTION)
     low, high = (word_of(jnp.float32(end)) for end in (2.0 ** -(_LEAST + 2), 2.0 ** (_MOST + 2)))
-    return _step(number_of(jnp.clip(moved, low, high)), fmt, lowered=False)
+    return _step(number_of(_bits.clip(moved, low, high)), fmt, lowered=False)
 
 
 def _over_safe_power(magnitude: Array, scales: Scales, fmt: FloatFormat) -> _Step:
     """`_over_power` for scales in the safe range: a product with 1 / s is exact, or far outside the format."""
     quotient = number_of(magnitude) * materialize_per_group(number_of(_BIAS - scales.value << _FRACTION))
-    return _step(jnp.where(quotient < float(fmt.max), quotient, float(fmt.max)), fmt, lowered=False)
+    return _step(_bits.where(quotient < float(fmt.max), quotient, float(fmt.max)), fmt, lowered=False)
 
 
 def _over_any(x: Array, scales: Scales, plan: Plan) -> _Step:
@@ -195,7 +196,7 @@ def _over_any(x: Array, scales: Scales, plan: Plan) -> _Step:
     divisor, inverse, high, low = integers.held((divisor, 1 / (high + low), high, low))
     moved = number_of(word_of(integers.move(x, divisor)) & _bits.low_mask(_CARRIER.width - 1))
     guess = moved * inverse
-    guess = jnp.where(guess < float(fmt.max), guess, float(fmt.max))
+    guess = _bits.where(guess < float(fmt.max), guess, float(fmt.max))
     step = _step(guess, fmt, lowered=True)
     middle = step.number + number_of(word_of(step.shift) - (_FRACTION + 1 << _FRACTION))
     side = word_of((moved - middle * high) - middle * low)
@@ -247,11 +248,11 @@ def _decode(codes: Array, fmt: FloatFormat) -> Array:
     code = codes & _bits.low_mask(width)
     normal = (code << _FRACTION - fmt.frac_bits) + (_BIAS - fmt.bias << _FRACTION)
     small = word_of(code.astype(jnp.float32) * 2.0 ** (fmt.emin - fmt.frac_bits))
-    bits = jnp.where(code < 1 << fmt.frac_bits, small, normal)
+    bits = _bits.where(code < 1 << fmt.frac_bits, small, normal)
     if fmt.has_inf:
-        bits = jnp.where(code == fmt.inf_code, _INF, bits)
+        bits = _bits.where(code == fmt.inf_code, _INF, bits)
     bits = bits | codes >> width << _CARRIER.width - 1
     if fmt.has_nan:
         last = fmt.max_code if fmt.inf_code is None else fmt.inf_code
-        bits = jnp.where(code > last, _CARRIER.nan, bits)
+        bits = _bits.where(code > last, _CARRIER.nan, bits)
     return number_of(bits)

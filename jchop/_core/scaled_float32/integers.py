@@ -50,12 +50,16 @@ _SHIFT_BITS = int(np.float32(_SHIFT).view(np.int32))
 
 def applies(plan: Plan) -> bool:
     """Whether `round_whole` gives the results of the exact way."""
+    known = plan.element.rounding in {*NEAREST, *DIRECTED, *DRAWN}
+    return plan.compute is _CARRIER and not plan.rule.tensor_scale and known and is_plain(plan)
+
+
+def is_plain(plan: Plan) -> bool:
+    """Whether the elements are few enough, and their overflow is a clamp."""
     element, fmt = plan.element, plan.element.format
-    if plan.compute is not _CARRIER or plan.rule.tensor_scale or not isinstance(fmt, UniformFormat):
+    if not isinstance(fmt, UniformFormat) or element.overflow is Overflow.WRAP or element.flush:
         return False
-    narrow = fmt.bits <= _MOST_BITS and 0 <= fmt.frac_bits <= _MOST_FRACTION
-    known = element.rounding in {*_NEAREST, *_DIRECTED, *_DRAWN}
-    return narrow and known and element.overflow is not Overflow.WRAP and not element.flush
+    return fmt.bits <= _MOST_BITS and 0 <= fmt.frac_bits <= _MOST_FRACTION
 
 
 def multiplies(plan: Plan) -> bool:
@@ -102,11 +106,11 @@ def quanta_of(scales: Scales, plan: Plan, *, huge_too: bool = True) -> Quanta:
 def move_bits(bits: Array, *, huge_too: bool = True, least: int = _LEAST) -> Quanta:
     """Quanta from their extended bits; quanta below 2^-least count as tiny."""
     tiny, huge = bits < _BIAS - least << _FRACTION, bits >= _BIAS + _HUGE << _FRACTION
-    bits = jnp.where(tiny, bits + (TINY << _FRACTION), bits)
+    bits = _bits.where(tiny, bits + (TINY << _FRACTION), bits)
     if not huge_too:
         return Quanta(number_of(bits), tiny, None)
-    bits = jnp.where(huge, bits - (_HUGE << _FRACTION), bits)
-    return Quanta(number_of(bits), tiny, jnp.where(huge, jnp.float32(2.0**-_HUGE), 1))
+    bits = _bits.where(huge, bits - (_HUGE << _FRACTION), bits)
+    return Quanta(number_of(bits), tiny, _bits.where(huge, jnp.float32(2.0**-_HUGE), 1))
 
 
 def move(x: Array, quanta: Quanta) -> Array:
@@ -117,9 +121,9 @@ def move(x: Array, quanta: Quanta) -> Array:
     magnitude = bits & _bits.low_mask(31)
     number = number_of(jnp.minimum(magnitude, 2 * _BIAS - TINY << _FRACTION) + (TINY << _FRACTION))
     # The bits of a subnormal number are read with a leading one that it does not have.
-    number = jnp.where(magnitude < 1 << _FRACTION, (number - 2.0 ** (TINY - _BIAS)) * 2, number)
+    number = _bits.where(magnitude < 1 << _FRACTION, (number - 2.0 ** (TINY - _BIAS)) * 2, number)
     lifted = number_of(word_of(number) | bits ^ magnitude)
-    return jnp.where(quanta.tiny & (magnitude <= _INF), lifted, x * quanta.factor)
+    return _bits.where(quanta.tiny & (magnitude <= _INF), lifted, x * quanta.factor)
 
 
 def word_of(x: Array) -> Array:
@@ -143,7 +147,7 @@ def held(values: tuple) -> tuple:
 
 
 @dataclass(frozen=True)
-class _Near:
+class Near:
     """A sum x / s + z near `total`, or near `total` plus a half; `side` is an integer with the difference's sign."""
 
     total: Array
@@ -161,19 +165,19 @@ class _Near:
 # The tables of `modes` do not fit: here the lower neighbour is known, not the one nearer to zero, and addends are
 # cheaper than conditions. Modes that are in neither table take the exact way.
 #: 1 if the middle of two whole numbers is rounded up, else 0; a function of the lower one.
-_NEAREST: dict[Rounding, Callable[[Array], Array]] = {
+NEAREST: dict[Rounding, Callable[[Array], Array]] = {
     Rounding.NEAREST_EVEN: lambda floor: floor & 1,
     Rounding.NEAREST_AWAY: lambda floor: 1 + (floor >> 31),
     Rounding.NEAREST_ZERO: lambda floor: -(floor >> 31),
 }
 #: Functions of `total` and `side`.
-_DIRECTED: dict[Rounding, Callable[[_Near], Array]] = {
+DIRECTED: dict[Rounding, Callable[[Near], Array]] = {
     Rounding.UP: lambda v: v.total + (v.side > 0),
     Rounding.DOWN: lambda v: v.floor,
     Rounding.TOWARD_ZERO: lambda v: v.floor + (v.inexact & (v.floor < 0)),
     Rounding.ODD: lambda v: v.floor + (v.inexact & (v.floor & 1 == 0)),
 }
-_DRAWN = (Rounding.STOCHASTIC, Rounding.STOCHASTIC_B, Rounding.STOCHASTIC_EQUAL)
+DRAWN = (Rounding.STOCHASTIC, Rounding.STOCHASTIC_B, Rounding.STOCHASTIC_EQUAL)
 
 
 def round_whole(x: Array, scales: Scales, zero: Array | None, plan: Plan, word: Array | None) -> Array:
@@ -190,7 +194,7 @@ def round_whole(x: Array, scales: Scales, zero: Array | None, plan: Plan, word: 
     """
     fmt, mode = plan.element.format, plan.element.rounding
     assert isinstance(fmt, UniformFormat)
-    nearest = mode in _NEAREST
+    nearest = mode in NEAREST
     quanta = quanta_of(scales, plan)
     shift = jnp.float32(0) if zero is None else zero.astype(jnp.float32)
     # For directed modes the ends are one step further out, and the result is clamped afterwards.
@@ -201,8 +205,8 @@ def round_whole(x: Array, scales: Scales, zero: Array | None, plan: Plan, word: 
         (quanta, top, bottom, 1 / quanta.value, high, quanta.value - high, shift + _SHIFT)
     )
     moved = move(x, quanta)
-    moved = jnp.where(moved < top, moved, top)
-    moved = jnp.where(moved > bottom, moved, bottom)
+    moved = _bits.where(moved < top, moved, top)
+    moved = _bits.where(moved > bottom, moved, bottom)
     guess = moved * inverse
     # Near a whole number, or near the middle of two.
     summed = (guess - 0.5 if nearest else guess) + lifted
@@ -211,18 +215,18 @@ def round_whole(x: Array, scales: Scales, zero: Array | None, plan: Plan, word: 
     rest = (moved - near * high) - near * low
     if nearest:
         # The bits of a negative number are a negative integer; there is no -0.
-        rounded = total + 1 + (word_of(rest) + _NEAREST[mode](total) - 1 >> 31)
+        rounded = total + 1 + (word_of(rest) + NEAREST[mode](total) - 1 >> 31)
         # Numbers within the ends of elements stay within them.
-        return rounded if zero is None or plan.in_safe_range else jnp.clip(rounded, fmt.min_code, fmt.max_code)
-    side = jnp.where(near == 0, _bits.ordered(*_bits.split(x, _CARRIER)), word_of(rest))
-    v = _Near(total, side)
+        return rounded if zero is None or plan.in_safe_range else _bits.clip(rounded, fmt.min_code, fmt.max_code)
+    side = _bits.where(near == 0, _bits.ordered(*_bits.split(x, _CARRIER)), word_of(rest))
+    v = Near(total, side)
     random = draw(word, plan.element, _CARRIER)
     compare = partial(_compare_wide, rest, high, low) if plan.in_safe_range else partial(_compare, rest, quanta.value)
-    rounded = _DIRECTED[mode](v) if random is None else _drawn(v, random, mode, compare)
-    return jnp.clip(rounded, fmt.min_code, fmt.max_code)
+    rounded = DIRECTED[mode](v) if random is None else drawn(v, random, mode, compare)
+    return _bits.clip(rounded, fmt.min_code, fmt.max_code)
 
 
-def _drawn(v: _Near, random: Draw, mode: Rounding, compare: Callable[[Array], tuple[Array, Array]]) -> Array:
+def drawn(v: Near, random: Draw, mode: Rounding, compare: Callable[[Array], tuple[Array, Array]]) -> Array:
     """A stochastic mode: the neighbour away from zero if nu >= 1 - R 2^-N, else the other one.
 
     The difference from `v`, which is exact and at most about half a quantum, is ±nu or ±(1 - nu) times the quantum.
@@ -232,10 +236,10 @@ def _drawn(v: _Near, random: Draw, mode: Rounding, compare: Callable[[Array], tu
     if mode is Rounding.STOCHASTIC_EQUAL:
         return v.floor + (v.inexact & (_bits.top_bit(random.word) == outside))
     towards = outside == (v.side >= 0)
-    word = jnp.where(towards, jnp.uint32(0) - random.word, random.word)
+    word = _bits.where(towards, jnp.uint32(0) - random.word, random.word)
     more, equal = compare(word)
     more = more | (word == 0) & v.inexact
-    away = jnp.where(towards, (more | equal) & (word != 0), ~more)
+    away = _bits.where(towards, (more | equal) & (word != 0), ~more)
     return v.floor + (away == outside)
 
 
@@ -334,5 +338,5 @@ def times(elements: Array, quanta: Quanta, *, prevent: bool) -> Array:
     lead = 2.0**_FRACTION
     small = word_of(magnitude * 2.0 ** (-_CARRIER.tiny_exponent - TINY) + lead) - word_of(jnp.float32(lead))
     subnormal = number_of(small | bits & _CARRIER.sign_bit)
-    lowered = jnp.where(magnitude < 2.0 ** (1 - _BIAS + TINY), subnormal, product * 2.0**-TINY)
-    return jnp.where(quanta.tiny, lowered, product)
+    lowered = _bits.where(magnitude < 2.0 ** (1 - _BIAS + TINY), subnormal, product * 2.0**-TINY)
+    return _bits.where(quanta.tiny, lowered, product)

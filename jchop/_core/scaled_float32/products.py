@@ -33,9 +33,9 @@ def times(numbers: Array, scales: Array) -> Array:
     """
     tiny = scales < _BIAS - _TINY << _FRACTION
     lifted = scales - (_CARRIER.tiny_exponent << _FRACTION)
-    scale, tiny = materialize_per_group((number_of(jnp.where(tiny, lifted, scales)), tiny))
+    scale, tiny = materialize_per_group((number_of(_bits.where(tiny, lifted, scales)), tiny))
     product = prevent_fma(numbers * scale, scale)
-    return jnp.where(tiny, _lowered(numbers, scale, product), product)
+    return _bits.where(tiny, _lowered(numbers, scale, product), product)
 
 
 def _lowered(number: Array, scale: Array, product: Array) -> Array:
@@ -49,8 +49,8 @@ def _lowered(number: Array, scale: Array, product: Array) -> Array:
     rest = (((high * upper - middle) + high * lower) + low * upper) + low * lower
     count = count + (_bits.ordered(*_bits.split(rest, _CARRIER)) + (count & 1) > 0)
     normal = word_of(magnitude) + (_CARRIER.tiny_exponent << _FRACTION)
-    lowered = jnp.where(magnitude < lead, count, normal)
-    lowered = jnp.where(word_of(magnitude) >= _CARRIER.inf, word_of(magnitude), lowered)
+    lowered = _bits.where(magnitude < lead, count, normal)
+    lowered = _bits.where(word_of(magnitude) >= _CARRIER.inf, word_of(magnitude), lowered)
     return number_of(lowered | word_of(product) & _CARRIER.sign_bit)
 
 

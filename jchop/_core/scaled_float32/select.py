@@ -18,10 +18,19 @@ from jchop._core.rounding.elements import round_elements
 from jchop._core.scaled import elements
 from jchop._core.scaled.elements import narrow, with_nan
 from jchop._core.scaled.scales import LEAST_TO_BRANCH, Plan, Scales, all_in_safe_range
-from jchop._core.scaled_float32 import codebooks, floats, integers, thresholds
+from jchop._core.scaled_float32 import codebooks, floats, in_float64, integers, thresholds
 from jchop._core.xla_cpu import branch, materialize_per_group
 
 Array = jax.Array
+
+#: Arrays of at most as many numbers are rounded in float64 if the program may: a third of the operations to compile,
+#: each of them at half the speed.
+MOST_IN_FLOAT64 = 1 << 16
+
+
+def prefers_float64(x: Array, plan: Plan) -> bool:
+    """Whether a program of one CPU rounds in float64: few numbers, or no exact float32 arithmetic for them."""
+    return x.size <= MOST_IN_FLOAT64 or not any(way.applies(plan) for way in (integers, floats, thresholds, codebooks))
 
 
 def held(scales: Scales) -> Scales:
@@ -42,6 +51,8 @@ def branch_on_range(
         branch_allowed: whether the program may branch.
         zero: integer zero points, which must be within 2^10 of zero for the branch.
     """
+    if in_float64.applies(plan):
+        return run(plan)
     gains = integers.applies(plan) or floats.applies(plan)
     if not branch_allowed or not gains or scales.tensor is not None or x.size < LEAST_TO_BRANCH:
         return run(plan)
@@ -53,6 +64,8 @@ def branch_on_range(
 
 def codes_of(x: Array, scales: Scales, plan: Plan, word: Array | None) -> Array:
     """The codes of the quotients x / s rounded once to the element format."""
+    if in_float64.applies(plan):
+        return in_float64.codes_of(x, scales, plan, word)
     if integers.applies(plan):
         return integers.encode_whole(integers.round_whole(x, scales, None, plan, word), plan)
     if floats.applies(plan):
@@ -66,6 +79,8 @@ def codes_of(x: Array, scales: Scales, plan: Plan, word: Array | None) -> Array:
 
 def rounded(x: Array, scales: Scales, plan: Plan, word: Array | None) -> Array:
     """The numbers of the codes of `codes_of`."""
+    if rounds_in_float64(plan):
+        return rounded_in_float64(x, scales, None, plan, word)
     if integers.applies(plan) and integers.multiplies(plan):
         return times_whole(integers.round_whole(x, scales, None, plan, word), scales, plan)
     if floats.applies(plan) and floats.multiplies(plan):
@@ -76,6 +91,17 @@ def rounded(x: Array, scales: Scales, plan: Plan, word: Array | None) -> Array:
     if codebooks.applies(plan):
         return numbers_of(codebooks.encode(x, scales, plan), scales, plan)
     return elements.multiply_back(elements.round_quotients(x, scales, plan, word), scales, plan)
+
+
+def rounds_in_float64(plan: Plan) -> bool:
+    """Whether `rounded_in_float64` applies: products in float32 may be rounded once more, to the plan's carrier."""
+    exact = plan.carrier is plan.compute or integers.multiplies(plan) or floats.multiplies(plan)
+    return exact and in_float64.applies(plan)
+
+
+def rounded_in_float64(x: Array, scales: Scales, zero: Array | None, plan: Plan, word: Array | None) -> Array:
+    """`rounded`, also with integer zero points."""
+    return _finished(in_float64.rounded(x, scales, plan, word, zero), scales, plan)
 
 
 def numbers_of(codes: Array, scales: Scales, plan: Plan) -> Array:

@@ -88,7 +88,7 @@ def encode(x: Array, scales: Scales, plan: Plan) -> Array:
     assert table is not None
     starts = materialize_per_group(_starts(extended(scale_magnitude(scales, plan), _CARRIER), table))
     sign, magnitude = _bits.split(x, _CARRIER)
-    value = jnp.where(magnitude > _INF, _INF, _bits.ordered(sign, magnitude))
+    value = _bits.where(magnitude > _INF, _INF, _bits.ordered(sign, magnitude))
     unreached = jnp.full_like(starts[0], np.iinfo(np.int32).max)
     left = [starts[i] if i < len(table) else unreached for i in range((1 << fmt.bits) - 1)]
     code = jnp.zeros_like(value)
@@ -96,7 +96,7 @@ def encode(x: Array, scales: Scales, plan: Plan) -> Array:
         middle = len(left) // 2
         reached = value >= left[middle]
         code = 2 * code + reached
-        left = [jnp.where(reached, *pair) for pair in zip(left[middle + 1 :], left[:middle], strict=True)]
+        left = [_bits.where(reached, *pair) for pair in zip(left[middle + 1 :], left[:middle], strict=True)]
     return code.astype(fmt.code_dtype)
 
 
@@ -115,9 +115,9 @@ def _starts(scale: Array, table: Sequence[tuple[Fraction, bool]]) -> Array:
     floor, inexact = _product(scale[None], column(int(count) for count, _ in parts), column(e for _, e in parts))
     strict, sign = column(beyond for _, beyond in table), column((v > 0) - (v < 0) for v, _ in table)
     # Positive infinity reaches all thresholds; negative infinity reaches none.
-    up = jnp.minimum(floor + jnp.where(strict != 0, 1, inexact), _INF)
-    down = jnp.maximum(jnp.where(strict != 0, 1 - (floor + inexact), -floor), 1 - _INF)
-    return jnp.where(sign > 0, up, jnp.where(sign < 0, down, jnp.zeros_like(up) + strict))
+    up = jnp.minimum(floor + _bits.where(strict != 0, 1, inexact), _INF)
+    down = jnp.maximum(_bits.where(strict != 0, 1 - (floor + inexact), -floor), 1 - _INF)
+    return _bits.where(sign > 0, up, _bits.where(sign < 0, down, jnp.zeros_like(up) + strict))
 
 
 def _product(scale: Array, count: np.ndarray, exponent: np.ndarray) -> tuple[Array, Array]:
@@ -130,7 +130,7 @@ def _product(scale: Array, count: np.ndarray, exponent: np.ndarray) -> tuple[Arr
     # `top` is the part of the product above the three lower digits: 30 or 31 bits.
     drop = 6 + (top >> 30)
     field = jnp.minimum((scale >> _FRACTION) + drop + ((_DIGITS - 1) * _DIGIT + exponent), 2 * _CARRIER.bias + 1)
-    drop = drop + jnp.clip(1 - field, 0, _FRACTION + 1)
+    drop = drop + _bits.clip(1 - field, 0, _FRACTION + 1)
     lost = lost | top & _bits.low_mask(drop)
     floor = (jnp.maximum(field - 1, 0) << _FRACTION) + (top >> drop)
     return floor, (lost != 0).astype(floor.dtype)
@@ -151,5 +151,5 @@ def pick(codes: Array, products: Array) -> Array:
     left, bit = [products[i] for i in range(products.shape[0])], 0
     while len(left) > 1:
         odd = codes >> bit & 1 != 0
-        left, bit = [jnp.where(odd, *pair) for pair in zip(left[1::2], left[::2], strict=True)], bit + 1
+        left, bit = [_bits.where(odd, *pair) for pair in zip(left[1::2], left[::2], strict=True)], bit + 1
     return left[0]

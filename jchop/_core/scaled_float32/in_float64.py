@@ -1,0 +1,225 @@
+"""Elements under scales in float64 arithmetic, for programs of one CPU; with the bits of `integers` and `floats`.
+
+A product with 1 / s in float64, settled as in `arithmetic.float64`, is the quotient x / s where the nearest element is
+decided. One addition then rounds it to the grid of the format. A number minus its neighbour times s is exact, and
+decides all other modes. Scales are not moved towards 1, so there are no cases: this is half as many operations as the
+exact float32 arithmetic has. But each takes twice as long, so it is for small arrays (`select.MOST_IN_FLOAT64`).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import wraps
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from jchop import _bits
+from jchop._bits import CARRIERS
+from jchop._core.arithmetic.float64 import LEAD, narrow, positive, spacing, wide, word_of
+from jchop._core.rounding.modes import AWAY_FROM_ZERO, Discarded, Draw, draw
+from jchop._core.scaled.scales import TENSOR_SCALE, Plan, Scales, scale_magnitude
+from jchop._core.scaled_float32 import floats, integers
+from jchop.formats import FloatFormat, UniformFormat
+from jchop.rounding import Overflow, Rounding
+
+Array = jax.Array
+
+_NARROW, _WIDE = CARRIERS["float32"], CARRIERS["float64"]
+#: The most bits of scales. Then a quotient that is not half a multiple of the grid's spacing differs from it by more
+#: than 2^-_SETTLED of the spacing.
+_MOST_SCALE, _SETTLED = 30, 32
+
+
+def applies(plan: Plan) -> bool:
+    """Whether `codes_of` and `rounded` give the results of the exact way."""
+    element, fmt = plan.element, plan.element.format
+    if not plan.float64 or plan.compute is not _NARROW or _scale_bits(plan) > _MOST_SCALE:
+        return False
+    known = element.rounding in {*integers.NEAREST, *integers.DIRECTED, *integers.DRAWN}
+    if isinstance(fmt, UniformFormat):
+        return known and integers.is_plain(plan)
+    saturates = element.overflow is Overflow.SATURATE or getattr(fmt, "saturates", False)
+    return known and floats.is_plain(plan) and saturates and not element.flush
+
+
+def _scale_bits(plan: Plan) -> int:
+    own = 1 if plan.is_power else plan.scale.frac_bits + 1
+    return own + TENSOR_SCALE.frac_bits + 1 if plan.rule.tensor_scale else own
+
+
+def _in_float64(fun: Callable[..., Any]) -> Callable[..., Any]:
+    @wraps(fun)
+    def run(*args: Any, **keywords: Any) -> Any:
+        with jax.enable_x64(True):
+            return fun(*args, **keywords)
+
+    return run
+
+
+def _scales(scales: Scales, plan: Plan) -> Array:
+    """Scales, times the quantum of integers and fixed point."""
+    fmt, value = plan.element.format, positive(scale_magnitude(scales, plan))
+    value = value if scales.tensor is None else value * positive(scales.tensor)
+    places = fmt.frac_bits if isinstance(fmt, UniformFormat) else 0
+    return value * 2.0**-places if places else value
+
+
+# -- rounding ----------------------------------------------------------------------------------------------------------
+
+
+def _settle(t: Array, lead: Array) -> Array:
+    """Quotients rounded to the last place of sums with 2^-_SETTLED of `LEAD` times the spacing of the grid."""
+    return (t + lead) - lead
+
+
+def _tie(u: Array, unit: Array | float, mode: Rounding) -> Array:
+    """Numbers whose rounding to nearest even is the rounding of `u` in another nearest mode."""
+    if mode is Rounding.NEAREST_EVEN:
+        return u
+    little = unit * (0.5 * 2.0**-_SETTLED)
+    return u + _bits.where((u < 0) == (mode is Rounding.NEAREST_AWAY), -little, little)
+
+
+def _round_whole(
+    x: Array, scales: Scales, zero: Array | None, plan: Plan, word: Array | None
+) -> tuple[Array, Array, Array]:
+    """The sums x / s + z rounded once, in quanta of the element and within its ends.
+
+    Returns:
+        The sums; the sums without z, as numbers; and the scales.
+    """
+    fmt, mode = plan.element.format, plan.element.rounding
+    assert isinstance(fmt, UniformFormat)
+    nearest = mode in integers.NEAREST
+    value = _scales(scales, plan)
+    number = wide(x)
+    # The signs of the scales are a zero that no compiler knows: quirk constants_of_sums_combined.
+    none = lax.shift_right_logical(word_of(value), jnp.full_like(word_of(value), 63)).astype(jnp.float64)
+    shift = 0 if zero is None else zero.astype(jnp.float64)
+    top, bottom = (float(end) - shift for end in (fmt.max_code + (not nearest), fmt.min_code - (not nearest)))
+    t = number * (1 / value)
+    t = jnp.maximum(_bits.where(t < top, t, top), bottom)  # NaN counts as the largest number
+    lifted = shift + (LEAD + none)
+    if nearest:
+        t = _settle(t, LEAD * 2.0**-_SETTLED + none)
+        t = t if mode is Rounding.NEAREST_EVEN else _tie(t + shift, 1, mode) - shift
+        total = t + lifted
+        return word_of(total).astype(jnp.int32), total - lifted, value
+    total = t + lifted
+    near = total - lifted
+    rest = number - near * value
+    v = integers.Near(word_of(total).astype(jnp.int32), rest)
+    random = draw(word, plan.element, _NARROW)
+    if random is None:
+        count = integers.DIRECTED[mode](v)
+    else:
+        count = integers.drawn(v, random, mode, lambda word: _compare(rest, value, word))
+    count = _bits.clip(count, fmt.min_code, fmt.max_code)
+    return count, (count if zero is None else count - zero).astype(jnp.float64), value
+
+
+def _compare(rest: Array, step: Array, word: Array) -> tuple[Array, Array]:
+    """Whether |rest| / step is more than word 2^-32, or equal.
+
+    A word times half of a step is exact. If the sign is in doubt, the first difference is exact, too (Sterbenz).
+    """
+    high, low = _halves(step)
+    share = word.astype(jnp.float64)
+    difference = (jnp.abs(rest) * 2.0**32 - share * high) - share * low
+    return difference > 0, difference == 0
+
+
+def _halves(step: Array) -> tuple[Array, Array]:
+    """Steps as sums of two numbers of few bits."""
+    high = lax.bitcast_convert_type(word_of(step) & ~_bits.low_mask(_WIDE.fraction + 1 - _MOST_SCALE // 2), jnp.float64)
+    return high, step - high
+
+
+def _round_float(x: Array, scales: Scales, plan: Plan, word: Array | None) -> tuple[Array, Array, Array, Array]:
+    """The magnitudes |x| / s rounded once to a float format whose exponents go on above its largest number.
+
+    Returns:
+        The rounded magnitudes as multiples of the spacing; the spacing; the magnitudes; and the scales.
+    """
+    fmt, mode = plan.element.format, plan.element.rounding
+    assert isinstance(fmt, FloatFormat)
+    nearest = mode in integers.NEAREST
+    value, number = _scales(scales, plan), jnp.abs(wide(x))
+    t = number * (1 / value)
+    t = _bits.where(t < float(fmt.max), t, float(fmt.max))
+    unit = spacing(t, fmt)
+    lead = unit * LEAD
+    total = (_tie(_settle(t, lead * 2.0**-_SETTLED), unit, mode) if nearest else t) + lead
+    count, near = (word_of(total) - word_of(lead)).astype(jnp.int32), total - lead
+    if nearest:
+        return count, unit, near, value
+    rest, step = number - near * value, unit * value
+    under, inexact = rest < 0, rest != 0
+    lower = _bits.where(under, rest + step, rest)
+    discarded = _Rest(
+        lower, step, inexact, integers.word_of(x) < 0, (count - under) & 1 != 0, draw(word, plan.element, _NARROW)
+    )
+    away = AWAY_FROM_ZERO[mode](discarded)
+    move = jnp.asarray(away).astype(jnp.int32) - under
+    return count + move, unit, near + move * unit, value
+
+
+@dataclass(frozen=True)
+class _Rest(Discarded):
+    """A magnitude minus its neighbour nearer to zero, and the distance of the neighbours, both times the scale."""
+
+    rest: Array
+    step: Array
+    inexact: Array
+    negative: Array
+    odd: Array
+    draw: Draw | None
+
+    def share(self) -> tuple[Array, Array | bool]:
+        raise NotImplementedError("nearest modes are decided by settled quotients")
+
+    def stochastic(self) -> Array:
+        """Nu >= 1 - R 2^-32."""
+        assert self.draw is not None
+        more, equal = _compare(self.rest, self.step, jnp.uint32(0) - self.draw.word)
+        return (more | equal) & (self.draw.word != 0)
+
+
+# -- results -----------------------------------------------------------------------------------------------------------
+
+
+@_in_float64
+def codes_of(x: Array, scales: Scales, plan: Plan, word: Array | None, zero: Array | None = None) -> Array:
+    """The codes of x / s, plus integer zero points if there are any, rounded once to the element format."""
+    fmt = plan.element.format
+    if isinstance(fmt, UniformFormat):
+        return integers.encode_whole(_round_whole(x, scales, zero, plan, word)[0], plan)
+    assert isinstance(fmt, FloatFormat)
+    count, unit, *_ = _round_float(x, scales, plan, word)
+    binade = (word_of(unit) >> _WIDE.fraction).astype(jnp.int32) - (_WIDE.bias + fmt.emin - fmt.frac_bits)
+    top, nan = fmt.code_of(fmt.max), fmt.code_of(math.nan)
+    assert top is not None
+    code = jnp.minimum(count + (binade << fmt.frac_bits), top)
+    sign, magnitude = _bits.split(x, _NARROW)
+    code = code | lax.shift_right_logical(sign, jnp.full_like(sign, _NARROW.width - fmt.bits))
+    return _bits.where(magnitude > _NARROW.inf, top if nan is None else nan, code).astype(fmt.code_dtype)
+
+
+@_in_float64
+def rounded(x: Array, scales: Scales, plan: Plan, word: Array | None, zero: Array | None = None) -> Array:
+    """The numbers of the codes of `codes_of`, rounded once to float32."""
+    fmt = plan.element.format
+    if isinstance(fmt, UniformFormat):
+        _, number, value = _round_whole(x, scales, zero, plan, word)
+        return narrow(number * value)
+    _, _, number, value = _round_float(x, scales, plan, word)
+    product = narrow(jnp.minimum(number, float(fmt.max)) * value)
+    sign, magnitude = _bits.split(x, _NARROW)
+    nan = magnitude > _NARROW.inf
+    bits = integers.word_of(product) | _bits.where(nan, 0, sign)
+    return integers.number_of(_bits.where(nan, _NARROW.nan, bits) if fmt.has_nan else bits)

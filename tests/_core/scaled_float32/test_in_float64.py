@@ -1,0 +1,73 @@
+"""Rounding in float64, the way of small arrays in programs of one CPU, beside the ways of all other programs."""
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jchop as jc
+from jchop._bits import CARRIERS
+from jchop._core.rounding.random_bits import seed_words
+from jchop._core.scaled.scales import make_plan
+from jchop._core.scaled_bodies import quantize_body, round_body
+from jchop._core.scaled_float32 import select
+
+FORMATS = [
+    "int8(channel=0)", "int4(group=16,scale=bfloat16)", "int8(group=32,scale=e8m0)", "int8(group=16,scale=e4m3)",
+    "mxint8", "int4(group=32,zero_point=integer)", "uint8(group=16,zero_point=integer)", "mxfp8_e4m3", "mxfp8_e5m2",
+    "mxfp6_e3m2", "mxfp4", "nvfp4", "e4m3(group=16)", "e2m1(group=16,scale=binary16)", "nf4", "dynamic8",
+]  # fmt: skip
+MODES = ["", ":nearest_away", ":nearest_zero", ":up", ":down", ":toward_zero", ":odd", ":stochastic", ":stochastic_b",
+         ":stochastic_equal"]  # fmt: skip
+
+
+def hard_numbers() -> np.ndarray:
+    """Rows of every size, of random bits, of ties under a scale that is exact, of zeros and of subnormal numbers."""
+    rng = np.random.default_rng(0)
+    x = rng.standard_normal((48, 64))
+    x[::2] *= np.exp2(rng.integers(-150, 126, (24, 1)))
+    x = np.clip(x, -3e38, 3e38).astype(np.float32)
+    x[:8] = rng.integers(0, 2**32, (8, 64), dtype=np.uint32).view(np.float32)
+    sizes = np.exp2(rng.integers(-149, 100, (8, 1)))
+    x[8:16] = rng.integers(-254, 255, (8, 64)) * 0.5 * sizes
+    x[8:16, ::16] = 127 * sizes
+    x[16] = 0
+    x[17] = -0.0
+    x[18, 3], x[19, 5], x[20, 7] = 1e-45, np.nan, -np.inf
+    return x
+
+
+def bits(x: jax.Array) -> np.ndarray:
+    return np.asarray(x).view(f"u{x.dtype.itemsize}")
+
+
+@pytest.mark.in_turn(20)
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("text", FORMATS)
+def test_every_bit(text, mode, dtype):
+    spec, x = jc.parse(text + mode), jnp.asarray(hard_numbers()).astype(dtype)
+    if spec.rounding.stochastic and text in ("nf4", "dynamic8") and dtype == "bfloat16":
+        pytest.skip("the same numbers as in float32, by the exact way on both sides")
+    plan = make_plan(spec, CARRIERS[dtype])
+    drawn = seed_words(jax.random.key(1)) if spec.rounding.stochastic else ()
+    assert select.prefers_float64(x, plan)
+    for body in (round_body, quantize_body):
+        one, other = (
+            jax.tree.leaves(jax.jit(partial(body, plan=plan, branch_allowed=allowed))(x, *drawn))
+            for allowed in (True, False)
+        )
+        for a, b in zip(one, other, strict=True):
+            np.testing.assert_array_equal(bits(a), bits(b))
+
+
+def test_the_program_is_short():
+    """A third of the lines of the program of a large array."""
+    x, large = (jax.ShapeDtypeStruct(shape, jnp.float32) for shape in ((256, 64), (1024, 256)))
+    lines = [
+        jax.jit(lambda x: jc.round_to_format(x, "int8(group=all)")).lower(x).as_text().count("\n") for x in (x, large)
+    ]
+    assert lines[0] <= 160
+    assert lines[0] < lines[1] / 3
