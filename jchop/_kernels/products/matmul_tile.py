@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -235,8 +235,8 @@ def aligned_factors(x: Array, axis: int, unit: Unit) -> list[Array]:
 
 def add_aligned(
     sums: tuple[Array, ...],
-    left: list[list[Array]],
-    right: list[list[Array]],
+    left: Sequence[list[Array]],
+    right: Sequence[list[Array]],
     plan: Plan,
     draw: Draw | None,
     block: Array,
