@@ -110,6 +110,9 @@ def join(sign: jax.Array, magnitude: jax.Array, carrier: Carrier) -> jax.Array:
 def where(condition: Any, yes: Any, no: Any) -> jax.Array:
     """`jnp.where` of broadcast operands as one operation of the program; that of JAX is a function for each shape."""
     dtype = jnp.result_type(yes, no)
+    arrays = [x for x in (yes, no) if isinstance(x, jax.Array)]
+    if not arrays or any(x.weak_type or x.dtype.itemsize > dtype.itemsize for x in arrays):
+        return jnp.where(condition, yes, no)  # of weak type, or 64-bit data without jax_enable_x64
     shape = jnp.broadcast_shapes(*map(jnp.shape, (condition, yes, no)))
     like = next((x for x in (condition, yes, no) if jnp.shape(x) == shape), None)
     return lax.select(*(_broadcast(x, shape, kind, like) for x, kind in ((condition, bool), (yes, dtype), (no, dtype))))

@@ -16,7 +16,6 @@ import argparse
 import functools
 import importlib.util
 import json
-import math
 import os
 import re
 import shutil
@@ -146,7 +145,6 @@ class Compiled:
     lowered: str
     dumps: Path
     optimized: str = ""  # XLA's module
-    sizes: dict[str, int] = field(default_factory=dict)  # bytes
 
     @functools.cached_property
     def products(self) -> list[tuple[str, str, str]]:
@@ -258,34 +256,6 @@ def _check_machine_code(kinds: tuple[str, ...], compiled: Compiled) -> _Findings
     return found, wrong or ([] if found else ["no product of a unit was found in the PTX"])
 
 
-def _check_accessed(compiled: Compiled) -> _Findings:
-    """The operations read and write at most 1.15 times as many bytes as the arguments and results have."""
-    given = compiled.sizes["argument"] + compiled.sizes["output"]
-    ratio = _accessed(compiled.optimized) / given
-    finding = f"{ratio:.3f} of the bytes of arguments and results are read and written"
-    return [finding], [finding] if not 0.95 < ratio < 1.15 else []
-
-
-def _accessed(module: str) -> int:
-    """The bytes of the operands and results of every operation of a module's main computation."""
-    sizes, total = {}, 0
-    for line in module[module.index("\nENTRY") :].splitlines():
-        found = re.match(r"\s*(?:ROOT )?%([\w.-]+) = (.*?) ([a-z][\w-]*)\((.*)", line)
-        if found is None:
-            continue
-        name, types, operation, operands = found.groups()
-        shapes = re.findall(r"\b([a-z]+\d*)\w*\[([\d,]*)\]", types)
-        sizes[name] = sum(_bytes(kind) * math.prod(map(int, filter(None, dims.split(",")))) for kind, dims in shapes)
-        if operation not in ("parameter", "bitcast", "tuple", "get-tuple-element", "constant"):
-            read = re.findall(r"%([\w.-]+)", operands.partition("), ")[0])
-            total += sizes[name] + sum(sizes.get(operand, 0) for operand in read)
-    return total
-
-
-def _bytes(kind: str) -> int:
-    return max(int(kind.strip("abcdefghijklmnopqrstuvwxyz") or 8) // 8, 1)
-
-
 _VMEM = 1  # the number of this memory space in Mosaic's configuration
 
 CHECKS: dict[str, Callable[[Compiled], _Findings]] = {
@@ -293,7 +263,6 @@ CHECKS: dict[str, Callable[[Compiled], _Findings]] = {
     "ptx": _check_ptx,
     "spills": _check_spills,
     "vmem": _check_vmem,
-    "accessed": _check_accessed,
     "integer machine code": functools.partial(_check_machine_code, ("s8", "u8")),
     "integer units": functools.partial(_check_units, ("s8", "u8")),
     "float8 units": functools.partial(_check_units, ("f8e4m3fn", "f8e5m2")),
@@ -355,7 +324,7 @@ def _compile(case: Case, chip: Any, tpu: bool) -> Result:
             options = {"xla_dump_to": folder, **_DUMP}
         try:
             lowered, optimized, memory = _lower_and_compile(case, chip, options)
-            checked = [CHECKS[check](Compiled(lowered, Path(folder), optimized, memory)) for check in case.checks]
+            checked = [CHECKS[check](Compiled(lowered, Path(folder), optimized)) for check in case.checks]
         except Exception as error:  # whatever it is, it is what the report is about
             lines = f"{type(error).__name__}: {error}".splitlines()
             return Result(case.name, "\n".join(lines[:12])[:2000], time.perf_counter() - begun)

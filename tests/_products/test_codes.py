@@ -169,8 +169,6 @@ def test_stored_products_refuse() -> None:
         jc.dot(x, w)
     with pytest.raises(ValueError, match=r"w: the groups of .* are no blocks along the sum"):
         jc.dot(x, jc.quantize(w, "int8(group=all)"))
-    with pytest.raises(ValueError, match="its elements have more than 8 bits"):
-        jc.dot(x, jc.quantize(w, "int16(group=32,axis=0)"))
     with pytest.raises(ValueError, match="or are no numbers of float32"), jax.enable_x64(True):
         jc.dot(x, jc.quantize(np.asarray(w, np.float64), jc.CodebookFormat((0.1, 1.0))))
     with pytest.raises(ValueError, match="'y' is 31 in x and 32 in w"):
@@ -265,7 +263,8 @@ def test_all_three_products_of_numpy() -> None:
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("name", ["int8", "int4", "weight only", "asymmetric", "fp8", "nvfp4", "nf4"])
 def test_a_hundred_models_train_and_serve_the_same_numbers(name: str, dtype: str) -> None:
-    rule = jc.Rule(**(RULES | {"nf4": {"weight": "nf4(group=16)"}})[name], product="codes")
+    keywords: dict[str, Any] = (RULES | {"nf4": {"weight": "nf4(group=16)"}})[name]
+    rule = jc.Rule(**keywords, product="codes")
     low = jc.quantize_fn(lambda w, x: jax.nn.relu(x @ w["up"]) @ w["down"].T, rule)
 
     def of_seed(seed: Any) -> Any:

@@ -68,7 +68,8 @@ def multiply_weights(x: Coded, w: Coded, leading: bool, dtype: Any) -> Array:
     def on_device(x: Coded, w: Coded) -> Array:
         if x.is_plain and leading and _fits(x.elements, w, dtype):
             return _by_kernel(x.elements, w, dtype)
-        return multiply(*(replace(v.moved(lambda u: u[None]), block=v.block) for v in (x, w)), dtype)[0]
+        left, right = (replace(v.moved(lambda u: u[None]), block=v.block) for v in (x, w))
+        return multiply(left, right, dtype)[0]
 
     return by_platform(on_device, x, w, cpu=on_cpu)
 
