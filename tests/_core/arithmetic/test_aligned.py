@@ -461,7 +461,11 @@ def test_the_last_visible_bit(unit: str, dtype: str, last: int) -> None:
     unit_, j = Unit(spec, 4), np.arange(8, 30)
     a, b = (np.exp2(-half)[None].repeat(4, 0).astype(F32) for half in (j // 2, j - j // 2))
     wide = replace(unit_, spec=replace(spec, operands=None))  # 2^-j may be no number of the operands' format
-    step = jax.jit(lambda c, *pair: limbs.fused_add(c, *(each(limbs.factors(v, wide)) for v in pair), wide, None))
+
+    @jax.jit
+    def step(c, a, b):
+        return limbs.fused_add(c, each(limbs.factors(a, wide)), each(limbs.factors(b, wide)), wide, None)
+
     assert j[np.asarray(step(np.ones(len(j), F32), a, b)) > 1].max() == last
 
 
