@@ -82,6 +82,8 @@ _AS_USERS = (
     "_core/elementary/",
     "_core/scaled_float32/",
     "_core/test_xla_cpu.py",
+    "_kernels/test_compile.py",
+    "_kernels/test_partitioned.py",
     "math/test_contract.py",
     "test_compile_cost.py",
     "test_round_values.py",

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from jchop._checks import check_int
-from jchop.formats import ElementFormat
+from jchop.formats import CodebookFormat, ElementFormat
 
 __all__ = ["DequantizeMatmulGpuTiling", "DequantizeMatmulTpuTiling", "Problem"]
 
@@ -26,6 +26,7 @@ class Problem:
         group: rows of W that share a scale, at most k.
         parts: codes in a byte.
         itemsize: bytes of an element of x.
+        selects: whether codes are decoded by selections among levels, which fill registers.
     """
 
     m: int
@@ -34,12 +35,14 @@ class Problem:
     group: int
     parts: int
     itemsize: int
+    selects: bool = False
 
     @classmethod
     def of(cls, x: Any, codes: Any, format: ElementFormat, group: int) -> Problem:
         """The problem of arrays, or of their shapes and dtypes."""
         (m, k), width = x.shape, codes.shape[1]
-        return cls(m, k, width, max(min(group, k), 1), 8 // format.bits, np.dtype(x.dtype).itemsize)
+        selects = isinstance(format, CodebookFormat)
+        return cls(m, k, width, max(min(group, k), 1), 8 // format.bits, np.dtype(x.dtype).itemsize, selects)
 
     @property
     def groups(self) -> int:
@@ -176,7 +179,8 @@ class DequantizeMatmulGpuTiling:
         """
         tiles = _GPU_TILES["float32" if problem.itemsize == 4 else "bfloat16"]
         rows, columns, depth, warps = next((tile for tile in tiles if problem.m <= tile[0]), tiles[-1])
-        block_n, block_k = max(columns // problem.parts, 16), min(depth, _power(problem.group))
+        depth = min(depth // 4 if problem.selects else depth, _power(problem.group))
+        block_n, block_k = max(columns // problem.parts, 16), max(depth, 16)
         programs = -(-problem.m // rows) * -(-problem.width // block_n)
         wanted = _PROGRAMS if problem.m <= 64 else _PROGRAMS // 2
         splits = min(wanted // programs, problem.k // (_STEPS_OF_A_SPLIT * block_k))
