@@ -113,7 +113,8 @@ def _matmul(a: Array, b: Array, key: Array | None, *, spec: MatmulSpec, impl: st
         return _product(spec, impl, a.dtype, left[0], right[0], seeds, coded)
 
     if y.ndim == 2:  # one matrix for all rows of x
-        rows = [v.reshape(1, math.prod(v.shape[:-1]), v.shape[-1]) for v in left]
+        # In two steps: explicit shardings support no other reshape.
+        rows = [v.reshape(math.prod(v.shape[:-1]), v.shape[-1])[None] for v in left]
         out = jnp.squeeze(product(rows, [v[None] for v in right]), 0)
     else:
         batch = np.broadcast_shapes(x.shape[:-2], y.shape[:-2])

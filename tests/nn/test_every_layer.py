@@ -165,7 +165,8 @@ def test_compiled_and_transformed(name: str, family: str) -> None:
 
     found = run({key: model.params for key, model in models.items()}, xs)
     for key, ((y, gradients), (wanted, wanted_gradients)) in found.items():
-        np.testing.assert_array_equal(y, wanted, err_msg=key)
+        # XLA adds the two products of LoRA in one of them, or apart.
+        np.testing.assert_allclose(y, wanted, 2e-6 if name == "LoRA" else 0, 0, err_msg=key)
         jax.tree.map(lambda g, w: np.testing.assert_allclose(g, w, rtol=1e-4, atol=1e-5), gradients, wanted_gradients)
         check_training(layer, models[key].params, gradients)
 

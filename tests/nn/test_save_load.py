@@ -128,7 +128,7 @@ def test_variables_need_no_pattern(tmp_path: Path) -> None:
 def test_refused(tmp_path: Path) -> None:
     path, variables = tmp_path / "x.safetensors", packed()
     for value in (jnp.ones(3), [variables], None):
-        with pytest.raises(TypeError, match="must be a module of Flax NNX, or variables"):
+        with pytest.raises(TypeError, match="must be a module of Flax NNX or Equinox, or variables"):
             jc.nn.save(path, value)
     with pytest.raises(ValueError, match="jchop's own"):
         jc.nn.save(path, variables, metadata={"jchop.packed": "{}"})
