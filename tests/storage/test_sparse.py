@@ -88,7 +88,9 @@ def test_scales_are_those_of_the_kept_numbers(text: str) -> None:
     np.testing.assert_array_equal(jc.round_to_format(jnp.asarray(X), text), wanted)
     q = jax.jit(lambda x: jc.quantize(x, text))(X)
     np.testing.assert_array_equal(jc.dequantize(q), wanted)
-    assert q.shape == X.shape and q.bits_per_element == pytest.approx(q.spec.scaled.bits_per_element(X.shape), rel=1e-12)
+    assert q.shape == X.shape and q.bits_per_element == pytest.approx(
+        q.spec.scaled.bits_per_element(X.shape), rel=1e-12
+    )
     np.testing.assert_array_equal(jc.fit_scale(jnp.asarray(X), text)[0][0] if isinstance(q.scale, tuple) else
                                   jc.fit_scale(jnp.asarray(X), text)[0],
                                   q.scale[0] if isinstance(q.scale, tuple) else q.scale)  # fmt: skip
