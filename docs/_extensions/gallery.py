@@ -22,7 +22,7 @@ from typing import Any
 
 DOCS = Path(__file__).resolve().parents[1]
 ROOT, FOLDER, EXAMPLES = DOCS.parent, DOCS / "gallery", DOCS.parent / "examples"
-WORKERS, LIMIT = 2, 300  # scripts at once; seconds of each
+WORKERS, LIMIT = 2, 600  # scripts at once; seconds of each
 
 
 @dataclass(frozen=True)
