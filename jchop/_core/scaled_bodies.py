@@ -65,7 +65,7 @@ def round_body(
         drawn: for a stochastic element, the words of `seed_words`, then the traced starts of `place`.
         plan: the plan of the scaled format in arrays like `x`.
         place: the position of `x` in the random stream.
-        branch_allowed: whether the program may branch on the scales' sizes.
+        branch_allowed: whether the program is for one CPU: it may branch on the scales' sizes, and has fast float64.
     """
     plan = replace(plan, float64=branch_allowed and select.prefers_float64(x, plan))
     groups = _groups(x.shape, plan)

@@ -266,7 +266,7 @@ def compute_after(values: Any, known: Array) -> Any:
     def one(x: Array) -> Array:
         if not jnp.issubdtype(x.dtype, jnp.floating):
             return x | zero.astype(x.dtype)
-        bits = lax.bitcast_convert_type(x, jnp.dtype(f"uint{jnp.finfo(x.dtype).bits}"))
+        bits = _bits_of(x)
         return lax.bitcast_convert_type(bits | zero.astype(bits.dtype), x.dtype)
 
     return jax.tree.map(one, values)
@@ -275,6 +275,11 @@ def compute_after(values: Any, known: Array) -> Any:
 @compute_after.defjvp
 def _compute_after_jvp(primals: tuple[Any, Array], tangents: tuple[Any, Any]) -> tuple[Any, Any]:
     return compute_after(*primals), tangents[0]
+
+
+def _bits_of(x: Array) -> Array:
+    """The bits of floats as unsigned integers."""
+    return lax.bitcast_convert_type(x, jnp.dtype(f"uint{jnp.finfo(x.dtype).bits}"))
 
 
 def is_short_float(x: Any) -> bool:
@@ -294,8 +299,7 @@ def entry_of(stack: Array, index: Array) -> Array:
 @jax.custom_jvp
 def _entry_of_bits(stack: Array, index: Array) -> Array:
     stack, index = lax.optimization_barrier((stack, index))
-    bits = lax.bitcast_convert_type(stack, jnp.dtype(f"uint{jnp.finfo(stack.dtype).bits}"))
-    return lax.bitcast_convert_type(lax.dynamic_index_in_dim(bits, index, 0, False), stack.dtype)
+    return lax.bitcast_convert_type(lax.dynamic_index_in_dim(_bits_of(stack), index, 0, False), stack.dtype)
 
 
 @_entry_of_bits.defjvp

@@ -15,7 +15,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
 from fractions import Fraction
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -192,23 +192,14 @@ def _deep_depth(magnitude: Array, exponent: Array, grid: Grid) -> tuple[Array, A
 # -- by the discarded part ---------------------------------------------------------------------------------------------
 
 
-class Discarded(ABC):
-    """The discarded part of a number between two neighbours, with the properties that modes compare."""
+class Between:
+    """A number between two neighbours, with the properties that directed modes compare."""
 
     draw: Draw | None
     negative: Array
     #: Whether the last bit of the neighbour nearer to zero is 1.
     odd: Array | bool
     inexact: Array | bool
-
-    @abstractmethod
-    def share(self) -> tuple[Array, Array | bool]:
-        """floor(nu 2^W) for the discarded fraction nu, as an unsigned word of W bits; and whether bits were dropped."""
-
-    def nearest(self, tie: Array | bool) -> Array:
-        """Whether the nearer neighbour is the one away from zero; a tie goes to it if `tie`."""
-        share, dropped = self.share()
-        return _bits.top_bit(share) & ((share << 1 != 0) | dropped | tie)
 
     @property
     def above(self) -> Array:
@@ -219,6 +210,19 @@ class Discarded(ABC):
     def below(self) -> Array:
         """Whether it is inexact and negative."""
         return self.inexact & self.negative
+
+
+class Discarded(Between, ABC):
+    """The discarded part of a number between two neighbours, which all modes compare."""
+
+    @abstractmethod
+    def share(self) -> tuple[Array, Array | bool]:
+        """floor(nu 2^W) for the discarded fraction nu, as an unsigned word of W bits; and whether bits were dropped."""
+
+    def nearest(self, tie: Array | bool) -> Array:
+        """Whether the nearer neighbour is the one away from zero; a tie goes to it if `tie`."""
+        share, dropped = self.share()
+        return _bits.top_bit(share) & ((share << 1 != 0) | dropped | tie)
 
     def stochastic(self) -> Array:
         """P3109 StochasticA: floor(nu 2^N) + R >= 2^N, both sides scaled to words."""
@@ -285,7 +289,8 @@ class BelowSmallest(Discarded):
         return share, (share << within != significand) & (self.magnitude != 0)
 
 
-AWAY_FROM_ZERO: dict[Rounding, Callable[[Discarded], Array | bool]] = {
+#: Of a `Discarded`; for modes other than nearest ones and StochasticC a `Between` is enough, with its own `stochastic`.
+AWAY_FROM_ZERO: dict[Rounding, Callable[[Any], Array | bool]] = {
     Rounding.NEAREST_EVEN: lambda rest: rest.nearest(rest.odd),
     Rounding.NEAREST_AWAY: lambda rest: rest.nearest(True),
     Rounding.NEAREST_ZERO: lambda rest: rest.nearest(False),

@@ -392,7 +392,7 @@ def _short_quotient(largest: Array, divisor: Fraction, spec: Spec, plan: Plan) -
     """
     (count, exponent), carrier = divisor_parts(divisor), plan.compute
     fmt = spec.format
-    if isinstance(fmt, FloatFormat) and _in_float64(count, fmt, plan):
+    if isinstance(fmt, FloatFormat) and _divides_in_float64(count, fmt, plan):
         return float64.quotient(largest, divisor, fmt)
     own = spec.format == _OWN[carrier.name]
     if not (is_short(count, carrier) and (own or _rounds_odd(spec.format, carrier))):
@@ -403,7 +403,7 @@ def _short_quotient(largest: Array, divisor: Fraction, spec: Spec, plan: Plan) -
     return bits
 
 
-def _in_float64(divisor: int, fmt: FloatFormat, plan: Plan) -> bool:
+def _divides_in_float64(divisor: int, fmt: FloatFormat, plan: Plan) -> bool:
     """Whether `float64.quotient` gives the quotients by a divisor of as many bits as this number."""
     return plan.float64 and plan.compute.width == 32 and float64.can_divide(divisor.bit_length(), fmt)
 
@@ -420,7 +420,7 @@ def _rounds_odd(fmt: ElementFormat, carrier: Carrier) -> bool:
 def _over_tensor(largest: Array, tensor: Array, divisor: Fraction, plan: Plan) -> Array:
     """Magnitudes divided by the divisor and the tensor's scale, rounded once."""
     compute, (count, exponent) = plan.compute, divisor_parts(divisor)
-    if _in_float64(count << TENSOR_SCALE.frac_bits + 1, plan.scale, plan):
+    if _divides_in_float64(count << TENSOR_SCALE.frac_bits + 1, plan.scale, plan):
         return float64.quotient(largest, divisor, plan.scale, tensor)
     whole = jnp.full_like(largest, count)
     product = divisor_of_product(whole, count.bit_length(), exponent, tensor, TENSOR_SCALE.frac_bits, compute)

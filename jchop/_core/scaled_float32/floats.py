@@ -40,17 +40,16 @@ _SMALLEST = 38
 def applies(plan: Plan) -> bool:
     """Whether `encode` and `round_quotients` give the results of the exact way."""
     element, fmt = plan.element, plan.element.format
-    if not is_plain(plan) or element.rounding is not Rounding.NEAREST_EVEN or element.flush:
+    if not (is_plain(plan) and clamps(plan)) or element.rounding is not Rounding.NEAREST_EVEN:
         return False
     assert isinstance(fmt, FloatFormat)
-    saturates = element.overflow is Overflow.SATURATE or fmt.saturates
     if plan.is_power:
-        return saturates
+        return True
     # The bits of the middle of a step, times a block's scale if the tensor has one too, times half of the other scale.
     tensor_scale = plan.rule.tensor_scale
     other = plan.scale.frac_bits + 1 if tensor_scale else 0
     fits = fmt.frac_bits + 2 + other + _HALF <= _FRACTION + 1
-    return saturates and fits and (not tensor_scale or _is_near_one(plan))
+    return fits and (not tensor_scale or _is_near_one(plan))
 
 
 def _is_near_one(plan: Plan) -> bool:
@@ -89,6 +88,12 @@ def _multiplies_twice(plan: Plan) -> bool:
     ends = (scale.smallest * fmt.smallest, scale.max * fmt.max)
     within = all(2.0**-products.LEAST <= end <= 2.0**products.MOST for end in ends)
     return plan.carrier is _CARRIER and _is_exact(plan) and within
+
+
+def clamps(plan: Plan) -> bool:
+    """Whether numbers beyond the ends become the ends, and subnormal elements stay."""
+    element = plan.element
+    return (element.overflow is Overflow.SATURATE or element.format.saturates) and not element.flush
 
 
 def is_plain(plan: Plan) -> bool:
@@ -139,12 +144,18 @@ def encode(x: Array, scales: Scales, plan: Plan) -> Array:
     """The codes of the quotients x / s rounded once to the element format."""
     fmt = _format(plan)
     sign, magnitude = _bits.split(x, _CARRIER)
-    top, nan = fmt.code_of(fmt.max), fmt.code_of(math.nan)
+    top = fmt.code_of(fmt.max)
     assert top is not None
     code = _saturated(_nearest(x, magnitude, scales, plan).code(fmt), top, magnitude, plan)
+    return signed(code, sign, magnitude, fmt)
+
+
+def signed(code: Array, sign: Array, magnitude: Array, fmt: FloatFormat) -> Array:
+    """Codes of magnitudes with the signs of numbers; NaN has its code, or that of the largest number."""
+    nan = fmt.code_of(math.nan)
     negative = lax.shift_right_logical(sign, jnp.full_like(sign, _CARRIER.width - fmt.bits))
-    code = _bits.where(magnitude > _INF, top if nan is None else nan, code | negative)
-    return code.astype(fmt.code_dtype)
+    nan = fmt.code_of(fmt.max) if nan is None else nan
+    return _bits.where(magnitude > _INF, nan, code | negative).astype(fmt.code_dtype)
 
 
 def round_quotients(x: Array, scales: Scales, plan: Plan) -> Array:

@@ -8,11 +8,7 @@ exact float32 arithmetic has. But each takes twice as long, so it is for small a
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable
 from dataclasses import dataclass
-from functools import wraps
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -21,11 +17,11 @@ from jax import lax
 from jchop import _bits
 from jchop._bits import CARRIERS
 from jchop._core.arithmetic.float64 import LEAD, narrow, positive, spacing, wide, word_of
-from jchop._core.rounding.modes import AWAY_FROM_ZERO, Discarded, Draw, draw
+from jchop._core.rounding.modes import AWAY_FROM_ZERO, Between, Draw, draw
 from jchop._core.scaled.scales import TENSOR_SCALE, Plan, Scales, scale_magnitude
 from jchop._core.scaled_float32 import floats, integers
 from jchop.formats import FloatFormat, UniformFormat
-from jchop.rounding import Overflow, Rounding
+from jchop.rounding import Rounding
 
 Array = jax.Array
 
@@ -40,25 +36,14 @@ def applies(plan: Plan) -> bool:
     element, fmt = plan.element, plan.element.format
     if not plan.float64 or plan.compute is not _NARROW or _scale_bits(plan) > _MOST_SCALE:
         return False
-    known = element.rounding in {*integers.NEAREST, *integers.DIRECTED, *integers.DRAWN}
-    if isinstance(fmt, UniformFormat):
-        return known and integers.is_plain(plan)
-    saturates = element.overflow is Overflow.SATURATE or getattr(fmt, "saturates", False)
-    return known and floats.is_plain(plan) and saturates and not element.flush
+    if element.rounding not in {*integers.NEAREST, *integers.DIRECTED, *integers.DRAWN}:
+        return False
+    return integers.is_plain(plan) if isinstance(fmt, UniformFormat) else floats.is_plain(plan) and floats.clamps(plan)
 
 
 def _scale_bits(plan: Plan) -> int:
     own = 1 if plan.is_power else plan.scale.frac_bits + 1
     return own + TENSOR_SCALE.frac_bits + 1 if plan.rule.tensor_scale else own
-
-
-def _in_float64(fun: Callable[..., Any]) -> Callable[..., Any]:
-    @wraps(fun)
-    def run(*args: Any, **keywords: Any) -> Any:
-        with jax.enable_x64(True):
-            return fun(*args, **keywords)
-
-    return run
 
 
 def _scales(scales: Scales, plan: Plan) -> Array:
@@ -170,7 +155,7 @@ def _round_float(x: Array, scales: Scales, plan: Plan, word: Array | None) -> tu
 
 
 @dataclass(frozen=True)
-class _Rest(Discarded):
+class _Rest(Between):
     """A magnitude minus its neighbour nearer to zero, and the distance of the neighbours, both times the scale."""
 
     rest: Array
@@ -180,11 +165,8 @@ class _Rest(Discarded):
     odd: Array
     draw: Draw | None
 
-    def share(self) -> tuple[Array, Array | bool]:
-        raise NotImplementedError("nearest modes are decided by settled quotients")
-
     def stochastic(self) -> Array:
-        """Nu >= 1 - R 2^-32."""
+        """Whether the discarded fraction nu is at least 1 - R 2^-32."""
         assert self.draw is not None
         more, equal = _compare(self.rest, self.step, jnp.uint32(0) - self.draw.word)
         return (more | equal) & (self.draw.word != 0)
@@ -193,33 +175,31 @@ class _Rest(Discarded):
 # -- results -----------------------------------------------------------------------------------------------------------
 
 
-@_in_float64
 def codes_of(x: Array, scales: Scales, plan: Plan, word: Array | None, zero: Array | None = None) -> Array:
     """The codes of x / s, plus integer zero points if there are any, rounded once to the element format."""
-    fmt = plan.element.format
-    if isinstance(fmt, UniformFormat):
-        return integers.encode_whole(_round_whole(x, scales, zero, plan, word)[0], plan)
-    assert isinstance(fmt, FloatFormat)
-    count, unit, *_ = _round_float(x, scales, plan, word)
-    binade = (word_of(unit) >> _WIDE.fraction).astype(jnp.int32) - (_WIDE.bias + fmt.emin - fmt.frac_bits)
-    top, nan = fmt.code_of(fmt.max), fmt.code_of(math.nan)
-    assert top is not None
-    code = jnp.minimum(count + (binade << fmt.frac_bits), top)
-    sign, magnitude = _bits.split(x, _NARROW)
-    code = code | lax.shift_right_logical(sign, jnp.full_like(sign, _NARROW.width - fmt.bits))
-    return _bits.where(magnitude > _NARROW.inf, top if nan is None else nan, code).astype(fmt.code_dtype)
+    with jax.enable_x64(True):
+        fmt = plan.element.format
+        if isinstance(fmt, UniformFormat):
+            return integers.encode_whole(_round_whole(x, scales, zero, plan, word)[0], plan)
+        assert isinstance(fmt, FloatFormat)
+        count, unit, *_ = _round_float(x, scales, plan, word)
+        binade = (word_of(unit) >> _WIDE.fraction).astype(jnp.int32) - (_WIDE.bias + fmt.emin - fmt.frac_bits)
+        top = fmt.code_of(fmt.max)
+        assert top is not None
+        code = jnp.minimum(count + (binade << fmt.frac_bits), top)
+        return floats.signed(code, *_bits.split(x, _NARROW), fmt)
 
 
-@_in_float64
 def rounded(x: Array, scales: Scales, plan: Plan, word: Array | None, zero: Array | None = None) -> Array:
     """The numbers of the codes of `codes_of`, rounded once to float32."""
-    fmt = plan.element.format
-    if isinstance(fmt, UniformFormat):
-        _, number, value = _round_whole(x, scales, zero, plan, word)
-        return narrow(number * value)
-    _, _, number, value = _round_float(x, scales, plan, word)
-    product = narrow(jnp.minimum(number, float(fmt.max)) * value)
-    sign, magnitude = _bits.split(x, _NARROW)
-    nan = magnitude > _NARROW.inf
-    bits = integers.word_of(product) | _bits.where(nan, 0, sign)
-    return integers.number_of(_bits.where(nan, _NARROW.nan, bits) if fmt.has_nan else bits)
+    with jax.enable_x64(True):
+        fmt = plan.element.format
+        if isinstance(fmt, UniformFormat):
+            _, number, value = _round_whole(x, scales, zero, plan, word)
+            return narrow(number * value)
+        _, _, number, value = _round_float(x, scales, plan, word)
+        product = narrow(jnp.minimum(number, float(fmt.max)) * value)
+        sign, magnitude = _bits.split(x, _NARROW)
+        nan = magnitude > _NARROW.inf
+        bits = integers.word_of(product) | _bits.where(nan, 0, sign)
+        return integers.number_of(_bits.where(nan, _NARROW.nan, bits) if fmt.has_nan else bits)

@@ -51,9 +51,7 @@ def branch_on_range(
         branch_allowed: whether the program may branch.
         zero: integer zero points, which must be within 2^10 of zero for the branch.
     """
-    if in_float64.applies(plan):
-        return run(plan)
-    gains = integers.applies(plan) or floats.applies(plan)
+    gains = (integers.applies(plan) or floats.applies(plan)) and not in_float64.applies(plan)
     if not branch_allowed or not gains or scales.tensor is not None or x.size < LEAST_TO_BRANCH:
         return run(plan)
     in_safe_range = all_in_safe_range(scales, plan)

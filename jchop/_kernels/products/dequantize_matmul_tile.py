@@ -179,8 +179,8 @@ class DequantizeMatmulGpuTiling:
         """
         tiles = _GPU_TILES["float32" if problem.itemsize == 4 else "bfloat16"]
         rows, columns, depth, warps = next((tile for tile in tiles if problem.m <= tile[0]), tiles[-1])
-        depth = min(depth // 4 if problem.selects else depth, _power(problem.group))
-        block_n, block_k = max(columns // problem.parts, 16), max(depth, 16)
+        depth = max(depth // 4, 16) if problem.selects else depth
+        block_n, block_k = max(columns // problem.parts, 16), min(depth, _power(problem.group))
         programs = -(-problem.m // rows) * -(-problem.width // block_n)
         wanted = _PROGRAMS if problem.m <= 64 else _PROGRAMS // 2
         splits = min(wanted // programs, problem.k // (_STEPS_OF_A_SPLIT * block_k))

@@ -16,6 +16,7 @@ from jax import lax
 
 from jchop import _bits
 from jchop._bits import CARRIERS
+from jchop._core.arithmetic import float64
 from jchop._core.arithmetic.aligned import limbs
 from jchop._core.arithmetic.aligned.unit import LEAST_PRODUCT, MORE, WORD, Unit
 from jchop._core.rounding.elements import round_elements
@@ -29,7 +30,6 @@ Array = jax.Array
 
 _CARRIER, _FLOAT = CARRIERS["float64"], CARRIERS["float32"]
 _FRACTION, _BIAS = _CARRIER.fraction, _CARRIER.bias
-_SHORTER, _LOWER = _FRACTION - _FLOAT.fraction, _BIAS - _FLOAT.bias
 #: The least exponent of a factor that is not zero is far above it.
 _LEAST = -600
 
@@ -120,12 +120,5 @@ def _rounded(v: Array, spec: Spec | None) -> Array:
 
 
 def narrow(c: Array) -> Array:
-    """Accumulators as float32 numbers, by their bits; every NaN is one pattern."""
-    sign, magnitude = _bits.split(c, _CARRIER)
-    biased = (magnitude >> _FRACTION) - _LOWER
-    fraction = magnitude & _bits.low_mask(_FRACTION) | (1 << _FRACTION)
-    subnormal = fraction >> _SHORTER + jnp.clip(1 - biased, 0, _FLOAT.fraction + 1)
-    bits = jnp.where(biased > 0, (magnitude >> _SHORTER) - (_LOWER << _FLOAT.fraction), subnormal)
-    bits = jnp.where(magnitude >= _CARRIER.inf, jnp.where(magnitude > _CARRIER.inf, _FLOAT.nan, _FLOAT.inf), bits)
-    sign = jnp.where(magnitude > _CARRIER.inf, 0, (sign >> 32).astype(jnp.int32) & _FLOAT.sign_bit)
-    return _bits.join(sign, bits.astype(jnp.int32), _FLOAT)
+    """Accumulators as float32 numbers; every NaN is one pattern."""
+    return float64.narrow(jnp.where(jnp.isnan(c), jnp.nan, c))
