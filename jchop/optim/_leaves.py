@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import lru_cache
 from typing import Any
 
@@ -15,6 +15,7 @@ from jchop._bits import CARRIERS
 from jchop._core.arithmetic.operations import operation, words
 from jchop._core.arithmetic.ranges import carrier_range, range_of, supports
 from jchop._core.rounding.random_bits import seed_words
+from jchop._core.xla_cpu import materialize_per_group
 from jchop._round.round_to_format import round_to_format
 from jchop._settings import compiled, split
 from jchop.spec import Spec
@@ -142,11 +143,18 @@ def all_finite(tree: Any, stored: bool = False) -> Array:
         tree: a pytree of arrays.
         stored: whether its arrays are in memory already, and not computed here. It changes only the time.
     """
-    leaves = [leaf for leaf in jax.tree.leaves(tree) if is_float(leaf)]
-    if not leaves:
-        return jnp.asarray(True)
     of_leaf = _without_rest if stored else _is_finite
-    return jnp.stack([of_leaf(leaf) for leaf in leaves]).all()
+    return all_of(of_leaf(leaf) for leaf in jax.tree.leaves(tree) if is_float(leaf))
+
+
+def all_of(conditions: Iterable[Array]) -> Array:
+    """Whether all of some scalar conditions hold; a bool scalar.
+
+    It is computed once. XLA would else compute the conjunction again for each array that is selected by it: as many
+    conditions as a tree has leaves, for each leaf.
+    """
+    known = list(conditions)
+    return materialize_per_group(jnp.stack(known).all()) if known else jnp.asarray(True)
 
 
 @compiled
@@ -166,8 +174,7 @@ def _without_rest(leaf: Any) -> Array:
 def stays_finite(new: Any, old: Any) -> Array:
     """Whether every finite number of a state stays finite; states may hold infinities from the start. A bool scalar."""
     pairs = zip(jax.tree.leaves(new), jax.tree.leaves(old), strict=True)
-    kept = [_keeps_finite(a, b) for a, b in pairs if is_float(a)]
-    return jnp.stack(kept).all() if kept else jnp.asarray(True)
+    return all_of(_keeps_finite(a, b) for a, b in pairs if is_float(a))
 
 
 @compiled

@@ -19,6 +19,7 @@ from jchop.optim._arguments import as_transformation, check_size
 from jchop.optim._chunks import Chunks, chunks_of, collect, joined
 from jchop.optim._leaves import (
     all_finite,
+    all_of,
     first_key,
     map_drawing,
     select,
@@ -199,7 +200,7 @@ def _step_in_chunks(
 
 
 def _is_sound(updates: Any, made: Any, stays: list[Array], stored: bool = False) -> Array:
-    return all_finite(updates, stored=True) & all_finite(made, stored) & jnp.stack([jnp.asarray(True), *stays]).all()
+    return all_finite(updates, stored=True) & all_finite(made, stored) & all_of(stays)
 
 
 @compiled
