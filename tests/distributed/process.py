@@ -8,14 +8,26 @@ from __future__ import annotations
 import os
 import sys
 from pathlib import Path
+from typing import Any
+
+import numpy as np
 
 SHAPE = (5, 37)
+
+
+def pieces_of(x: Any, ranks: int) -> Any:
+    """A piece for each rank: numbers times powers of two, which are exact."""
+    return x[None] * (2.0 ** np.arange(ranks, dtype=np.float32)).reshape(ranks, *[1] * x.ndim)
+
+
+def turned(ranks: int) -> list[tuple[int, int]]:
+    """Each rank sends to the next one but two; the last rank sends nothing."""
+    return [(rank, (rank + 3) % ranks) for rank in range(ranks - 1)]
 
 
 def main(port: str, processes: int, number: int, devices: int, folder: str, cases: str) -> None:
     os.environ["XLA_FLAGS"] = f"--xla_force_host_platform_device_count={devices}"
     import jax
-    import numpy as np
     from distributed.replay import STOCHASTIC
     from jax.sharding import AxisType, NamedSharding
     from jax.sharding import PartitionSpec as P
@@ -24,7 +36,7 @@ def main(port: str, processes: int, number: int, devices: int, folder: str, case
 
     jax.distributed.initialize(f"127.0.0.1:{port}", num_processes=processes, process_id=number)
     mesh = jax.make_mesh((processes, devices), ("process", "device"), axis_types=(AxisType.Auto,) * 2)
-    every = ("process", "device")
+    every, ranks = ("process", "device"), processes * devices
     rows = NamedSharding(mesh, P(every))
     whole = np.random.default_rng(0).standard_normal((processes * devices, *SHAPE)).astype(np.float32)
     x = jax.make_array_from_callback(whole.shape, rows, lambda index: whole[index])
@@ -38,6 +50,9 @@ def main(port: str, processes: int, number: int, devices: int, folder: str, case
             "ring": lambda: d.psum(x, every, STOCHASTIC, key, algorithm="ring"),
             "hierarchical": lambda: d.psum(x, every, STOCHASTIC, key, algorithm=levels),
             "gather": lambda: d.all_gather(x, every, STOCHASTIC, key),
+            "scatter": lambda: d.psum_scatter(pieces_of(x, ranks), every, STOCHASTIC, key),
+            "exchange": lambda: d.all_to_all(pieces_of(x, ranks), every, STOCHASTIC, key),
+            "permute": lambda: d.ppermute(x, every, STOCHASTIC, key, perm=turned(ranks)),
         }
         return {name: known[name]()[None] for name in cases.split(",")}
 

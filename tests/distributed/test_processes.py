@@ -50,26 +50,37 @@ def start_processes(script: Path, processes: int, *arguments: str) -> list[subpr
     ]
 
 
+ALL = "two_shot,ring,hierarchical,gather,scatter,exchange,permute"
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("processes", "devices", "cases"),
-    [(2, 2, "two_shot"), pytest.param(4, 2, "two_shot,ring,hierarchical,gather", marks=pytest.mark.slow)],
-)
-def test_processes_get_the_replayed_bits(processes: int, devices: int, cases: str, tmp_path: Path) -> None:
-    run_processes(Path(process.__file__), processes, str(devices), str(tmp_path), cases)
+@pytest.mark.parametrize(("processes", "devices"), [(2, 2), (4, 2)])
+def test_processes_get_the_replayed_bits(processes: int, devices: int, tmp_path: Path) -> None:
+    run_processes(Path(process.__file__), processes, str(devices), str(tmp_path), ALL)
     ranks = processes * devices
     x = np.random.default_rng(0).standard_normal((ranks, *process.SHAPE)).astype(np.float32)
     key = jax.random.key(7)
+    own, pieces = replay.fold(key, 0), np.stack([process.pieces_of(each, ranks) for each in x])
+    sent = [
+        [replay.sent(piece, replay.fold(own, replay.SEND, 0, rank), to) for to, piece in enumerate(pieces[rank])]
+        for rank in range(ranks)
+    ]
+    moved = np.zeros_like(x)
+    for source, target in process.turned(ranks):
+        moved[target] = replay.sent(x[source], replay.fold(own, replay.SEND, 0), source)
     wanted = {
         "two_shot": replay.psum(list(x), key),
         "ring": replay.psum(list(x), key, replay.ring),
         "hierarchical": replay.psum(list(x), key, replay.two_stages, processes, devices),
-        "gather": replay.gather(x, replay.fold(key, 0)),
+        "gather": replay.gather(x, own),
     }
+    each = {"scatter": replay.exchange(pieces, own), "exchange": np.stack(sent).swapaxes(0, 1), "permute": moved}
     found = {}
     for number in range(processes):
         with np.load(tmp_path / f"{number}.npz") as file:
             found |= dict(file)
-    assert set(found) == {f"{name} {rank}" for name in cases.split(",") for rank in range(ranks)}
+    assert set(found) == {f"{name} {rank}" for name in ALL.split(",") for rank in range(ranks)}
     for name, value in found.items():
-        np.testing.assert_array_equal(value.view(np.uint32), wanted[name.split()[0]].view(np.uint32), name)
+        case, rank = name.split()
+        same = each[case][int(rank)] if case in each else wanted[case]
+        np.testing.assert_array_equal(value.view(np.uint32), np.asarray(same).view(np.uint32), name)
