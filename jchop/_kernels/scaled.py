@@ -29,6 +29,7 @@ from jchop._core.scaled_bodies import (
     round_body,
     unflat,
 )
+from jchop._core.scaled_float32 import select
 from jchop._kernels.primitive import Kernel, make_op
 from jchop._kernels.round import chunk_arguments
 from jchop._kernels.scaled_tile import SUBLANES, WORDS, Problem
@@ -194,8 +195,9 @@ def _plain(plan: Plan, shape: Sequence[int]) -> tuple[tuple[int, ...], Plan] | N
     """The shape and the plan with neighbouring axes joined that all lie within groups, or all between them.
 
     The numbers keep their places in C order, on which random words depend. None if nothing changes, or if a rule adds
-    the numbers of a group, since sums depend on its shape. Blocks stay parts of their axis: an axis of whole blocks
-    would be one of rows as short as a block, which takes up to a quarter longer.
+    the numbers of a group, since sums depend on its shape. Rows of whole blocks are one row of blocks, if they have few
+    numbers, for which a program compiles longer than it runs. Blocks of larger arrays stay parts of their axis: rows as
+    short as a block take up to a quarter longer.
     """
     if plan.of_scales is not None or not plan.rule.by_ends:
         return None
@@ -206,6 +208,9 @@ def _plain(plan: Plan, shape: Sequence[int]) -> tuple[tuple[int, ...], Plan] | N
             axes[-1] = before * length, within * size
         elif length > 1:
             axes.append((length, size))
+    rows = isinstance(plan.fmt.group, int) and len(axes) == 2 and axes[0][1] == 1
+    if rows and axes[1][0] % axes[1][1] == 0 and math.prod(shape) <= select.MOST_IN_FLOAT64:
+        axes = [(axes[0][0] * axes[1][0], axes[1][1])]
     named = tuple(axis for axis, (_, size) in enumerate(axes) if size > 1)
     if not named:
         return None

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from functools import lru_cache
+from functools import lru_cache, reduce
+from operator import and_
 from typing import Any
 
 import jax
@@ -136,25 +137,35 @@ def landing(p: Any, target: Array, dtype: Any = None) -> Array:
     return jnp.where(same, 0, after - before).astype(dtype)
 
 
-def all_finite(tree: Any, stored: bool = False) -> Array:
-    """Whether every floating-point number of a tree is finite; a bool scalar.
+def all_finite(tree: Any) -> Array:
+    """Whether every floating-point number of a tree is finite; a bool scalar."""
+    return all_of(finite_leaves(tree))
+
+
+def finite_leaves(tree: Any, stored: bool = False) -> list[Array]:
+    """For each floating-point leaf of a tree, whether all its numbers are finite; bool scalars.
 
     Args:
         tree: a pytree of arrays.
         stored: whether its arrays are in memory already, and not computed here. It changes only the time.
     """
     of_leaf = _without_rest if stored else _is_finite
-    return all_of(of_leaf(leaf) for leaf in jax.tree.leaves(tree) if is_float(leaf))
+    return [of_leaf(leaf) for leaf in jax.tree.leaves(tree) if is_float(leaf)]
 
 
 def all_of(conditions: Iterable[Array]) -> Array:
     """Whether all of some scalar conditions hold; a bool scalar.
 
     It is computed once. XLA would else compute the conjunction again for each array that is selected by it: as many
-    conditions as a tree has leaves, for each leaf.
+    conditions as a tree has leaves, for each leaf (`barriers_removed_before_fusion` in `_core/xla_cpu.py`).
     """
     known = list(conditions)
-    return materialize_per_group(jnp.stack(known).all()) if known else jnp.asarray(True)
+    return _conjunction(*known) if len(known) > 1 else (known or [jnp.asarray(True)])[0]
+
+
+@compiled
+def _conjunction(*conditions: Array) -> Array:
+    return materialize_per_group(reduce(and_, conditions))
 
 
 @compiled
@@ -213,7 +224,12 @@ def require_shapes(name: str, given: Any, whose: str, like: Any) -> None:
 
 def zeros_unless(taken: Array, updates: Any) -> Any:
     """Updates if `taken` holds; else zeros, which do not change parameters."""
-    return jax.tree.map(lambda u: _where(taken, u, jnp.zeros_like(u)), updates)
+    return jax.tree.map(lambda u: _or_zeros(taken, u), updates)
+
+
+@compiled
+def _or_zeros(taken: Array, update: Any) -> Array:
+    return _where(taken, update, jnp.zeros_like(update))
 
 
 def is_float(leaf: Any) -> bool:

@@ -18,8 +18,8 @@ from jchop._settings import compiled
 from jchop.optim._arguments import as_transformation, check_size
 from jchop.optim._chunks import Chunks, chunks_of, collect, joined
 from jchop.optim._leaves import (
-    all_finite,
     all_of,
+    finite_leaves,
     first_key,
     map_drawing,
     select,
@@ -200,7 +200,7 @@ def _step_in_chunks(
 
 
 def _is_sound(updates: Any, made: Any, stays: list[Array], stored: bool = False) -> Array:
-    return all_finite(updates, stored=True) & all_finite(made, stored) & all_of(stays)
+    return all_of([*finite_leaves(updates, stored=True), *finite_leaves(made, stored), *stays])
 
 
 @compiled
@@ -208,7 +208,7 @@ def _stays_finite(old: Any, new: Any) -> Array:
     """Whether finite numbers of a leaf stay finite. A packed leaf is unpacked only if the new one is not finite."""
     if not is_packed(old):
         return stays_finite(new, old)
-    finite = all_finite(new, stored=True)
+    finite = all_of(finite_leaves(new, stored=True))
     return jax.lax.cond(finite, lambda: jnp.asarray(True), lambda: stays_finite(new, unpack_tree(old)))
 
 

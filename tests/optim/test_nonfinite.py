@@ -15,7 +15,7 @@ import pytest
 
 import jchop as jc
 from jchop import optim
-from jchop.optim._leaves import all_finite
+from jchop.optim._leaves import all_of, finite_leaves
 
 GROUPS = "mxfp8_e4m3"
 PARAMS = {"w": jnp.ones((2, 64)), "b": jnp.ones(3)}
@@ -54,7 +54,7 @@ def test_one_nan_among_many_numbers_leaves_a_step_out(at: tuple[int, int], chunk
 @pytest.mark.parametrize("stored", [False, True])
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32"])
 def test_all_finite_of_many_numbers(dtype: str, stored: bool) -> None:
-    sound = jax.jit(lambda x: all_finite({"x": x, "count": jnp.asarray(3)}, stored))
+    sound = jax.jit(lambda x: all_of(finite_leaves({"x": x, "count": jnp.asarray(3)}, stored)))
     largest = jnp.full((64, 256), jnp.finfo(dtype).max, dtype)  # their sum is infinite
     assert bool(sound(largest)) and bool(sound(-largest)) and bool(sound(LARGE.astype(dtype)))
     for number in (jnp.nan, jnp.inf, -jnp.inf):
