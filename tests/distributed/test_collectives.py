@@ -159,7 +159,7 @@ def test_every_kind_of_format_moves(specs: list[str], rng: np.random.Generator) 
 
 #: Codes of tf32 are not stored, and binary64 needs numbers in float64.
 NAMED = [name for name in (*CATALOGUE, *SCALED_CATALOGUE) if name not in ("tf32", "binary64")]
-WRITTEN = ["int4(group=32,scale=bfloat16)", "uint4(group=16,zero_point=integer)", "integer8", "posit8", "takum8",
+WRITTEN = ["int4(group=32,scale=bfloat16)", "uint4(group=16,zero_point=integer)", "integer8", "posit8", "posit16",
            "nf4(group=16,scale=uint8(group=4,zero_point=float))"]  # fmt: skip
 
 
