@@ -195,9 +195,9 @@ def _plain(plan: Plan, shape: Sequence[int]) -> tuple[tuple[int, ...], Plan] | N
     """The shape and the plan with neighbouring axes joined that all lie within groups, or all between them.
 
     The numbers keep their places in C order, on which random words depend. None if nothing changes, or if a rule adds
-    the numbers of a group, since sums depend on its shape. Rows of whole blocks are one row of blocks, if they have few
-    numbers, for which a program compiles longer than it runs. Blocks of larger arrays stay parts of their axis: rows as
-    short as a block take up to a quarter longer.
+    the numbers of a group, since sums depend on its shape. Rows of whole blocks of a given length become one row, if
+    they have few numbers, for which a program compiles longer than it runs. Blocks of larger arrays stay parts of their
+    axis: rows as short as a block take up to a quarter longer.
     """
     if plan.of_scales is not None or not plan.rule.by_ends:
         return None
