@@ -58,14 +58,20 @@ class Choice(NamedTuple):
     cache: str | None = None
 
 
+def by_codes(weight: str, activation: str | None = None) -> jc.Rule:
+    """A rule whose products are those of codes."""
+    return jc.Rule(BLOCKS, weight=weight, activation=activation, product="codes")
+
+
 CHOICES = {
     "float32": Choice(),
-    "int8 × int8": Choice(jc.Rule(BLOCKS, weight="int8(group=all)", activation="int8(group=all)")),
+    "int8 × int8": Choice(by_codes("int8(group=all)", "int8(group=all)")),
+    "int8 × int8, 128": Choice(by_codes("int8(group=128)", "int8(group=128)")),
     "e4m3 × e4m3": Choice(jc.Rule(BLOCKS, weight="float8_e4m3fn(group=all)", activation="float8_e4m3fn(group=all)")),
     "cache int8": Choice(cache="int8(group=all)"),
     "cache e4m3": Choice(cache="float8_e4m3fn"),
-    "int4, cache int8": Choice(jc.Rule(BLOCKS, weight="int4(group=32,scale=bfloat16)"), "int8(group=all)"),
-    "int4, cache e4m3": Choice(jc.Rule(BLOCKS, weight="int4(group=32,scale=bfloat16)"), "float8_e4m3fn"),
+    "int4, cache int8": Choice(by_codes("int4(group=32,scale=bfloat16)"), "int8(group=all)"),
+    "int4, cache e4m3": Choice(by_codes("int4(group=32,scale=bfloat16)"), "float8_e4m3fn"),
 }
 
 

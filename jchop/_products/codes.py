@@ -167,13 +167,15 @@ def scales_of(q: QArray) -> Array:
     batch = batch_axes(q.spec, q.shape, q.scale)
     kinds = kinds_of(q.spec.scaled, q.ndim, batch)
     shape = (*q.shape[:batch], *scale_shape(kinds[batch:], q.shape[batch:]))
+    wide = "float64" if q.dtype == np.float64 else "float32"
+    if not isinstance(q.scale, tuple) and jnp.issubdtype(q.scale.dtype, jnp.floating):  # neither codes nor parts
+        return q.scale.astype(wide).reshape(shape or (1,))
     fmt = with_kinds(q.spec.scaled, [1 if isinstance(kind, int) else kind for kind in kinds[batch:]])
     fmt = replace(fmt, scale=q.spec.scaled.scale)
     one = q.spec.element.code_of(1)
     assert one is not None
     ones = jnp.full(shape or (1,), one, jnp.uint8 if q.spec.element.bits <= 8 else jnp.uint16)
     zero = None if q.zero_point is None else jnp.zeros_like(q.zero_point)
-    wide = "float64" if q.dtype == np.float64 else "float32"
     size = shape[-1] if shape else None
     single = QArray(
         hold(gather(ones, q.spec.element), q.spec.element), q.scale, zero, replace(q.spec, format=fmt), size, q.dtype

@@ -13,7 +13,7 @@ import pytest
 from flax import nnx
 
 import jchop as jc
-from jchop._products.codes import Coded, multiply
+from jchop._products.codes import Coded, multiply, scales_of
 from jchop._products.product import Dot
 
 KEY = jax.random.key(5)
@@ -88,6 +88,15 @@ def test_integers_are_summed_exactly_and_scaled_in_order(
     block = min(left, right)
     want = stated(x, w, block, (left < count, right < count))
     assert [[Fraction(float(v)) for v in row] for row in got] == want
+
+
+@pytest.mark.parametrize("scale", ["binary32", "bfloat16", "binary16"])
+def test_scales_are_the_numbers_of_elements_one(scale: str) -> None:
+    """Subnormal ones and NaN too; all others of a stored array are above zero."""
+    q = jc.quantize(normal(2, 16), f"int8(group=4,scale={scale})")
+    scales = jnp.asarray([[1e-45, 1e-40, 6e-8, jnp.nan], [1.25, 3e4, 1e-4, 7.0]], jnp.float32).astype(q.scale.dtype)
+    ones = replace(q, qvalue=jnp.ones_like(q.qvalue), scale=jnp.where(scales == 0, 1, scales))
+    np.testing.assert_array_equal(scales_of(ones), jc.dequantize(ones)[:, ::4])
 
 
 @pytest.mark.parametrize("zeros", [False, True])

@@ -1,7 +1,7 @@
 """Products with packed weights, which are never unpacked whole: of floats, and of int8 with several scales or few bits.
 
-On a CPU panel by panel along the sum, each decoded where it is multiplied: a block, if scales change along the sum;
-else 128 numbers, or 1,024 for more than 256 rows. On other devices floats are multiplied by the kernel of
+On a CPU panel by panel along the sum, each decoded where it is multiplied: a block, if scales of an operand change along
+the sum; else 128 numbers, or 1,024 for more than 256 rows. On other devices floats are multiplied by the kernel of
 `dequantize_matmul` if it takes such codes; the rest is as other products of codes.
 """
 
@@ -40,15 +40,22 @@ _FEW_ROWS, _SHORT, _LONG = 256, 128, 1024
 def by_panels(x: Coded, w: Coded) -> bool:
     """Whether this module multiplies rows (m, k) and weights (n, k): x are floats, or both are int8.
 
-    Of int8, x has one scale for each row. Weights whose bytes are the elements, under one scale, need no panels.
+    Of int8, blocks of both have one length. Weights whose bytes are the elements, under one scale, need no panels.
     """
     if x.is_plain:
         return not w.is_plain
     count, integers = x.elements.shape[1], x.elements.dtype == w.elements.dtype == jnp.int8
-    if not integers or w.stored is None or (x.block or count) < count:
+    blocks = {_block(x), _block(w)}
+    if not integers or w.stored is None or len(blocks - {count}) > 1:
         return False
-    block = count if w.block is None or w.scale is None else min(w.block, count)
+    block = min(blocks)
     return block * 2**16 < 2**31 and (block < count or w.stored.spec.element.bits < 8)
+
+
+def _block(v: Coded) -> int:
+    """How many numbers along the sum have one scale."""
+    count = v.elements.shape[1]
+    return count if v.block is None or v.scale is None else min(v.block, count)
 
 
 def multiply_weights(x: Coded, w: Coded, leading: bool, dtype: Any) -> Array:
@@ -80,9 +87,9 @@ def _panels(x: Coded, w: Coded, leading: bool, dtype: Any) -> Array:
     integers = x.elements.dtype == jnp.int8
     kind = jnp.int8 if integers else work
     (rows, count), given = x.elements.shape, x.elements.astype(kind)
-    block = count if w.block is None or w.scale is None else min(w.block, count)
-    inner = block < count
-    size = block if inner else min(_SHORT if rows <= _FEW_ROWS else _LONG, count)
+    block = min(_block(x), _block(w))
+    x_within, w_within = _block(x) < count, _block(w) < count  # whose scales change along the sum
+    size = block if block < count else min(_SHORT if rows <= _FEW_ROWS else _LONG, count)
     shared, panel = _reader(w, leading, kind)
     columns = shared if leading else 1  # of which each has numbers of its own
 
@@ -91,16 +98,18 @@ def _panels(x: Coded, w: Coded, leading: bool, dtype: Any) -> Array:
         row = lax.dynamic_index_in_dim(values, start // block, 0, keepdims=False).astype(dtype)
         return list(row.reshape(-1, columns).T) * (shared // columns)
 
+    def of_rows(values: Array, start: Any) -> Array:
+        return lax.dynamic_index_in_dim(values, start // block, 1)
+
     # One number of each block, before the loop, so that it does not carry a number for each element.
     scales, zeros = (None if v is None else v[:, ::block].T for v in (w.scale, w.zero))
+    x_scales, x_zeros = (None if v is None else v[:, ::block] for v in (x.scale, x.zero))
 
-    def multiplied(a: Array, part: Array, zero: Array | None) -> Array:
+    def multiplied(a: Array, part: Array, zero: Array | None, x_zero: Array | None) -> Array:
         if not integers:
             axis = 0 if leading else 1
             return _dot(a, part if zero is None else part - (zero if leading else zero[:, None]), axis, work)
-        left, right = (
-            None if v is None else v.reshape(1, -1, 1) for v in (None if x.zero is None else x.zero[:, 0], zero)
-        )
+        left, right = (None if v is None else v.reshape(1, -1, 1) for v in (x_zero, zero))
         b = part.T if leading else part
         return exact_sum(Coded(a[None], None, left), Coded(b[None], None, right), a.shape[1])[0]
 
@@ -109,20 +118,23 @@ def _panels(x: Coded, w: Coded, leading: bool, dtype: Any) -> Array:
         own = [None] * shared if zeros is None else of(zeros, start, jnp.int32 if integers else work)
         a = lax.dynamic_slice_in_dim(given, start, size, 1)
         apart = [a] * shared if leading else list(jnp.moveaxis(a.reshape(-1, size // shared, shared), 2, 0))
-        sums = list(map(multiplied, apart, parts, own))
+        x_zero = None if x_zeros is None else of_rows(x_zeros, start)
+        sums = [multiplied(*given, x_zero) for given in zip(apart, parts, own, strict=True)]
         sums = sums if leading else [reduce(operator.add, sums)]
-        return sums if not inner or scales is None else list(map(_scaled_to(work), sums, of(scales, start, work)))
+        if x_within and x_scales is not None:
+            sums = [_scaled_to(work)(v, of_rows(x_scales, start)) for v in sums]
+        return sums if not w_within or scales is None else list(map(_scaled_to(work), sums, of(scales, start, work)))
 
     def add(total: list[Array], start: Any, size: int) -> list[Array]:
         return [a + b for a, b in zip(total, term(start, size), strict=True)]
 
     whole, rest = divmod(count, size)
-    first = jnp.zeros((rows, w.elements.shape[0] // columns), jnp.int32 if integers and not inner else work)
+    first = jnp.zeros((rows, w.elements.shape[0] // columns), jnp.int32 if integers and block == count else work)
     total = lax.fori_loop(0, whole, lambda i, total: add(total, i * size, size), [first] * columns)
     total = add(total, whole * size, rest) if rest else total
-    if x.scale is not None:
-        total = [_scaled_to(work)(v, x.scale[:, :1]) for v in total]
-    if not inner and scales is not None:
+    if x_scales is not None and not x_within:
+        total = [_scaled_to(work)(v, x_scales[:, :1]) for v in total]
+    if not w_within and scales is not None:
         total = list(map(_scaled_to(work), total, of(scales, 0, work)))
     return jnp.stack(total, -1).reshape(rows, -1).astype(dtype)
 
@@ -158,7 +170,7 @@ def _reader(w: Coded, leading: bool, work: Any) -> tuple[int, Callable[[Any, int
         else:
             mask = jnp.uint8((1 << bits) - 1)
             numbers = [decode_elements((part >> (bits * i)) & mask, fmt, carrier) for i in range(shared)]
-        return [v.astype(work) + w.shift if w.shift else v.astype(work) for v in numbers]
+        return [(v + w.shift if w.shift else v).astype(work) for v in numbers]
 
     return shared, read
 

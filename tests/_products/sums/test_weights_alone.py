@@ -15,7 +15,11 @@ from jchop._products.codes import coded, multiply, parts_of
 from jchop._products.sums.weights_alone import _by_kernel, _fits, by_panels
 from jchop.spec import as_spec
 
-INTEGERS = ["uint4(group=16,zero_point=integer", "uint2(group=all,zero_point=integer"]
+INTEGERS = [
+    "uint8(group=16,zero_point=integer",
+    "uint4(group=16,zero_point=integer",
+    "uint2(group=all,zero_point=integer",
+]
 #: With a bit of every kind of element: bytes, several in a byte, several bytes for some, zero points, two scales.
 FORMATS = [
     "int8(group=all", "int4(group=16", "uint8(group=all,zero_point=integer", "uint2(group=16,zero_point=integer",
@@ -37,9 +41,17 @@ def test_sums_of_panels(axis: int, text: str) -> None:
     np.testing.assert_allclose(got, want, rtol=1e-5, atol=2e-4)
 
 
+LEFT = [
+    "int8(group=all)",
+    "uint8(group=all,zero_point=integer)",
+    "int8(group=16)",
+    "uint8(group=16,zero_point=integer)",
+]
+
+
 @pytest.mark.in_turn(28)
-@pytest.mark.parametrize("text", [*FORMATS[:4], *INTEGERS])
-@pytest.mark.parametrize("left", ["int8(group=all)", "uint8(group=all,zero_point=integer)"])
+@pytest.mark.parametrize("text", [*INTEGERS, *FORMATS[:4]])
+@pytest.mark.parametrize("left", LEFT)
 @pytest.mark.parametrize("axis", [0, 1])
 def test_integers_by_panels(axis: int, left: str, text: str) -> None:
     """The numbers of the plain product of codes, bit for bit, whose sums are checked in fractions elsewhere."""
@@ -50,6 +62,7 @@ def test_integers_by_panels(axis: int, left: str, text: str) -> None:
     @jax.jit
     def both(x: jc.QArray, w: jc.QArray) -> tuple[jax.Array, jax.Array]:
         rows, parts = (parts_of(v).moved(lambda u: u[None]) for v in (x, w))
+        rows = replace(rows, block=None if "all" in left else 16)
         turned = parts.moved(lambda u: u.swapaxes(1, 2)) if axis == 0 else parts
         plain = multiply(rows, replace(turned, block=None if "all" in text else 16), jnp.float32)[0]
         return jc.einsum("bk,kn->bn" if axis == 0 else "bk,nk->bn", x, w), plain
@@ -67,7 +80,8 @@ def test_which_integers_are_multiplied_by_panels() -> None:
 
     row, groups = "int8(group=all)", "int4(group=16,axis=0)"
     assert chosen(row, groups) and chosen(row, "int4(group=all,axis=0)") and chosen(row, "int8(group=16,axis=0)")
-    assert not chosen(row, "int8(group=all,axis=0)") and not chosen("int8(group=16)", groups)
+    assert chosen("int8(group=16)", groups) and chosen("int8(group=16)", "int8(group=all,axis=0)")
+    assert not chosen(row, "int8(group=all,axis=0)") and not chosen("int8(group=32)", groups)
     assert not chosen(row, groups, stored=False) and not chosen("e4m3fn(group=all)", groups)
 
 
