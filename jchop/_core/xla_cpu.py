@@ -188,6 +188,13 @@ QUIRKS: tuple[Quirk, ...] = (
         "`with_two_rows`.",
     ),
     Quirk(
+        "tall_integers_read_in_columns",
+        "A product of int8 with a matrix of 4,096 rows or more takes three times the time of its parts of 512 rows.",
+        "`by_panels` in `_products/sums/weights_alone.py`.",
+        seen=("0.10",),
+        gone=("0.12",),
+    ),
+    Quirk(
         "long_fusion_compiled_for_minutes",
         "Long integer arithmetic that is fused with the operations before it is compiled for a minute or more.",
         "Barriers between the stages (`_settled` in `_core/arithmetic/operations.py`, `fit_offset` in "

@@ -115,7 +115,7 @@ class Dot:
             rows = replace(x.shaped(-1, x.elements.shape[-1]), block=x.block)
             stored = w.stored if w.stored is not None and reads(w.stored, leading, w.block) else None
             right = replace(w.shaped(-1, w.elements.shape[-1]), block=w.block, stored=stored, shift=w.shift)
-            if by_panels(rows, right):
+            if by_panels(rows, right, leading):
                 return multiply_weights(rows, right, leading, dtype).reshape(shape)
         return multiply(matrices(x, b), matrices(w, b), dtype).reshape(shape)
 

@@ -362,6 +362,23 @@ def one_row_of_integers_is_widened() -> bool:
 
 
 @guard
+def tall_integers_read_in_columns() -> bool:
+    def seconds(parts: int) -> float:
+        x, w = np.ones((parts, 4, 4096 // parts), np.int8), np.ones((parts, 4096 // parts, 4096), np.int8)
+        dims = (((2,), (1,)), ((0,), (0,)))
+        program = optimized(lambda x, w: lax.dot_general(x, w, dims, preferred_element_type=jnp.int32), x, w)
+        given = jnp.asarray(x), jnp.asarray(w)
+        times = []
+        for _ in range(9):
+            start = time.process_time()
+            jax.block_until_ready(program(*given))
+            times.append(time.process_time() - start)
+        return min(times[1:])
+
+    return seconds(1) > 2 * seconds(8)
+
+
+@guard
 def long_fusion_compiled_for_minutes() -> bool:
     carrier = CARRIERS["float32"]
     divisor = divisor_of(jnp.full((64, 1, 1), np.float32(255).view(np.int32)), carrier)

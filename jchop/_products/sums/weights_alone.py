@@ -1,7 +1,7 @@
 """Products with packed weights, which are never unpacked whole: of floats, and of int8 with several scales or few bits.
 
-On a CPU panel by panel along the sum, each decoded where it is multiplied: a block, if scales of an operand change along
-the sum; else 128 numbers, or 1,024 for more than 256 rows. On other devices floats are multiplied by the kernel of
+On a CPU panel by panel along the sum, each decoded where it is multiplied: a block, if scales of an operand change
+along the sum; else 512 integers or 128 floats, or 1,024 floats for more than 256 rows. On other devices floats are multiplied by the kernel of
 `dequantize_matmul` if it takes such codes; the rest is as other products of codes.
 """
 
@@ -34,13 +34,16 @@ Array = jax.Array
 
 __all__ = ["multiply_weights", "reads"]
 
-_FEW_ROWS, _SHORT, _LONG = 256, 128, 1024
+_FEW_ROWS, _SHORT, _LONG, _INTEGERS = 256, 128, 1024, 512
+#: The fewest numbers of a sum of bytes in panels.
+_TALL = 4096
 
 
-def by_panels(x: Coded, w: Coded) -> bool:
+def by_panels(x: Coded, w: Coded, leading: bool) -> bool:
     """Whether this module multiplies rows (m, k) and weights (n, k): x are floats, or both are int8.
 
-    Of int8, blocks of both have one length. Weights whose bytes are the elements, under one scale, need no panels.
+    Of int8, blocks of both have one length. Weights whose bytes are the elements, under one scale, need no panels but
+    for quirk `tall_integers_read_in_columns`.
     """
     if x.is_plain:
         return not w.is_plain
@@ -49,7 +52,8 @@ def by_panels(x: Coded, w: Coded) -> bool:
     if not integers or w.stored is None or len(blocks - {count}) > 1:
         return False
     block = min(blocks)
-    return block * 2**16 < 2**31 and (block < count or w.stored.spec.element.bits < 8)
+    read = block == count and w.stored.spec.element.bits == 8 and not (leading and count >= _TALL)
+    return block * 2**16 < 2**31 and not read
 
 
 def _block(v: Coded) -> int:
@@ -89,7 +93,8 @@ def _panels(x: Coded, w: Coded, leading: bool, dtype: Any) -> Array:
     (rows, count), given = x.elements.shape, x.elements.astype(kind)
     block = min(_block(x), _block(w))
     x_within, w_within = _block(x) < count, _block(w) < count  # whose scales change along the sum
-    size = block if block < count else min(_SHORT if rows <= _FEW_ROWS else _LONG, count)
+    most = _INTEGERS if integers else _SHORT if rows <= _FEW_ROWS else _LONG
+    size = block if block < count else min(most, count)
     shared, panel = _reader(w, leading, kind)
     columns = shared if leading else 1  # of which each has numbers of its own
 

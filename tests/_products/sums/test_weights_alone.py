@@ -76,7 +76,7 @@ def test_which_integers_are_multiplied_by_panels() -> None:
     def chosen(left: str, right: str, stored: bool = True) -> bool:
         rows, parts = coded(x, as_spec(left, "", scaled=True)), parts_of(jc.quantize(w, right))
         block, parts = None if "all" in right else 16, parts if stored else replace(parts, stored=None)
-        return by_panels(rows, replace(parts.moved(jnp.transpose), block=block, stored=parts.stored))
+        return by_panels(rows, replace(parts.moved(jnp.transpose), block=block, stored=parts.stored), True)
 
     row, groups = "int8(group=all)", "int4(group=16,axis=0)"
     assert chosen(row, groups) and chosen(row, "int4(group=all,axis=0)") and chosen(row, "int8(group=16,axis=0)")
