@@ -1,12 +1,21 @@
-"""The cases of products of codes: which units they reach."""
+"""The cases of products of codes: which units they reach.
+
+    PYTHONPATH=tests python tests/_kernels/compile_codes.py --table docs/kernels.md
+
+writes the table of that page: of each product and chip the types that are multiplied, as the compilers say it.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import argparse
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
-from _kernels.compiling import Case, is_tpu
+from _kernels.compiling import CPU, TARGETS, TOLD, Case, Result, is_tpu, run
 from jax import lax
 
 import jchop as jc
@@ -18,22 +27,58 @@ RULES = {
     "uint8 with zero points": ("int8(group=all)", "uint8(group=all,zero_point=integer)", None),
     "int8 backward": ("int8(group=all)", "int8(group=all)", "int8(group=all)"),
     "fp8": ("e4m3fn(group=all)", "e4m3fn(group=all)", None),
+    "e5m2": ("e5m2(group=all)", "e5m2(group=all)", None),
     "mxfp8": ("mxfp8_e4m3", "mxfp8_e4m3", None),
+    "mxfp6": ("mxfp6_e2m3", "mxfp6_e2m3", None),
+    "mxfp4": ("mxfp4", "mxfp4", None),
+    "nvfp4": ("nvfp4", "nvfp4", None),
+    "nf4 weights": ("nf4(group=64)", "int8(group=all)", None),
     "int8 weights alone": ("int8(group=all)", None, None),
 }
 ROWS, INPUTS, OUTPUTS = 256, 512, 256
 
 
+#: Rows of the table, and their cases.
+ROWS_OF_TABLE = {
+    "int8 × int8": "int8",
+    "int4 in groups of 128 × int8": "int4 weights of 128",
+    "int8 × uint8 with zero points": "uint8 with zero points",
+    "int8 × int8 and both backward products": "int8 backward",
+    "e4m3fn × e4m3fn": "fp8",
+    "e5m2 × e5m2": "e5m2",
+    "mxfp8 × mxfp8": "mxfp8",
+    "mxfp6 × mxfp6": "mxfp6",
+    "mxfp4 × mxfp4": "mxfp4",
+    "nvfp4 × nvfp4": "nvfp4",
+    "nf4 × int8": "nf4 weights",
+    "convolution int8 × int8": "convolution int8",
+    "convolution e4m3fn × e4m3fn": "convolution fp8",
+    "experts int8 × int8": "experts int8",
+    "int4 in groups of 128 alone, 1 row of bfloat16": "int4 weights alone, 1 rows",
+    "int4 in groups of 128 alone, 64 rows": "int4 weights alone, 64 rows",
+    "int8 alone, 256 rows of float32": "int8 weights alone",
+}
+
+
 def cases(target: str) -> Iterator[Case]:
+    """Each with its checks; those of the table also tell what they multiply."""
+    for case in _cases(target):
+        checks = () if target == CPU else case.checks
+        told = case.name in ROWS_OF_TABLE.values()
+        if told or target != CPU:
+            yield replace(case, checks=(*checks, "told") if told else checks)
+
+
+def _cases(target: str) -> Iterator[Case]:
     """Layers with packed weights; backward also with their own."""
     x, w = (jax.ShapeDtypeStruct(shape, jnp.float32) for shape in ((ROWS, INPUTS), (INPUTS, OUTPUTS)))
     for name, (weight, activation, gradient) in RULES.items():
         rule = jc.Rule(weight=weight, activation=activation, gradient=gradient, product="codes")
         low = jc.quantize_fn(lambda w, x: x @ w, rule)
         checks: tuple[str, ...] = ()
-        if activation and "int8" in activation:
+        if activation and "int8" in activation and not weight.startswith("nf4"):
             checks = ("integer units",) if is_tpu(target) else ("integer units", "integer machine code")
-        elif activation and target != "a100":  # which has no units for float8
+        elif activation and not weight.startswith("nf4") and target != "a100":  # which has no units for float8
             checks = ("float8 units",)
         if gradient is None:
             yield Case(name, low, (low.pack(w, x), x), checks=checks)
@@ -94,3 +139,62 @@ def one_token(target: str) -> Iterator[Case]:
         low = jc.quantize_fn(lambda w, x: x @ w, jc.Rule(weight=weight, product="codes"))
         checks = ("vmem",) if is_tpu(target) else ("masked", "spills")
         yield Case(f"{weight} weights alone, one row of 4096", low, (low.pack(w, x), x), checks=checks)
+
+
+# -- the table ---------------------------------------------------------------------------------------------------------
+
+_BEGIN, _END = "<!-- table of products, JAX {} -->", "<!-- end of the table of products -->"
+
+
+def told(results: Sequence[Result]) -> dict[str, str]:
+    """The column of a target: what each row multiplies."""
+    found = {
+        result.name: finding.removeprefix(TOLD)
+        for result in results
+        for finding in result.findings
+        if finding.startswith(TOLD)
+    }
+    return {row: found[case] for row, case in ROWS_OF_TABLE.items()}
+
+
+def table(columns: Mapping[str, Mapping[str, str]]) -> str:
+    """The table of columns by target; targets that are alike have one column, and products one row."""
+    alike: dict[tuple[str, ...], list[str]] = {}
+    for target, column in columns.items():
+        alike.setdefault(tuple(column[row] for row in ROWS_OF_TABLE), []).append(target)
+    rows: dict[tuple[str, ...], list[str]] = {}
+    for row, *cells in zip(ROWS_OF_TABLE, *alike, strict=True):
+        rows.setdefault(tuple(cells), []).append(row)
+    lines = [("weight × activation", *map("; ".join, alike.values())), ["---"] * (1 + len(alike))]
+    lines += [("; ".join(names), *cells) for cells, names in rows.items()]
+    text = "\n".join(f"| {' | '.join(cells)} |" for cells in lines)
+    return f"{_BEGIN.format(jax.__version__)}\n\n{text}\n\n{_END}"
+
+
+def committed(page: str) -> tuple[str, dict[str, dict[str, str]]]:
+    """The version of JAX and the columns by target of a page's table."""
+    version, text = _in(page).groups()
+    head, _, *rows = ([cell.strip() for cell in line.strip("|").split("|")] for line in text.strip().splitlines())
+    columns = {target: i for i, names in enumerate(head) for target in names.split("; ") if i}
+    cells = {name: row for row in rows for name in row[0].split("; ")}
+    return version, {target: {name: cells[name][i] for name in ROWS_OF_TABLE} for target, i in columns.items()}
+
+
+def _in(page: str) -> re.Match[str]:
+    found = re.search(_BEGIN.format("(.*?)") + "(.*?)" + _END, page, re.DOTALL)
+    assert found, "the page has no place for the table"
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="write what the compilers of all chips make of products of codes")
+    parser.add_argument("--table", type=Path, required=True, help="a page with the place of the table")
+    page = parser.parse_args().table
+    text = page.read_text()
+    place = _in(text)
+    columns = {target: told(run(target, Path(__file__))) for target in (*TARGETS, CPU)}
+    page.write_text(text[: place.start()] + table(columns) + text[place.end() :])
+
+
+if __name__ == "__main__":
+    main()

@@ -36,6 +36,8 @@ TPUS = {"v5e": "v5e:2x2", "v6e": "v6e:2x2", "v7x": "tpu7x:2x2x1"}
 #: GPUs are described by targets/NAME.txtpb.
 GPUS = ("h200", "a100", "b200")
 TARGETS = (*TPUS, *GPUS)
+#: The machine itself, whose programs need no kernel.
+CPU = "cpu"
 
 # Read once, when JAX or a compiler is loaded. Several processes may load the TPU compiler at the same time.
 ENVIRONMENT = {
@@ -154,6 +156,23 @@ class Compiled:
         return [(types.get(left, "?"), types.get(right, "?"), out) for out, left, right in found]
 
     @functools.cached_property
+    def multiplied(self) -> str:
+        """What multiplies: the types of operands and result, each once; of a kernel of this package its name."""
+        types = dict(re.findall(r"%([\w.-]+) = (\w+)\[", self.optimized))
+        found = {f"{_dtype(left)} × {_dtype(right)} → {_dtype(out)}" for left, right, out in self.products}
+        for name, out, given, rest in re.findall(
+            r"%([\w.-]+) = \(?(\w+)\[.*? custom-call\((.*?)\), (.*)", self.optimized
+        ):
+            of = [_dtype(types[operand]) for operand in re.findall(r"%([\w.-]+)", given) if operand in types]
+            if "dequantize_matmul" in name + rest:
+                found.add("`dequantize_matmul`")
+            elif "$matmul" in rest:  # a library, which takes them first
+                found.add(f"{of[0]} × {of[1]} → {_dtype(out)}")
+            elif name.startswith("ragged-dot-none"):  # a kernel of XLA, which takes them last
+                found.add(f"{of[-2]} × {of[-1]} → {_dtype(out)}")
+        return "; ".join(sorted(found)) or "nothing"
+
+    @functools.cached_property
     def triton(self) -> dict[str, str]:
         """The first form of every Triton kernel's module, by the kernel's name."""
         found = {}
@@ -166,6 +185,15 @@ class Compiled:
         """The PTX files that hold Triton kernels."""
         entries = {path: _ENTRY.findall(path.read_text()) for path in sorted(self.dumps.glob("*.ptx"))}
         return [path for path, names in entries.items() if set(names) & set(self.triton)]
+
+
+_DTYPES = {"s": "int", "u": "uint", "f": "float", "bf": "bfloat"}
+
+
+def _dtype(kind: str) -> str:
+    """The name of JAX for a type of XLA."""
+    letters, bits, rest = re.fullmatch(r"([a-z]+)(\d+)(.*)", kind).groups()  # type: ignore[union-attr]
+    return f"{_DTYPES[letters]}{bits}{rest and '_'}{rest}"
 
 
 _ENTRY = re.compile(r"\.entry\s+([\w$]+)\(")
@@ -256,6 +284,12 @@ def _check_machine_code(kinds: tuple[str, ...], compiled: Compiled) -> _Findings
     return found, wrong or ([] if found else ["no product of a unit was found in the PTX"])
 
 
+def _tell_products(compiled: Compiled) -> _Findings:
+    """The cell of the table of products."""
+    return [f"{TOLD}{compiled.multiplied}"], []
+
+
+TOLD = "multiplies: "
 _VMEM = 1  # the number of this memory space in Mosaic's configuration
 
 CHECKS: dict[str, Callable[[Compiled], _Findings]] = {
@@ -265,6 +299,7 @@ CHECKS: dict[str, Callable[[Compiled], _Findings]] = {
     "vmem": _check_vmem,
     "integer machine code": functools.partial(_check_machine_code, ("s8", "u8")),
     "integer units": functools.partial(_check_units, ("s8", "u8")),
+    "told": _tell_products,
     "float8 units": functools.partial(_check_units, ("f8e4m3fn", "f8e5m2")),
 }
 
@@ -275,7 +310,7 @@ CHECKS: dict[str, Callable[[Compiled], _Findings]] = {
 def main(arguments: Sequence[str]) -> None:
     """Compiles the cases of one target; see the module's docstring."""
     parser = argparse.ArgumentParser(description="compile kernels for a chip that is not there")
-    parser.add_argument("target", choices=TARGETS)
+    parser.add_argument("target", choices=(*TARGETS, CPU))
     parser.add_argument("files", nargs="*", type=Path, help="files that define cases(target)")
     parser.add_argument("--start", type=int, default=0, help="the number of the first case to compile")
     options = parser.parse_args(arguments)
@@ -293,7 +328,7 @@ def _compile_all(target: str, files: Iterable[Path], start: int, out: TextIO) ->
     chip = _chip(target)
     for case in every[start:]:
         print(json.dumps({"begins": case.name}), file=out)
-        print(json.dumps({"result": asdict(_compile(case, chip, is_tpu(target)))}), file=out)
+        print(json.dumps({"result": asdict(_compile(case, chip, target in GPUS))}), file=out)
 
 
 def _cases(file: Path, target: str) -> Iterator[Case]:
@@ -307,8 +342,11 @@ def _cases(file: Path, target: str) -> Iterator[Case]:
 
 def _chip(target: str) -> Any:
     """A device of the target chip that compiles, and does nothing else."""
+    import jax
     from jax.experimental import topologies
 
+    if target == CPU:
+        return jax.devices(CPU)[0]
     if is_tpu(target):
         return topologies.get_topology_desc(platform="tpu", topology_name=TPUS[target]).devices[0]
     config = (HERE / "targets" / f"{target}.txtpb").read_text()
@@ -316,11 +354,11 @@ def _chip(target: str) -> Any:
     return described.devices[0]
 
 
-def _compile(case: Case, chip: Any, tpu: bool) -> Result:
+def _compile(case: Case, chip: Any, gpu: bool) -> Result:
     begun = time.perf_counter()
     with tempfile.TemporaryDirectory() as folder:
         options: dict[str, Any] = {}
-        if case.checks and not tpu:
+        if case.checks and gpu:
             options = {"xla_dump_to": folder, **_DUMP}
         try:
             lowered, optimized, memory = _lower_and_compile(case, chip, options)

@@ -5,10 +5,13 @@ from __future__ import annotations
 import shutil
 from pathlib import Path
 
+import jax
 import pytest
-from _kernels import compile_aligned, compiling
+from _kernels import compile_aligned, compile_codes, compiling
 
 import jchop as jc
+
+PAGE = Path(__file__).parents[2] / "docs" / "kernels.md"
 
 
 def require_compiler(target: str, config: pytest.Config) -> None:
@@ -30,6 +33,27 @@ def test_kernels_compile(target: str, file: Path, pytestconfig: pytest.Config) -
     assert results, f"{file.name} has no case for {target}"
     faults = [str(result) for result in results if result.fault]
     assert not faults, f"{len(faults)} of {len(results)} for {target}:\n" + "\n".join(faults)
+    if file.stem == "compile_codes":
+        check_table(target, results)
+
+
+@pytest.mark.slow
+def test_the_table_of_products_on_this_machine() -> None:
+    check_table(compiling.CPU, compiling.run(compiling.CPU, Path(compile_codes.__file__)))
+
+
+def check_table(target: str, results: list[compiling.Result]) -> None:
+    """The column of a target in docs/kernels.md, if it was written by this version of JAX."""
+    version, columns = compile_codes.committed(PAGE.read_text())
+    if version == jax.__version__:
+        assert compile_codes.told(results) == columns[target], "write the table again: compile_codes.py --table"
+
+
+def test_the_table_of_products_is_read_as_it_is_written() -> None:
+    version, columns = compile_codes.committed(PAGE.read_text())
+    assert set(columns) == {*compiling.TARGETS, compiling.CPU}
+    again = compile_codes.table(columns).replace(f"JAX {jax.__version__} ", f"JAX {version} ")
+    assert again in PAGE.read_text()
 
 
 def test_every_tensor_core_is_compiled() -> None:

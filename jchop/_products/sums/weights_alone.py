@@ -1,8 +1,8 @@
 """Products with packed weights, which are never unpacked whole: of floats, and of int8 with several scales or few bits.
 
 On a CPU panel by panel along the sum, each decoded where it is multiplied: a block, if scales of an operand change
-along the sum; else 512 integers or 128 floats, or 1,024 floats for more than 256 rows. On other devices floats are multiplied by the kernel of
-`dequantize_matmul` if it takes such codes; the rest is as other products of codes.
+along the sum; else 512 integers or 128 floats, or 1,024 floats for more than 256 rows. On other devices floats are
+multiplied by the kernel of `dequantize_matmul` if it takes such codes; the rest is as other products of codes.
 """
 
 from __future__ import annotations
