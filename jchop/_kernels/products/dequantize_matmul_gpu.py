@@ -3,6 +3,9 @@
 A program computes one tile of the product, over all of k or a stretch of it, in a loop: it loads a few rows of codes,
 decodes them in registers and multiplies. Each part of W has its own sums, which are interleaved in registers at the
 end. Every load and store is masked.
+
+For one row of x there is no work for the matrix units: numbers are multiplied one by one, each place of a step keeps a
+sum of its own, and a span's sums are added at its end.
 """
 
 from __future__ import annotations
@@ -105,37 +108,49 @@ class _Tile:
         return -(-self.spans // self.spans_of_stretch)
 
     @property
-    def zeros(self) -> _Sums:
-        return (jnp.zeros((self.tiling.block_m, self.tiling.block_n), jnp.float32),) * self.problem.parts
+    def one_row(self) -> bool:
+        return self.tiling.block_m == 1
+
+    def zeros(self, rows: int) -> _Sums:
+        return (jnp.zeros((rows, self.tiling.block_n), jnp.float32),) * self.problem.parts
 
     def kernel(self, x: Any, codes: Any, scales: Any, out: Any) -> None:
-        rows = pl.program_id(0) * self.tiling.block_m + lax.iota(jnp.int32, self.tiling.block_m)
+        row = pl.program_id(0)
+        rows = row * self.tiling.block_m + lax.iota(jnp.int32, self.tiling.block_m)
         columns = pl.program_id(1) * self.tiling.block_n + lax.iota(jnp.int32, self.tiling.block_n)
 
         def step(start: Array, stop: Array, sums: _Sums) -> _Sums:
             """The sums plus the products of `block_k` rows of W from `start` on; rows from `stop` on are excluded."""
             ks = start + lax.iota(jnp.int32, self.tiling.block_k)
+            packed = _load(codes, ks, columns, stop, self.problem.width)
+            if self.one_row:
+                xs = plt.load(x.at[row, ks], mask=ks < stop, other=0).astype(jnp.float32)[:, None]
+                values = decode_parts(packed, self.format, xs.dtype)
+                return tuple(c + xs * part for c, part in zip(sums, values, strict=True))
             xs = _load(x, rows, ks, self.problem.m, stop)
-            values = decode_parts(_load(codes, ks, columns, stop, self.problem.width), self.format, xs.dtype)
+            values = decode_parts(packed, self.format, xs.dtype)
             return tuple(c + multiply(xs, part) for c, part in zip(sums, values, strict=True))
 
         def add_span(i: Array, total: _Sums) -> _Sums:
             group, start, stop = self._span(i)
+            zeros = self.zeros(self.tiling.block_k if self.one_row else self.tiling.block_m)
             if self.span <= self.tiling.block_k:
-                sums = step(start, stop, self.zeros)
+                sums = step(start, stop, zeros)
             else:
                 sums = lax.fori_loop(
                     np.int32(0),
                     np.int32(-(-self.span // self.tiling.block_k)),
                     lambda t, sums: step(start + t * np.int32(self.tiling.block_k), stop, sums),
-                    self.zeros,
+                    zeros,
                 )
+            if self.one_row:
+                sums = tuple(jnp.sum(c, 0, keepdims=True) for c in sums)
             parts = range(self.problem.parts)
             return tuple(total[p] + sums[p] * self._scale(scales, group, columns, p) for p in parts)
 
         first = pl.program_id(2) * self.spans_of_stretch
         last = jnp.minimum(first + self.spans_of_stretch, self.spans)
-        self._store(out, lax.fori_loop(first, last, add_span, self.zeros), rows)
+        self._store(out, lax.fori_loop(first, last, add_span, self.zeros(self.tiling.block_m)), rows)
 
     def _span(self, i: Array) -> tuple[Array, Array, Array]:
         """Group, first row and end of span number `i`."""

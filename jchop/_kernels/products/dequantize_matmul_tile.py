@@ -145,8 +145,8 @@ class DequantizeMatmulGpuTiling:
     """Tiles of the GPU kernel, one program each.
 
     Args:
-        block_m: rows of a tile of the product, a power of two, at least 16.
-        block_n: bytes of codes across it, which is the number of columns of each part of W; likewise.
+        block_m: rows of a tile of the product: a power of two, at least 16; or 1, without the matrix units.
+        block_n: bytes of codes across it, which is the number of columns of each part of W: a power of two, at least 16.
         block_k: rows of W in a step; likewise.
         splits: number of stretches of k, whose sums are added afterwards: it gives more programs if a product has few
             tiles.
@@ -162,10 +162,12 @@ class DequantizeMatmulGpuTiling:
     num_stages: int = 3
 
     def __post_init__(self) -> None:
-        for name, least in (("block_m", 16), ("block_n", 16), ("block_k", 16), ("num_warps", 1)):
+        for name, least in (("block_m", 1), ("block_n", 16), ("block_k", 16), ("num_warps", 1)):
             value = check_int(name, getattr(self, name), least)
             if value & (value - 1):
                 raise ValueError(f"{name}={value} must be a power of two")
+        if 1 < self.block_m < 16:
+            raise ValueError(f"block_m={self.block_m} must be 1, or at least 16")
         check_int("splits", self.splits, 1)
         check_int("num_stages", self.num_stages, 1)
 
