@@ -191,7 +191,7 @@ def test_refused_arguments(change, error, message):
     ("make", "message"),
     [
         (lambda: DequantizeMatmulTpuTiling(0, 128, 128), "block_m=0 must be an integer >= 1"),
-        (lambda: DequantizeMatmulGpuTiling(8, 16, 16), "block_m=8 must be an integer >= 16"),
+        (lambda: DequantizeMatmulGpuTiling(8, 16, 16), "block_m=8 must be 1, or at least 16"),
         (lambda: DequantizeMatmulGpuTiling(16, 48, 16), "block_n=48 must be a power of two"),
         (lambda: DequantizeMatmulGpuTiling(16, 16, 16, splits=0), "splits=0 must be an integer >= 1"),
     ],
