@@ -265,9 +265,11 @@ class Matrices:
         dims = (((2,), (2,)), ((0,), (0,)))
         return lax.dot_general(a, b, dims, precision=lax.Precision.HIGHEST, preferred_element_type=dtype)
 
-    def by_units(self, a: Array, b: Array, dtype: Any) -> Array:
-        """`dot` on a device that is no CPU."""
-        return self.dot(*((in_whole_words(a), in_whole_words(b)) if dtype == jnp.int32 else (a, b)), dtype)
+    def on_gpu(self, a: Array, b: Array, dtype: Any) -> Array:
+        """`dot` on a GPU. XLA fuses the conversion of integers with what follows, and not with the library's product."""
+        if dtype != jnp.int32:
+            return self.dot(a, b, dtype)
+        return lax.optimization_barrier(self.dot(in_whole_words(a), in_whole_words(b), dtype))
 
     def wide(self, a: Array, b: Array, dtype: Any) -> Array:
         """The sums of products of elements as numbers of a wider dtype."""
@@ -291,7 +293,7 @@ class Matrices:
 
     def run(self, on_cpu: Callable[..., Array], native: Callable[..., Array], a: Array, b: Array) -> Array:
         """Sums on a CPU, or by the units of another device; `native` takes a `dot` first."""
-        return by_platform(partial(native, self.by_units), a, b, cpu=on_cpu)
+        return by_platform(partial(native, self.on_gpu), a, b, cpu=on_cpu, tpu=partial(native, self.dot))
 
     def integers(self, a: Array, b: Array) -> Array:
         """The exact sums of int8, which int32 holds."""
