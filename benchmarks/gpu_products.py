@@ -150,6 +150,7 @@ def main() -> None:
     parser.add_argument(
         "--decode", type=int, nargs="*", default=[4096, 8192], help="sides of matrices that are decoded"
     )
+    parser.add_argument("--only", nargs="*", default=[""], help="parts of the names of programs; also bfloat16 ones")
     parser.add_argument("--depth", type=int, default=8)
     parser.add_argument("--repeat", type=int, default=9)
     parser.add_argument("--modules", type=Path, help="a folder for the compiled modules")
@@ -161,6 +162,8 @@ def main() -> None:
     cases = layers(options.side) | training(options.side)
     for side in options.decode:
         cases |= decoding(side, options.depth)
+
+    cases = {name: case for name, case in cases.items() if any(part in name for part in (*options.only, "bfloat16"))}
 
     def build(case: tuple[Callable[..., Any], tuple[Any, ...]]) -> Any:
         fun, args = case

@@ -85,4 +85,10 @@ def one_row(target: str) -> Iterator[Case]:
     ):
         fun = partial(kernels(target).dequantize_matmul, format=FORMATS[name], group=group, tiling=tiling)
         avals = arguments((1, k, n, group), FORMATS[name], "bfloat16", "float32")
-        yield Case(f"dequantize_matmul {name} (1, {k}, {n}, {group}), {tiling}", fun, avals, False, checks_of(target, n % 16 == 0))
+        yield Case(
+            f"dequantize_matmul {name} (1, {k}, {n}, {group}), {tiling}",
+            fun,
+            avals,
+            False,
+            checks_of(target, n % 16 == 0),
+        )

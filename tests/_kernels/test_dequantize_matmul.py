@@ -87,6 +87,9 @@ GPU_TILINGS = [
     ((9, 700, 20, 200), DequantizeMatmulGpuTiling(16, 16, 32, splits=9)),  # groups cut in pieces of unequal length
     ((9, 300, 20, 300), DequantizeMatmulGpuTiling(16, 16, 64, splits=64)),  # more splits than steps
     ((9, 40, 20, 3), DequantizeMatmulGpuTiling(16, 16, 16)),  # groups shorter than a step
+    ((1, 300, 70, 32), DequantizeMatmulGpuTiling(1, 64, 32, 3, 1)),  # 8 of 32 rows at a time
+    ((2, 700, 130, 200), DequantizeMatmulGpuTiling(1, 32, 64, 9, 4)),  # one row of x after the other
+    ((1, 40, 20, 3), DequantizeMatmulGpuTiling(1, 16, 16)),
 ]
 
 
