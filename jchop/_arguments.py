@@ -162,7 +162,7 @@ def run_numpy(function: Callable[[], Any], **given: Any) -> Any:
             )
     result = function()
     if has_tracer(result):
-        with jax.ensure_compile_time_eval():
+        with jax.core.eval_context():  # `ensure_compile_time_eval` would also evaluate within kernels
             result = function()
     return jax.tree.map(np.array, result)
 

@@ -98,6 +98,7 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
     """
     file = item.path.relative_to(pathlib.Path(__file__).parent).as_posix()
     few = jax.__version_info__ < (0, 12) and "slow" not in item.keywords and not file.startswith(_AS_USERS)
+    few = few and jax.default_backend() == "cpu"
     jax.config.update("jax_disable_most_optimizations", few)
     os.environ["JAX_DISABLE_MOST_OPTIMIZATIONS"] = str(int(few))  # of processes that the test starts
 

@@ -65,7 +65,7 @@ FLOORS: list[tuple[int, str]] = [
 ]
 SIBLING_FLOOR = 8
 # The rooms of the core, in order; the bodies of operations stand beside them, on top, and BELOW_ROOMS beneath.
-BELOW_ROOMS = "xla_cpu"
+BELOW_ROOMS = ("xla_cpu", "xla_gpu")
 ROOMS = ["rounding", "arithmetic", "elementary", "scaled", "scaled_float32"]
 MOST_FILES = 17  # in a folder
 
@@ -238,7 +238,7 @@ def room_of(module: str) -> int | None:
     parts = module.split(".")
     if parts[0] != "_core" or is_package(module):
         return None
-    if parts[1] == BELOW_ROOMS:
+    if parts[1] in BELOW_ROOMS:
         return -1
     return ROOMS.index(parts[1]) if len(parts) > 2 else len(ROOMS)
 

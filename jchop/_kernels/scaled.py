@@ -184,6 +184,11 @@ def blocks_only(refuses: Callable[..., str | None]) -> Callable[..., str | None]
     return run
 
 
+def _pays_on_gpu(x: Any, *arrays: Any, plan: Plan, **static: Any) -> bool:
+    """Of other scales the kernel's exact quotients take longer than XLA's (`docs/gpu.md`)."""
+    return plan.is_power
+
+
 #: Dtypes that the TPU's vector unit does not have.
 _NOT_ON_TPU = {"float16", "float64"}
 #: The longest blocks: a tile of the TPU holds at least eight blocks, a program of the GPU one.
@@ -258,7 +263,7 @@ round_scaled_op = make_op(
     "jchop_round_scaled",
     round_body,
     tpu=Kernel(_rounds(_tpu), blocks_only(refuse_tpu)),
-    gpu=Kernel(_rounds(_gpu), blocks_only(refuse_gpu)),
+    gpu=Kernel(_rounds(_gpu), blocks_only(refuse_gpu), _pays_on_gpu),
     like_first=True,
     single_cpu=partial(round_body, branch_allowed=True),
     apart=True,
@@ -269,7 +274,7 @@ quantize_scaled_op = make_op(
     "jchop_quantize_scaled",
     quantize_body,
     tpu=Kernel(_quantizes(_tpu), blocks_only(refuse_codes_tpu)),
-    gpu=Kernel(_quantizes(_gpu), blocks_only(refuse_codes_gpu)),
+    gpu=Kernel(_quantizes(_gpu), blocks_only(refuse_codes_gpu), _pays_on_gpu),
     single=False,
     single_cpu=partial(quantize_body, branch_allowed=True),
     plain=_plain_quantize,

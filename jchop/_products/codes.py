@@ -30,6 +30,7 @@ from jchop._arguments import OWN_SCOPE, own_results
 from jchop._bits import CARRIERS
 from jchop._core.rounding.grid import holds
 from jchop._core.xla_cpu import prevent_fma, with_two_rows
+from jchop._core.xla_gpu import converted_first, in_whole_words
 from jchop._kernels.primitive import by_platform
 from jchop._products.layout import Layout
 from jchop.formats import ElementFormat, FloatFormat, IntegerFormat, float8_e4m3fn, float8_e5m2
@@ -168,8 +169,8 @@ def scales_of(q: QArray) -> Array:
     kinds = kinds_of(q.spec.scaled, q.ndim, batch)
     shape = (*q.shape[:batch], *scale_shape(kinds[batch:], q.shape[batch:]))
     wide = "float64" if q.dtype == np.float64 else "float32"
-    if not isinstance(q.scale, tuple) and jnp.issubdtype(q.scale.dtype, jnp.floating):  # neither codes nor parts
-        return q.scale.astype(wide).reshape(shape or (1,))
+    if not isinstance(q.scale, tuple) and q.scale.shape == shape and q.scale.dtype.name in CARRIERS:
+        return q.scale.astype(wide)
     fmt = with_kinds(q.spec.scaled, [1 if isinstance(kind, int) else kind for kind in kinds[batch:]])
     fmt = replace(fmt, scale=q.spec.scaled.scale)
     one = q.spec.element.code_of(1)
@@ -264,6 +265,13 @@ class Matrices:
         dims = (((2,), (2,)), ((0,), (0,)))
         return lax.dot_general(a, b, dims, precision=lax.Precision.HIGHEST, preferred_element_type=dtype)
 
+    def on_gpu(self, a: Array, b: Array, dtype: Any) -> Array:
+        """`dot` on a GPU."""
+        if dtype == jnp.int32:
+            # XLA fuses the conversion of integers with what follows, but not with the library's product.
+            return lax.optimization_barrier(self.dot(in_whole_words(a), in_whole_words(b), dtype))
+        return self.dot(*(converted_first(a, b) if a.dtype == jnp.float32 else (a, b)), dtype)
+
     def wide(self, a: Array, b: Array, dtype: Any) -> Array:
         """The sums of products of elements as numbers of a wider dtype."""
         return self.dot(a.astype(dtype), b.astype(dtype), dtype)
@@ -286,7 +294,7 @@ class Matrices:
 
     def run(self, on_cpu: Callable[..., Array], native: Callable[..., Array], a: Array, b: Array) -> Array:
         """Sums on a CPU, or by the units of another device; `native` takes a `dot` first."""
-        return by_platform(partial(native, self.dot), a, b, cpu=on_cpu)
+        return by_platform(partial(native, self.on_gpu), a, b, cpu=on_cpu, tpu=partial(native, self.dot))
 
     def integers(self, a: Array, b: Array) -> Array:
         """The exact sums of int8, which int32 holds."""

@@ -17,6 +17,8 @@ from jchop._bits import CARRIERS
 from jchop._checks import as_numpy
 from jchop._core.elementary import pairs
 from jchop._core.elementary.pairs import Pair
+from jchop._core.xla_gpu import in_whole_words
+from jchop._kernels.primitive import by_platform
 from jchop._settings import compiled
 from jchop.gradients import CustomJvp
 from jchop.math._matmul import check_shapes
@@ -170,7 +172,7 @@ def _with_special(total: tuple[Array, ...], a: Array, b: Array) -> tuple[Array, 
     right = [(b_sign, b_inf, none, none), (abs(b_sign), abs(b_inf), none, none), (one, b_nan, b_zero, abs(b_inf))]
     columns = jnp.stack([jnp.concatenate(parts, -1) for parts in left], -3)
     rows = jnp.stack([jnp.concatenate(parts, -2) for parts in right], -3)
-    counts = jnp.matmul(columns, rows, preferred_element_type=jnp.int32)
+    counts = _products(columns, rows)
     # The infinite terms, of which those of unlike signs cancel; their number; the number of terms that are NaN.
     infinite, terms, nothing = (counts[..., i, :, :] for i in range(3))
     special = jnp.where(infinite < 0, -jnp.inf, jnp.inf).astype(total[0].dtype)
@@ -235,11 +237,20 @@ def _sum_of_products(left: Array, right: Array, count: int, pair: bool) -> tuple
         a, b = (lax.dynamic_index_in_dim(v, n, keepdims=False) for v, n in ((left, i), (right, j)))
         for start in range(0, max(a.shape[-1], 1), _EXACT):
             stop = start + _EXACT
-            whole = jnp.matmul(a[..., start:stop], b[..., start:stop, :], preferred_element_type=jnp.int32)
+            whole = _products(a[..., start:stop], b[..., start:stop, :])
             total = _added(total, _as_numbers(whole, unit, pair))
         return total, None
 
     return lax.scan(add, (zero, zero) if pair else (zero,), (jnp.asarray(order), jnp.asarray(units)))[0]
+
+
+def _products(a: Array, b: Array) -> Array:
+    """The product of matrices of int8, exact in int32."""
+
+    def multiplied(a: Array, b: Array) -> Array:
+        return jnp.matmul(a, b, preferred_element_type=jnp.int32)
+
+    return by_platform(lambda a, b: multiplied(in_whole_words(a), in_whole_words(b, -2)), a, b, cpu=multiplied)
 
 
 def _as_numbers(whole: Array, unit: Array, pair: bool) -> tuple[Array, ...]:

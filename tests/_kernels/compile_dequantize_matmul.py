@@ -67,7 +67,28 @@ def cases(target: str) -> Iterator[Case]:
         text = f"dequantize_matmul {name} {shape} {dtype}, scales {scale_dtype}{', x64' if x64 else ''}"
         checks = checks_of(target, shape[1] % 16 == shape[2] % 16 == 0)
         yield Case(text, fun, arguments(shape, FORMATS[name], dtype, scale_dtype), x64, checks)
+    if not is_tpu(target):
+        yield from one_row(target)
     for name, format in (("int2", IntegerFormat(2)), ("float4_e2m1fn", float4_e2m1fn)):
         fun = partial(run, format=format, group=32)
         avals = arguments((16, 1000, 515, 32), format, "bfloat16", "float32")
         yield Case(f"dequantize_matmul {name}, x64", fun, avals, True, checks_of(target, False))
+
+
+def one_row(target: str) -> Iterator[Case]:
+    """Without the matrix units: spans longer than a step and shorter, ragged ones."""
+    from jchop._kernels.products.dequantize_matmul_tile import DequantizeMatmulGpuTiling
+
+    for name, (k, n, group), tiling in (
+        ("int4", (4096, 4096, 128), DequantizeMatmulGpuTiling(1, 128, 16, 16)),
+        ("int8", (1000, 515, 100), DequantizeMatmulGpuTiling(1, 64, 32, 3)),
+    ):
+        fun = partial(kernels(target).dequantize_matmul, format=FORMATS[name], group=group, tiling=tiling)
+        avals = arguments((1, k, n, group), FORMATS[name], "bfloat16", "float32")
+        yield Case(
+            f"dequantize_matmul {name} (1, {k}, {n}, {group}), {tiling}",
+            fun,
+            avals,
+            False,
+            checks_of(target, n % 16 == 0),
+        )

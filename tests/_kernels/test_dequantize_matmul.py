@@ -87,6 +87,9 @@ GPU_TILINGS = [
     ((9, 700, 20, 200), DequantizeMatmulGpuTiling(16, 16, 32, splits=9)),  # groups cut in pieces of unequal length
     ((9, 300, 20, 300), DequantizeMatmulGpuTiling(16, 16, 64, splits=64)),  # more splits than steps
     ((9, 40, 20, 3), DequantizeMatmulGpuTiling(16, 16, 16)),  # groups shorter than a step
+    ((1, 300, 70, 32), DequantizeMatmulGpuTiling(1, 64, 32, 3, 1)),  # 8 of 32 rows at a time
+    ((2, 700, 130, 200), DequantizeMatmulGpuTiling(1, 32, 64, 9, 4)),  # one row of x after the other
+    ((1, 40, 20, 3), DequantizeMatmulGpuTiling(1, 16, 16)),
 ]
 
 
@@ -191,7 +194,7 @@ def test_refused_arguments(change, error, message):
     ("make", "message"),
     [
         (lambda: DequantizeMatmulTpuTiling(0, 128, 128), "block_m=0 must be an integer >= 1"),
-        (lambda: DequantizeMatmulGpuTiling(8, 16, 16), "block_m=8 must be an integer >= 16"),
+        (lambda: DequantizeMatmulGpuTiling(8, 16, 16), "block_m=8 must be 1, or at least 16"),
         (lambda: DequantizeMatmulGpuTiling(16, 48, 16), "block_n=48 must be a power of two"),
         (lambda: DequantizeMatmulGpuTiling(16, 16, 16, splits=0), "splits=0 must be an integer >= 1"),
     ],

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from functools import lru_cache
@@ -84,6 +85,21 @@ def pick_level(value: Array, thresholds: np.ndarray, choices: np.ndarray) -> Arr
     for least, choice in zip(thresholds, choices[1:], strict=True):
         result = _bits.where(value >= int(least), jnp.full_like(value, int(choice)), result)
     return result
+
+
+def pick_code(codes: Array, table: Sequence[int], bits: int) -> Array:
+    """``table[code]`` for codes of a few bits, by a selection for each pair; beyond the table its last number."""
+    full = [*table, *[table[-1]] * (2**bits - len(table))][: 2**bits]
+
+    def pick(part: list[int], bit: int) -> Array | int:
+        if len(set(part)) == 1:
+            return part[0]
+        low, high = pick(part[: len(part) // 2], bit - 1), pick(part[len(part) // 2 :], bit - 1)
+        return _bits.where(is_set[bit], *(jnp.full_like(codes, v) if isinstance(v, int) else v for v in (high, low)))
+
+    is_set = [(codes & (1 << bit)) != 0 for bit in range(bits)]
+    found = pick(full, bits - 1)
+    return jnp.full_like(codes, found) if isinstance(found, int) else found
 
 
 def _search(value: Array, thresholds: np.ndarray, choices: np.ndarray) -> Array:

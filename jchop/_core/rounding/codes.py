@@ -88,7 +88,7 @@ def decode_elements(codes: Array, fmt: ElementFormat, carrier: Carrier) -> Array
     if len(table) > codebooks.COMPARE_ALL:
         bits = take(jnp.asarray(table), jnp.minimum(codes, len(table) - 1))
     else:
-        bits = codebooks.pick_level(codes, np.arange(1, len(table), dtype=carrier.work), table)
+        bits = codebooks.pick_code(codes, [int(pattern) for pattern in table], fmt.bits)
     return _bits.join(jnp.zeros_like(bits), bits, carrier)
 
 
@@ -128,6 +128,8 @@ def _decode_float(codes: Array, fmt: FloatFormat, carrier: Carrier) -> Array:
     width = fmt.bits - fmt.signed
     code = codes & _bits.low_mask(width)
     drop, lag = carrier.fraction - fmt.frac_bits, carrier.bias - fmt.bias
+    if _is_short(fmt, carrier):
+        return _decode_short_float(codes, code, fmt, carrier)
     if _all_normal(fmt, carrier):
         magnitude = _shifted(code, -drop) + (lag << carrier.fraction)
         small = _scaled(code, fmt.emin - fmt.frac_bits, carrier)
@@ -152,6 +154,30 @@ def _decode_float(codes: Array, fmt: FloatFormat, carrier: Carrier) -> Array:
             magnitude = _bits.where(negative & (code == 0), carrier.nan, magnitude)
             sign = _bits.where(code == 0, 0, sign)
     return _bits.join(sign.astype(carrier.work), magnitude.astype(carrier.work), carrier)
+
+
+def _is_short(fmt: FloatFormat | UniformFormat, carrier: Carrier) -> bool:
+    """Whether float32 or float64 has all values as normal numbers, and adds the ends of the format exactly."""
+    if isinstance(fmt, FloatFormat) and not (fmt.zero and fmt.subnormals and fmt.nans != "negative_zero"):
+        return False
+    return carrier.width >= 32 and fmt.bits < carrier.fraction and _all_normal(fmt, carrier)
+
+
+def _decode_short_float(codes: Array, code: Array, fmt: FloatFormat, carrier: Carrier) -> Array:
+    """`_decode_float` in a few operations: a subnormal number is 1.f times the least normal number, minus that."""
+    drop, lag = carrier.fraction - fmt.frac_bits, carrier.bias - fmt.bias
+    bits = (code << drop) + (lag << carrier.fraction)
+    above = lax.bitcast_convert_type(bits + (1 << carrier.fraction), jnp.dtype(carrier.name))
+    small = lax.bitcast_convert_type(above - jnp.asarray(2.0**fmt.emin, above.dtype), carrier.work)
+    bits = _bits.where(code < 1 << fmt.frac_bits, small, bits)
+    if fmt.has_inf:
+        bits = _bits.where(code == fmt.inf_code, carrier.inf, bits)
+    if fmt.signed:
+        bits = bits | ((codes << carrier.work_width - fmt.bits) & carrier.sign_bit)
+    if fmt.max_code != _bits.low_mask(fmt.bits - fmt.signed):
+        unused = code > fmt.max_code
+        bits = _bits.where(unused & (code != fmt.inf_code) if fmt.has_inf else unused, carrier.nan, bits)
+    return lax.bitcast_convert_type(bits, jnp.dtype(carrier.name))
 
 
 def _all_normal(fmt: FloatFormat | UniformFormat, carrier: Carrier) -> bool:
@@ -184,6 +210,13 @@ def _encode_uniform(sign: Array, magnitude: Array, fmt: UniformFormat, carrier: 
 
 def _decode_uniform(codes: Array, fmt: UniformFormat, carrier: Carrier) -> Array:
     spare = carrier.work_width - fmt.bits
+    if _is_short(fmt, carrier) and not (fmt.signed and fmt.min_code > -(1 << fmt.bits - 1)):
+        # 2^fraction + code, minus that power of two, is a number without a conversion, which takes longer.
+        lead, sign = 1 << carrier.fraction, (1 << fmt.bits - 1) if fmt.signed else 0
+        lifted = codes ^ sign | (carrier.bias + carrier.fraction << carrier.fraction)
+        number = lax.bitcast_convert_type(lifted, jnp.dtype(carrier.name))
+        number = number - jnp.asarray(float(lead + sign), number.dtype)
+        return number * jnp.asarray(2.0**-fmt.frac_bits, number.dtype) if fmt.frac_bits else number
     count = (codes << spare) >> spare if fmt.signed else codes
     size = jnp.abs(count)
     if _all_normal(fmt, carrier):

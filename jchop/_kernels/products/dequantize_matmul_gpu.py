@@ -3,10 +3,14 @@
 A program computes one tile of the product, over all of k or a stretch of it, in a loop: it loads a few rows of codes,
 decodes them in registers and multiplies. Each part of W has its own sums, which are interleaved in registers at the
 end. Every load and store is masked.
+
+For one row of x there is no work for the matrix units: numbers are multiplied one by one, and each thread keeps its own
+sums of all its rows of W, which are added at the end.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,6 +22,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plt
 
 from jchop._core.arithmetic.dequantize_matmul import decode_parts, multiply
+from jchop._kernels.products.dequantize_matmul_ptx import OPERANDS, assembly_of
 from jchop._kernels.products.dequantize_matmul_tile import DequantizeMatmulGpuTiling, Problem
 from jchop.formats import ElementFormat
 
@@ -51,7 +56,8 @@ def dequantize_matmul(
     if not m * n * problem.k:
         return jnp.zeros((m, n), x.dtype)
     tiling = tiling or DequantizeMatmulGpuTiling.for_shape(problem)
-    tile = _Tile(problem, tiling, format, n)
+    asm = None if interpret else assembly_of(format)
+    tile = _Tile(problem, tiling, format, n, asm)
     y = pl.pallas_call(
         tile.kernel,
         out_shape=jax.ShapeDtypeStruct(
@@ -79,6 +85,7 @@ class _Tile:
     tiling: DequantizeMatmulGpuTiling
     format: ElementFormat
     n: int
+    asm: Sequence[str] | None = None
 
     @property
     def span(self) -> int:
@@ -105,19 +112,42 @@ class _Tile:
         return -(-self.spans // self.spans_of_stretch)
 
     @property
+    def one_row(self) -> bool:
+        return self.tiling.block_m == 1
+
+    @property
+    def rows(self) -> int:
+        """Rows of the sums. For one row of x these are rows of W, 16 bytes of codes for each thread."""
+        if not self.one_row:
+            return self.tiling.block_m
+        return min(max(512 * self.tiling.num_warps // self.tiling.block_n, 1), self.tiling.block_k)
+
+    @property
     def zeros(self) -> _Sums:
-        return (jnp.zeros((self.tiling.block_m, self.tiling.block_n), jnp.float32),) * self.problem.parts
+        return (jnp.zeros((self.rows, self.tiling.block_n), jnp.float32),) * self.problem.parts
 
     def kernel(self, x: Any, codes: Any, scales: Any, out: Any) -> None:
-        rows = pl.program_id(0) * self.tiling.block_m + lax.iota(jnp.int32, self.tiling.block_m)
+        row = pl.program_id(0)
+        rows = row * self.tiling.block_m + lax.iota(jnp.int32, self.tiling.block_m)
         columns = pl.program_id(1) * self.tiling.block_n + lax.iota(jnp.int32, self.tiling.block_n)
 
-        def step(start: Array, stop: Array, sums: _Sums) -> _Sums:
-            """The sums plus the products of `block_k` rows of W from `start` on; rows from `stop` on are excluded."""
+        def of_row(start: Array, stop: Array, sums: _Sums) -> _Sums:
+            ks = [
+                start + lax.iota(jnp.int32, self.rows) + np.int32(i) for i in range(0, self.tiling.block_k, self.rows)
+            ]
+            xs = [plt.load(x.at[row, k], mask=k < stop, other=0).astype(jnp.float32)[:, None] for k in ks]
+            for factors, packed in zip(xs, [self._codes(codes, k, columns, stop) for k in ks], strict=True):
+                sums = self._multiply_one_by_one(factors, packed, sums)
+            return sums
+
+        def of_rows(start: Array, stop: Array, sums: _Sums) -> _Sums:
             ks = start + lax.iota(jnp.int32, self.tiling.block_k)
             xs = _load(x, rows, ks, self.problem.m, stop)
-            values = decode_parts(_load(codes, ks, columns, stop, self.problem.width), self.format, xs.dtype)
+            values = decode_parts(self._codes(codes, ks, columns, stop), self.format, xs.dtype)
             return tuple(c + multiply(xs, part) for c, part in zip(sums, values, strict=True))
+
+        #: The sums plus the products of `block_k` rows of W from `start` on; rows from `stop` on are excluded.
+        step = of_row if self.one_row else of_rows
 
         def add_span(i: Array, total: _Sums) -> _Sums:
             group, start, stop = self._span(i)
@@ -135,7 +165,24 @@ class _Tile:
 
         first = pl.program_id(2) * self.spans_of_stretch
         last = jnp.minimum(first + self.spans_of_stretch, self.spans)
-        self._store(out, lax.fori_loop(first, last, add_span, self.zeros), rows)
+        total = lax.fori_loop(first, last, add_span, self.zeros)
+        self._store(out, tuple(jnp.sum(c, 0, keepdims=True) for c in total) if self.one_row else total, rows)
+
+    def _codes(self, codes: Any, ks: Array, columns: Array, stop: Array) -> Array:
+        return _load(codes, ks, columns, stop, self.problem.width)
+
+    def _multiply_one_by_one(self, xs: Array, packed: Array, sums: _Sums) -> _Sums:
+        """The sums plus each number of a column times the values of the codes in its row."""
+        if self.asm is None:
+            values = decode_parts(packed, self.format, xs.dtype)
+            return tuple(c + xs * part for c, part in zip(sums, values, strict=True))
+        xs = jnp.broadcast_to(xs, packed.shape)
+        part = jax.ShapeDtypeStruct(packed.shape, jnp.float32)
+        how: Any = {"constraints": OPERANDS, "pack": 4, "result_shape_dtypes": [part]}
+        return tuple(
+            plt.elementwise_inline_asm(asm, args=[packed, xs, c], **how)[0]
+            for asm, c in zip(self.asm, sums, strict=True)
+        )
 
     def _span(self, i: Array) -> tuple[Array, Array, Array]:
         """Group, first row and end of span number `i`."""

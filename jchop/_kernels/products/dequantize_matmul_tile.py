@@ -145,8 +145,8 @@ class DequantizeMatmulGpuTiling:
     """Tiles of the GPU kernel, one program each.
 
     Args:
-        block_m: rows of a tile of the product, a power of two, at least 16.
-        block_n: bytes of codes across it, which is the number of columns of each part of W; likewise.
+        block_m: rows of a tile of the product: a power of two, at least 16; or 1, without the matrix units.
+        block_n: bytes of codes across it, which is the number of columns of each part of W: a power of two, at least 16.
         block_k: rows of W in a step; likewise.
         splits: number of stretches of k, whose sums are added afterwards: it gives more programs if a product has few
             tiles.
@@ -162,10 +162,12 @@ class DequantizeMatmulGpuTiling:
     num_stages: int = 3
 
     def __post_init__(self) -> None:
-        for name, least in (("block_m", 16), ("block_n", 16), ("block_k", 16), ("num_warps", 1)):
+        for name, least in (("block_m", 1), ("block_n", 16), ("block_k", 16), ("num_warps", 1)):
             value = check_int(name, getattr(self, name), least)
             if value & (value - 1):
                 raise ValueError(f"{name}={value} must be a power of two")
+        if 1 < self.block_m < 16:
+            raise ValueError(f"block_m={self.block_m} must be 1, or at least 16")
         check_int("splits", self.splits, 1)
         check_int("num_stages", self.num_stages, 1)
 
@@ -177,6 +179,8 @@ class DequantizeMatmulGpuTiling:
         until the programs fill the chip. With many rows, a large tile decodes each code for more rows, and sums of
         stretches would cost more than idle multiprocessors.
         """
+        if problem.m == 1:
+            return cls._for_one_row(problem)
         tiles = _GPU_TILES["float32" if problem.itemsize == 4 else "bfloat16"]
         rows, columns, depth, warps = next((tile for tile in tiles if problem.m <= tile[0]), tiles[-1])
         depth = max(depth // 4, 16) if problem.selects else depth
@@ -185,6 +189,14 @@ class DequantizeMatmulGpuTiling:
         wanted = _PROGRAMS if problem.m <= 64 else _PROGRAMS // 2
         splits = min(wanted // programs, problem.k // (_STEPS_OF_A_SPLIT * block_k))
         return cls(rows, block_n, block_k, max(splits, 1), warps)
+
+    @classmethod
+    def _for_one_row(cls, problem: Problem) -> DequantizeMatmulGpuTiling:
+        """A warp reads 512 bytes of a row of W, and each thread 16 bytes of several rows, before it multiplies."""
+        block_n = min(512, _power(problem.width))
+        block_k = min(64, _power(problem.group))
+        splits = min(_PROGRAMS // -(-problem.width // block_n), -(-problem.k // block_k))
+        return cls(1, block_n, block_k, max(splits, 1), 8, 1)
 
 
 #: Rows and columns of a tile of the product, rows of W in a step, and warps. float32 products run in the ordinary units

@@ -154,7 +154,7 @@ class _Windows(Matrices):
 
     def _as_matrices(self, a: Array, b: Array, dtype: Any) -> Array:
         left = self.geometry.patches(a.reshape(*a.shape[:-2], -1), self.places)
-        y = Matrices().dot(_rows(left, a.shape[-2]), _kernel_rows(b), dtype)
+        y = Matrices().on_gpu(_rows(left, a.shape[-2]), _kernel_rows(b), dtype)
         return _from_rows(y, self.shape(a, b))
 
 

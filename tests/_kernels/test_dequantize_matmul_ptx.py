@@ -1,0 +1,85 @@
+"""PTX that decodes and multiplies codes, run by a small interpreter: every code of every place in a word."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+
+import numpy as np
+import pytest
+
+from jchop._kernels.products.dequantize_matmul_ptx import OPERANDS, assembly_of
+from jchop.formats import FloatFormat, IntegerFormat, float4_e2m1fn, float8_e4m3fn
+
+FORMATS = [IntegerFormat(4), IntegerFormat(8), IntegerFormat(4, signed=False), IntegerFormat(8, signed=False)]
+
+
+def run(assembly: str, word: int, xs: Sequence[float], sums: Sequence[float]) -> list[float]:
+    """The four sums: integers of 32 bits and float32 numbers, each rounded once."""
+    registers: dict[str, int] = {"$4": word}
+    for i, value in enumerate((*xs, *sums)):
+        registers[f"${5 + i}"] = int(np.float32(value).view(np.uint32))
+
+    def read(name: str) -> int:
+        if name in registers:
+            return registers[name]
+        return int(name[2:], 16) if name.startswith("0f") else int(name, 0)
+
+    def real(name: str) -> np.float64:
+        return np.float64(np.uint32(read(name)).view(np.float32))
+
+    for line in re.findall(r"([a-z0-9.]+) ([^;{}]+);", assembly):
+        name, (to, *given) = line[0], [part.strip() for part in line[1].split(",")]
+        if name == ".reg":
+            continue
+        if name.endswith("f32"):
+            a, *rest = map(real, given)
+            # Products of these numbers, and their sums, are exact in float64.
+            value = {"add.f32": lambda: a + rest[0], "mul.f32": lambda: a * rest[0]}.get(
+                name, lambda: a * rest[0] + rest[1]
+            )
+            registers[to] = int(np.float32(value()).view(np.uint32))
+        elif name == "prmt.b32":
+            low, high, choice = map(read, given)
+            every = (high << 32 | low).to_bytes(8, "little")
+            registers[to] = int.from_bytes(bytes(every[choice >> 4 * i & 7] for i in range(4)), "little")
+        else:
+            a, *rest = map(read, given)
+            registers[to] = {
+                "mov.b32": lambda: a,
+                "xor.b32": lambda: a ^ rest[0],
+                "and.b32": lambda: a & rest[0],
+                "or.b32": lambda: a | rest[0],
+                "shr.b32": lambda: a >> rest[0],
+                "shl.b32": lambda: a << rest[0] & 0xFFFFFFFF,
+            }[name]()
+    return [float(real(f"${i}")) for i in range(4)]
+
+
+@pytest.mark.parametrize("fmt", [*FORMATS, float4_e2m1fn], ids=str)
+def test_values(fmt: IntegerFormat | FloatFormat) -> None:
+    assemblies, bits = assembly_of(fmt), fmt.bits
+    assert assemblies is not None and len(assemblies) == 8 // bits
+    rng = np.random.default_rng(0)
+    for first in range(256):
+        word = [first, *rng.integers(0, 256, 3)]
+        word = word[first % 4 :] + word[: first % 4]  # so that each byte has each value
+        xs, sums = rng.integers(-99, 100, 4), rng.integers(-99, 100, 4)
+        for part, assembly in enumerate(assemblies):
+            codes = [int(byte) >> bits * part & (1 << bits) - 1 for byte in word]
+            wanted = [c + x * float(fmt.decode(code)) for code, x, c in zip(codes, xs, sums, strict=True)]
+            packed = int.from_bytes(bytes(map(int, word)), "little")
+            assert run(assembly, packed, list(map(float, xs)), list(map(float, sums))) == wanted
+
+
+def test_zeros_have_their_signs() -> None:
+    (low, _) = assembly_of(float4_e2m1fn) or ("", "")
+    assert np.signbit(run(low, 0x08000800, [1] * 4, [-0.0] * 4)).tolist() == [False, True, False, True]
+
+
+def test_other_formats_have_none() -> None:
+    assert assembly_of(float8_e4m3fn) is None and assembly_of(IntegerFormat(4, narrow=True)) is None
+
+
+def test_results_are_written_before_all_arguments_are_read() -> None:
+    assert OPERANDS.split(",")[:4] == ["=&f"] * 4 and len(OPERANDS.split(",")) == 13
