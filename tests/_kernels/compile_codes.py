@@ -135,9 +135,9 @@ def weights_alone(target: str) -> Iterator[Case]:
 def one_token(target: str) -> Iterator[Case]:
     """A step of decoding."""
     w, x = (jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in ((4096, 4096), (1, 4096)))
-    for weight in ("int4(group=128)", "nf4(group=128)"):
+    for weight in ("int4(group=128)", "int4(group=128,scale=bfloat16)", "nf4(group=128)"):
         low = jc.quantize_fn(lambda w, x: x @ w, jc.Rule(weight=weight, product="codes"))
-        checks = ("vmem",) if is_tpu(target) else ("masked", "spills")
+        checks = ("vmem", "moved") if is_tpu(target) else ("masked", "spills", "moved")
         yield Case(f"{weight} weights alone, one row of 4096", low, (low.pack(w, x), x), checks=checks)
 
 

@@ -16,6 +16,7 @@ import argparse
 import functools
 import importlib.util
 import json
+import math
 import os
 import re
 import shutil
@@ -147,6 +148,7 @@ class Compiled:
     lowered: str
     dumps: Path
     optimized: str = ""  # XLA's module
+    given: int = 0  # bytes of all arguments
 
     @functools.cached_property
     def products(self) -> list[tuple[str, str, str]]:
@@ -173,6 +175,25 @@ class Compiled:
         return "; ".join(sorted(found)) or "nothing"
 
     @functools.cached_property
+    def moved(self) -> int:
+        """Bytes that the program moves in memory: each operation reads its operands and writes its result once.
+
+        Not counted are what the pieces of a kernel read again, which caches hold, and arrays in the memory of a chip,
+        `S(1)`.
+        """
+        entry = self.optimized[self.optimized.index("\nENTRY") :].partition("\n}")[0]
+        sizes: dict[str, int] = {}
+        total = 0
+        for name, kind, operation, rest in re.findall(r"%([\w.-]+) = (\(?.*?) ([\w-]+)\((.*)", entry):
+            given = [sizes[operand] for operand in re.findall(r"%([\w.-]+)", rest.split("), ")[0]) if operand in sizes]
+            parts = [_bytes(*part) for part in re.findall(r"([a-z]\w*)\[([\d,]*)\](\S*)", kind)]
+            if operation.endswith("-start"):  # the other parts are its operand, and a flag
+                parts = parts[:1]
+            sizes[name] = sum(given) if operation in _NOTHING_MOVED else sum(parts)
+            total += 0 if operation in (*_NOTHING_MOVED, "parameter", "constant") else sum(given) + sizes[name]
+        return total
+
+    @functools.cached_property
     def triton(self) -> dict[str, str]:
         """The first form of every Triton kernel's module, by the kernel's name."""
         found = {}
@@ -185,6 +206,15 @@ class Compiled:
         """The PTX files that hold Triton kernels."""
         entries = {path: _ENTRY.findall(path.read_text()) for path in sorted(self.dumps.glob("*.ptx"))}
         return [path for path, names in entries.items() if set(names) & set(self.triton)]
+
+
+_NOTHING_MOVED = ("bitcast", "tuple", "get-tuple-element", "copy-done")
+
+
+def _bytes(kind: str, shape: str, layout: str) -> int:
+    """Of an array in memory."""
+    bits = 8 if kind == "pred" else int(re.findall(r"\d+", kind)[0])
+    return 0 if "S(1)" in layout else math.prod(map(int, filter(None, shape.split(",")))) * bits // 8
 
 
 _DTYPES = {"s": "int", "u": "uint", "f": "float", "bf": "bfloat"}
@@ -284,6 +314,16 @@ def _check_machine_code(kinds: tuple[str, ...], compiled: Compiled) -> _Findings
     return found, wrong or ([] if found else ["no product of a unit was found in the PTX"])
 
 
+def _check_moved(compiled: Compiled) -> _Findings:
+    """The program moves hardly more than its arguments."""
+    ratio = compiled.moved / compiled.given
+    finding = f"moves {ratio:.3f} of its arguments"
+    return [finding], [finding] if ratio > _MOST_MOVED else []
+
+
+_MOST_MOVED = 1.15
+
+
 def _tell_products(compiled: Compiled) -> _Findings:
     """The cell of the table of products."""
     return [f"{TOLD}{compiled.multiplied}"], []
@@ -299,6 +339,7 @@ CHECKS: dict[str, Callable[[Compiled], _Findings]] = {
     "vmem": _check_vmem,
     "integer machine code": functools.partial(_check_machine_code, ("s8", "u8")),
     "integer units": functools.partial(_check_units, ("s8", "u8")),
+    "moved": _check_moved,
     "told": _tell_products,
     "float8 units": functools.partial(_check_units, ("f8e4m3fn", "f8e5m2")),
 }
@@ -362,13 +403,21 @@ def _compile(case: Case, chip: Any, gpu: bool) -> Result:
             options = {"xla_dump_to": folder, **_DUMP}
         try:
             lowered, optimized, memory = _lower_and_compile(case, chip, options)
-            checked = [CHECKS[check](Compiled(lowered, Path(folder), optimized)) for check in case.checks]
+            given = sum(leaf.size * leaf.dtype.itemsize for leaf in _leaves(case.avals))
+            compiled = Compiled(lowered, Path(folder), optimized, given)
+            checked = [CHECKS[check](compiled) for check in case.checks]
         except Exception as error:  # whatever it is, it is what the report is about
             lines = f"{type(error).__name__}: {error}".splitlines()
             return Result(case.name, "\n".join(lines[:12])[:2000], time.perf_counter() - begun)
     findings = tuple(finding for found, _ in checked for finding in found)
     faults = [fault for _, found in checked for fault in found]
     return Result(case.name, "; ".join(faults) or None, time.perf_counter() - begun, memory, findings)
+
+
+def _leaves(avals: Any) -> list[Any]:
+    import jax
+
+    return jax.tree.leaves(avals)
 
 
 def _lower_and_compile(case: Case, chip: Any, options: dict[str, Any]) -> tuple[str, str, dict[str, int]]:

@@ -192,12 +192,14 @@ def _fits(x: Array, w: Coded, dtype: Any) -> bool:
 
 def _by_kernel(x: Array, w: Coded, dtype: Any) -> Array:
     assert w.stored is not None and w.stored.spec.scaled is not None
-    (count, columns), given = w.stored.shape, scales_of(w.stored)
+    (count, columns), given, kept = w.stored.shape, scales_of(w.stored), w.stored.scale
+    narrow = not isinstance(kept, tuple) and kept.dtype == jnp.bfloat16 and kept.shape == given.shape
+    given = kept if narrow else given.astype(jnp.float32)  # a kernel widens what it has read
     group = count if w.block is None else min(w.block, count)
     codes = lax.bitcast_convert_type(w.stored.qvalue, jnp.uint8)
     # Not of `w.scale`: a TPU would write a scale for each element.
     along = (OWN, kinds_of(w.stored.spec.scaled, 2)[1])
-    scales = expand(given.astype(jnp.float32), along, (given.shape[0], columns))
+    scales = expand(given, along, (given.shape[0], columns))
     scales = jnp.broadcast_to(scales, (-(-count // group), columns))
     x = x.astype(jnp.promote_types(x.dtype, dtype))
     return dequantize_matmul(x, codes, scales, format=w.stored.spec.element, group=group).astype(dtype)

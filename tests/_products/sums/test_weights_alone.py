@@ -95,6 +95,7 @@ def test_the_kernel_takes_stored_codes() -> None:
         "mxfp8_e4m3(axis=0)",
         "nvfp4(axis=0)",
         "nf4(group=16,axis=0)",
+        "int4(group=16,axis=0,scale=bfloat16)",
     ):
         stored = jc.quantize(jax.random.normal(jax.random.key(0), (64, 12)), text)
         block = None if "all" in text else 32 if "mx" in text else 16
