@@ -192,8 +192,8 @@ class DequantizeMatmulGpuTiling:
 
     @classmethod
     def _for_one_row(cls, problem: Problem) -> DequantizeMatmulGpuTiling:
-        """A warp reads 512 bytes of a row of W, and each thread 16 bytes of several rows, before it multiplies."""
-        block_n = min(512, _power(problem.width))
+        """A warp reads 256 bytes of two rows of W, and each thread 16 bytes of several rows, before it multiplies."""
+        block_n = min(256, _power(problem.width))
         block_k = min(64, _power(problem.group))
         splits = min(_PROGRAMS // -(-problem.width // block_n), -(-problem.k // block_k))
         return cls(1, block_n, block_k, max(splits, 1), 8, 1)
