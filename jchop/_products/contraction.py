@@ -150,7 +150,7 @@ def _operands_by_codes(
         own = in_own_shape(laid, right, w.shape)
         weight = codes_of(laid, right, w.shape) if own is None else parts_of(own)
     if weight is None:
-        return first, coded(right.lay(w), how.right, keys.right)
+        return first, replace(coded(right.lay(w), how.right, keys.right), stored=None)  # not in the shape of w
     assert how.right is not None
     laid = replace(
         weight.moved(right.lay), block=block_of(how.right, right.ndim), stored=weight.stored, shift=weight.shift

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -50,6 +51,16 @@ def test_layers_train_and_serve_the_same_numbers(name: str, rule: str) -> None:
     if name != "MultiHeadAttention":
         served = jc.nn.quantize(model, given, mode="ptq", inputs=(X,))
         np.testing.assert_array_equal(run(served, X), y)
+
+
+@pytest.mark.parametrize("weight", ["int8(group=4)", "int4(group=all)"])
+def test_a_square_layer_trains_and_serves_the_same_numbers(weight: str) -> None:
+    """Its matrix and the transpose have one shape."""
+    layer, x = nnx.Linear(8, 8, rngs=nnx.Rngs(0)), X[..., :8]
+    rule = jc.Rule(weight=weight, activation=ROW, product="codes")
+    trained, packed = (jc.nn.quantize(layer, rule, mode=mode)(x) for mode in ("qat", "ptq"))  # type: ignore[arg-type]
+    np.testing.assert_array_equal(trained, packed)
+    np.testing.assert_allclose(trained, jc.nn.quantize(layer, replace(rule, product="float"))(x), rtol=1e-4, atol=1e-5)
 
 
 def test_the_product_of_a_layer_is_of_integers() -> None:
