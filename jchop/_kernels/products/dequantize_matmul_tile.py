@@ -186,9 +186,9 @@ class DequantizeMatmulGpuTiling:
         rows, columns, depth, warps = next((tile for tile in tiles if problem.m <= tile[0]), tiles[-1])
         depth = max(depth // 4, 16) if problem.selects else depth
         block_n, block_k = max(min(columns // problem.parts, 128), 16), min(depth, _power(problem.group))
-        programs = -(-problem.m // rows) * -(-problem.width // block_n)
-        wanted = _PROGRAMS if problem.m <= 64 else _PROGRAMS // 2
-        splits = min(wanted // programs, problem.k // (_STEPS_OF_A_SPLIT * block_k))
+        if problem.m > rows:
+            return cls(rows, block_n, block_k, 1, warps)
+        splits = min(_PROGRAMS // -(-problem.width // block_n), problem.k // (_STEPS_OF_A_SPLIT * block_k))
         return cls(rows, block_n, block_k, max(splits, 1), warps)
 
     @classmethod
