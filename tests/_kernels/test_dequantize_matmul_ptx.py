@@ -22,7 +22,7 @@ REAL: dict[str, Callable[..., np.float64]] = {
     "fma.rn.f32": lambda a, b, c: a * b + c,
 }
 WHOLE: dict[str, Callable[..., int]] = {
-    "mov.b32": operator.pos,
+    "mov.b32": int,
     "xor.b32": operator.xor,
     "and.b32": operator.and_,
     "or.b32": operator.or_,
