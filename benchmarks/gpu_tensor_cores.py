@@ -3,9 +3,9 @@
     python benchmarks/gpu_tensor_cores.py                # the unit of the GPU at hand
     python benchmarks/gpu_tensor_cores.py --unit ampere  # compared with another one
 
-Each product runs through XLA, through PyTorch and through one warp of `mma.sync` (CuPy), where these are installed. A
-table says what `jc.probe` finds, and how many results differ from the model's for each length of the sum. Data are normal numbers, and
-numbers of very different magnitudes.
+Each product runs through XLA, through PyTorch, and in one warp by `mma.sync` (CuPy), where these are installed. A table
+says what `jc.probe` finds, and how many results are not the model's, for each length of the sum: of normal numbers, and
+of numbers of very different magnitudes.
 """
 
 from __future__ import annotations
@@ -30,54 +30,36 @@ FORMATS = {"fp16": "float16", "bf16": "bfloat16", "fp8": "float8_e4m3fn", "tf32"
 LENGTHS = (32, 64, 128, 256, 1024)
 SIDE = 128
 
+#: One warp for 16 x 8 results: LENGTH numbers of the sum at a time, of BYTES bytes each.
 MMA = r"""
-extern "C" __global__ void two_bytes(const unsigned short* A, const unsigned short* B, float* D, int N, int K) {
-  int g = threadIdx.x >> 2, t = threadIdx.x & 3, r = 16 * blockIdx.y, c = 8 * blockIdx.x;
+extern "C" __global__ void product(const unsigned char* A, const unsigned char* B, float* D, int N, int K) {
+  const int per = 4 / BYTES, g = threadIdx.x >> 2, t = threadIdx.x & 3, r = 16 * blockIdx.y, c = 8 * blockIdx.x;
   float d0 = 0, d1 = 0, d2 = 0, d3 = 0;
-  for (int k = 0; k < K; k += 16) {
-    auto a = [&](int i, int j) { const unsigned short* p = A + (r + i) * K + k + j; return p[0] | (unsigned)p[1] << 16; };
-    auto b = [&](int i) { const unsigned short* p = B + (k + i) * N + c + g; return p[0] | (unsigned)p[N] << 16; };
-    unsigned a0 = a(g, 2 * t), a1 = a(g + 8, 2 * t), a2 = a(g, 2 * t + 8), a3 = a(g + 8, 2 * t + 8);
-    unsigned b0 = b(2 * t), b1 = b(2 * t + 8);
-    asm volatile("mma.sync.aligned.m16n8k16.row.col.f32.TYPE.TYPE.f32 {%0,%1,%2,%3},{%4,%5,%6,%7},{%8,%9},{%0,%1,%2,%3};"
-      : "+f"(d0), "+f"(d1), "+f"(d2), "+f"(d3) : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
-  }
-  float* p = D + (r + g) * N + c + 2 * t;
-  p[0] = d0; p[1] = d1; p[8 * N] = d2; p[8 * N + 1] = d3;
-}
-extern "C" __global__ void four_bytes(const unsigned* A, const unsigned* B, float* D, int N, int K) {
-  int g = threadIdx.x >> 2, t = threadIdx.x & 3, r = 16 * blockIdx.y, c = 8 * blockIdx.x;
-  float d0 = 0, d1 = 0, d2 = 0, d3 = 0;
-  for (int k = 0; k < K; k += 8) {
-    const unsigned *a = A + (r + g) * K + k + t, *b = B + (k + t) * N + c + g;
-    asm volatile("mma.sync.aligned.m16n8k8.row.col.f32.tf32.tf32.f32 {%0,%1,%2,%3},{%4,%5,%6,%7},{%8,%9},{%0,%1,%2,%3};"
+  for (int k = 0; k < K; k += LENGTH) {
+    auto a = [&](int i, int j) {
+      return *(const unsigned*)(A + BYTES * ((r + i) * K + k + per * (t + j)));
+    };
+    auto b = [&](int j) {
+      unsigned word = 0;
+      for (int i = 0; i < per; i++)
+        for (int n = 0; n < BYTES; n++)
+          word |= (unsigned)B[BYTES * ((k + per * (t + j) + i) * N + c + g) + n] << 8 * (BYTES * i + n);
+      return word;
+    };
+    asm volatile("mma.sync.aligned.SHAPE.row.col.f32.TYPE.TYPE.f32 "
+      "{%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
       : "+f"(d0), "+f"(d1), "+f"(d2), "+f"(d3)
-      : "r"(a[0]), "r"(a[8 * K]), "r"(a[4]), "r"(a[8 * K + 4]), "r"(b[0]), "r"(b[4 * N]));
-  }
-  float* p = D + (r + g) * N + c + 2 * t;
-  p[0] = d0; p[1] = d1; p[8 * N] = d2; p[8 * N + 1] = d3;
-}
-extern "C" __global__ void one_byte(const unsigned char* A, const unsigned char* B, float* D, int N, int K) {
-  int g = threadIdx.x >> 2, t = threadIdx.x & 3, r = 16 * blockIdx.y, c = 8 * blockIdx.x;
-  float d0 = 0, d1 = 0, d2 = 0, d3 = 0;
-  for (int k = 0; k < K; k += 32) {
-    auto a = [&](int i, int j) { return *(const unsigned*)(A + (r + i) * K + k + j); };
-    auto b = [&](int i) { const unsigned char* p = B + (k + i) * N + c + g;
-      return p[0] | (unsigned)p[N] << 8 | (unsigned)p[2 * N] << 16 | (unsigned)p[3 * N] << 24; };
-    unsigned a0 = a(g, 4 * t), a1 = a(g + 8, 4 * t), a2 = a(g, 4 * t + 16), a3 = a(g + 8, 4 * t + 16);
-    unsigned b0 = b(4 * t), b1 = b(4 * t + 16);
-    asm volatile("mma.sync.aligned.m16n8k32.row.col.f32.e4m3.e4m3.f32 {%0,%1,%2,%3},{%4,%5,%6,%7},{%8,%9},{%0,%1,%2,%3};"
-      : "+f"(d0), "+f"(d1), "+f"(d2), "+f"(d3) : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
+      : "r"(a(g, 0)), "r"(a(g + 8, 0)), "r"(a(g, 4)), "r"(a(g + 8, 4)), "r"(b(0)), "r"(b(4)));
   }
   float* p = D + (r + g) * N + c + 2 * t;
   p[0] = d0; p[1] = d1; p[8 * N] = d2; p[8 * N + 1] = d3;
 }
 """
 KERNELS = {
-    "fp16": ("two_bytes", "f16"),
-    "bf16": ("two_bytes", "bf16"),
-    "tf32": ("four_bytes", ""),
-    "fp8": ("one_byte", ""),
+    "fp16": ("m16n8k16", "f16"),
+    "bf16": ("m16n8k16", "bf16"),
+    "tf32": ("m16n8k8", "tf32"),
+    "fp8": ("m16n8k32", "e4m3"),
 }
 
 
@@ -128,12 +110,12 @@ def by_mma(dtype: str) -> Iterator[tuple[str, Matmul]]:
         return
     import cupy
 
-    name, operand = KERNELS[dtype]
-    kernel = cupy.RawKernel(MMA.replace("TYPE", operand or "f16"), name)
-    word = {"fp16": np.uint16, "bf16": np.uint16, "tf32": np.uint32, "fp8": np.uint8}[dtype]
+    (shape, operand), kind = KERNELS[dtype], jnp.dtype(FORMATS[dtype])
+    source = MMA.replace("SHAPE", shape).replace("TYPE", operand).replace("BYTES", str(kind.itemsize))
+    kernel = cupy.RawKernel(source.replace("LENGTH", shape.split("k")[1]), "product")
 
     def product(a: np.ndarray, b: np.ndarray) -> np.ndarray:
-        x, y = (cupy.asarray(np.ascontiguousarray(v.astype(jnp.dtype(FORMATS[dtype]))).view(word)) for v in (a, b))
+        x, y = (cupy.asarray(np.ascontiguousarray(v.astype(kind)).view(np.uint8)) for v in (a, b))
         out = cupy.zeros((a.shape[0], b.shape[1]), np.float32)
         grid = (b.shape[1] // 8, a.shape[0] // 16)
         kernel(grid, (32,), (x, y, out, np.int32(b.shape[1]), np.int32(a.shape[1])))
@@ -150,7 +132,7 @@ def data(dtype: str, kind: str, length: int, rng: np.random.Generator) -> tuple[
         if kind == "wide":
             x *= np.exp2(rng.integers(-6, 7, shape))
         x = np.clip(x, -400, 400).astype(np.float32)
-        return x.astype(jnp.dtype(FORMATS[dtype])).astype(np.float32)
+        return jc.round_to_format(x, "tf32" if dtype == "tf32" else FORMATS[dtype])
 
     return draw(SIDE, length), draw(length, SIDE)
 

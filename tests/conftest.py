@@ -41,6 +41,11 @@ import numpy as np  # noqa: E402
 import oracle  # noqa: E402
 import pytest  # noqa: E402
 
+#: `JAX_PLATFORMS=cuda,cpu pytest ...` runs tests on a GPU; products that they compare with are of float32, not of tf32.
+ON_GPU = "cuda" in os.environ["JAX_PLATFORMS"]
+if ON_GPU:
+    jax.config.update("jax_default_matmul_precision", "highest")
+
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
@@ -98,7 +103,7 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
     """
     file = item.path.relative_to(pathlib.Path(__file__).parent).as_posix()
     few = jax.__version_info__ < (0, 12) and "slow" not in item.keywords and not file.startswith(_AS_USERS)
-    few = few and jax.default_backend() == "cpu"
+    few = few and not ON_GPU
     jax.config.update("jax_disable_most_optimizations", few)
     os.environ["JAX_DISABLE_MOST_OPTIMIZATIONS"] = str(int(few))  # of processes that the test starts
 

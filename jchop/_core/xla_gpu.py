@@ -10,23 +10,16 @@ from jax import lax
 
 from jchop._core.xla_cpu import Quirk
 
-__all__ = ["QUIRKS", "converted_first", "in_whole_words"]
+__all__ = ["QUIRKS", "in_whole_words"]
 
 Array = jax.Array
 
 QUIRKS = (
     Quirk(
         "short_sums_of_integers_doubled",
-        "Products of int8 whose sum has no multiple of 4 numbers, and at most 16 in the last step, such as 6 or 37: each "
-        "result is twice the sum. XLA's Triton kernel has steps of 16 there, and the unit's are of 32.",
+        "Products of int8 with sums of 6 or 37 numbers: each result is twice the sum. These are no multiples of 4, so "
+        "XLA multiplies by a Triton kernel, in steps of 16; the unit's steps are of 32.",
         "`in_whole_words`: zeros fill up the sum to a multiple of 16, so that cuBLAS can be chosen.",
-        seen=("0.11",),
-    ),
-    Quirk(
-        "precision_lost_in_fused_conversion",
-        "A float32 product of the highest precision, of an operand that was converted from float8, has the precision of "
-        "tf32: the conversion is fused with the product.",
-        "`converted_first`: a barrier between the conversion and the product.",
         seen=("0.11",),
     ),
 )
@@ -43,11 +36,3 @@ def in_whole_words(x: Array, axis: int = -1) -> Array:
     missing = -x.shape[axis] % _WORD
     added = [(0, missing if i == axis % x.ndim else 0, 0) for i in range(x.ndim)]
     return lax.pad(x, x.dtype.type(0), added) if missing else x
-
-
-def converted_first(*operands: Array) -> tuple[Array, ...]:
-    """Operands of a float32 product, converted before it.
-
-    Quirk `precision_lost_in_fused_conversion`.
-    """
-    return lax.optimization_barrier(operands)

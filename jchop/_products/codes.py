@@ -30,7 +30,7 @@ from jchop._arguments import OWN_SCOPE, own_results
 from jchop._bits import CARRIERS
 from jchop._core.rounding.grid import holds
 from jchop._core.xla_cpu import prevent_fma, with_two_rows
-from jchop._core.xla_gpu import converted_first, in_whole_words
+from jchop._core.xla_gpu import in_whole_words
 from jchop._kernels.primitive import by_platform
 from jchop._products.layout import Layout
 from jchop.formats import ElementFormat, FloatFormat, IntegerFormat, float8_e4m3fn, float8_e5m2
@@ -267,10 +267,10 @@ class Matrices:
 
     def on_gpu(self, a: Array, b: Array, dtype: Any) -> Array:
         """`dot` on a GPU."""
-        if dtype == jnp.int32:
-            # XLA fuses the conversion of integers with what follows, but not with the library's product.
-            return lax.optimization_barrier(self.dot(in_whole_words(a), in_whole_words(b), dtype))
-        return self.dot(*(converted_first(a, b) if a.dtype == jnp.float32 else (a, b)), dtype)
+        if dtype != jnp.int32:
+            return self.dot(a, b, dtype)
+        # The library's product gives integers: without a barrier their conversion is an operation of its own after it.
+        return lax.optimization_barrier(self.dot(in_whole_words(a), in_whole_words(b), dtype))
 
     def wide(self, a: Array, b: Array, dtype: Any) -> Array:
         """The sums of products of elements as numbers of a wider dtype."""

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import operator
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import pytest
@@ -12,6 +13,28 @@ from jchop._kernels.products.dequantize_matmul_ptx import OPERANDS, assembly_of
 from jchop.formats import FloatFormat, IntegerFormat, float4_e2m1fn, float8_e4m3fn
 
 FORMATS = [IntegerFormat(4), IntegerFormat(8), IntegerFormat(4, signed=False), IntegerFormat(8, signed=False)]
+
+
+#: Products of these numbers, and their sums, are exact in float64.
+REAL: dict[str, Callable[..., np.float64]] = {
+    "add.f32": operator.add,
+    "mul.f32": operator.mul,
+    "fma.rn.f32": lambda a, b, c: a * b + c,
+}
+WHOLE: dict[str, Callable[..., int]] = {
+    "mov.b32": int,
+    "xor.b32": operator.xor,
+    "and.b32": operator.and_,
+    "or.b32": operator.or_,
+    "shr.b32": operator.rshift,
+    "shl.b32": lambda a, n: a << n & 0xFFFFFFFF,
+}
+
+
+def permuted(low: int, high: int, choice: int) -> int:
+    """The bytes of two words that the digits of a choice number."""
+    every = (high << 32 | low).to_bytes(8, "little")
+    return int.from_bytes(bytes(every[choice >> 4 * i & 7] for i in range(4)), "little")
 
 
 def run(assembly: str, word: int, xs: Sequence[float], sums: Sequence[float]) -> list[float]:
@@ -28,31 +51,12 @@ def run(assembly: str, word: int, xs: Sequence[float], sums: Sequence[float]) ->
     def real(name: str) -> np.float64:
         return np.float64(np.uint32(read(name)).view(np.float32))
 
-    for line in re.findall(r"([a-z0-9.]+) ([^;{}]+);", assembly):
-        name, (to, *given) = line[0], [part.strip() for part in line[1].split(",")]
-        if name == ".reg":
-            continue
-        if name.endswith("f32"):
-            a, *rest = map(real, given)
-            # Products of these numbers, and their sums, are exact in float64.
-            value = {"add.f32": lambda: a + rest[0], "mul.f32": lambda: a * rest[0]}.get(
-                name, lambda: a * rest[0] + rest[1]
-            )
-            registers[to] = int(np.float32(value()).view(np.uint32))
-        elif name == "prmt.b32":
-            low, high, choice = map(read, given)
-            every = (high << 32 | low).to_bytes(8, "little")
-            registers[to] = int.from_bytes(bytes(every[choice >> 4 * i & 7] for i in range(4)), "little")
-        else:
-            a, *rest = map(read, given)
-            registers[to] = {
-                "mov.b32": lambda: a,
-                "xor.b32": lambda: a ^ rest[0],
-                "and.b32": lambda: a & rest[0],
-                "or.b32": lambda: a | rest[0],
-                "shr.b32": lambda: a >> rest[0],
-                "shl.b32": lambda: a << rest[0] & 0xFFFFFFFF,
-            }[name]()
+    for name, operands in re.findall(r"([a-z0-9.]+) ([^;{}]+);", assembly):
+        to, *given = (part.strip() for part in operands.split(","))
+        if name in REAL:
+            registers[to] = int(np.float32(REAL[name](*map(real, given))).view(np.uint32))
+        elif name != ".reg":
+            registers[to] = (permuted if name == "prmt.b32" else WHOLE[name])(*map(read, given))
     return [float(real(f"${i}")) for i in range(4)]
 
 

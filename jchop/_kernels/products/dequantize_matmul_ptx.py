@@ -1,4 +1,4 @@
-"""PTX of the product of one row with a matrix of codes: a few instructions for each code, where Triton takes twice as many.
+"""PTX of the product of one row with a matrix of codes, in half of the instructions that Triton makes.
 
 An instance takes four bytes of codes ($4), four numbers ($5 to $8) and four sums ($9 to $12), and gives four sums.
 """
@@ -21,8 +21,8 @@ _ADD = "fma.rn.f32 ${0}, v, ${1}, ${2};"
 def assembly_of(format: ElementFormat) -> tuple[str, ...] | None:
     """The PTX for each code in a byte; None for a format without one.
 
-    An integer u is the last bits of 2^23 + u, or the bits above of 2^23 + 2^8 u, and one multiply-add gives its value. A
-    code of e2m1 is the last bits of the exponent and the first of the fraction of a number 2^126 times smaller.
+    An integer u is the last bits of 2^23 + u, or the bits before them of 2^23 + 2^8 u; one multiply-add gives its
+    value. A code of e2m1 is the last bits of the exponent and the first of the fraction of a number 2^126 times smaller.
     """
     if isinstance(format, IntegerFormat) and format.bits in (4, 8) and not format.narrow:
         make = _four_bits if format.bits == 4 else _eight_bits

@@ -146,7 +146,8 @@ class DequantizeMatmulGpuTiling:
 
     Args:
         block_m: rows of a tile of the product: a power of two, at least 16; or 1, without the matrix units.
-        block_n: bytes of codes across it, which is the number of columns of each part of W: a power of two, at least 16.
+        block_n: bytes of codes across it, which is the number of columns of each part of W; a power of two, at least
+            16.
         block_k: rows of W in a step; likewise.
         splits: number of stretches of k, whose sums are added afterwards: it gives more programs if a product has few
             tiles.
@@ -184,17 +185,17 @@ class DequantizeMatmulGpuTiling:
         tiles = _GPU_TILES["float32" if problem.itemsize == 4 else "bfloat16"]
         rows, columns, depth, warps = next((tile for tile in tiles if problem.m <= tile[0]), tiles[-1])
         depth = max(depth // 4, 16) if problem.selects else depth
-        block_n, block_k = max(columns // problem.parts, 16), min(depth, _power(problem.group))
-        programs = -(-problem.m // rows) * -(-problem.width // block_n)
-        wanted = _PROGRAMS if problem.m <= 64 else _PROGRAMS // 2
-        splits = min(wanted // programs, problem.k // (_STEPS_OF_A_SPLIT * block_k))
+        block_n, block_k = max(min(columns // problem.parts, 128), 16), min(depth, _power(problem.group))
+        if problem.m > rows:
+            return cls(rows, block_n, block_k, 1, warps)
+        splits = min(_PROGRAMS // -(-problem.width // block_n), problem.k // (_STEPS_OF_A_SPLIT * block_k))
         return cls(rows, block_n, block_k, max(splits, 1), warps)
 
     @classmethod
     def _for_one_row(cls, problem: Problem) -> DequantizeMatmulGpuTiling:
-        """A warp reads 256 bytes of two rows of W, and each thread 16 bytes of several rows, before it multiplies."""
-        block_n = min(256, _power(problem.width))
-        block_k = min(64, _power(problem.group))
+        """A warp reads 512 bytes of a row of W, and each thread 16 bytes of several rows, before it multiplies."""
+        block_n = min(512, _power(problem.width))
+        block_k = min(128, _power(problem.group))
         splits = min(_PROGRAMS // -(-problem.width // block_n), -(-problem.k // block_k))
         return cls(1, block_n, block_k, max(splits, 1), 8, 1)
 
@@ -202,7 +203,7 @@ class DequantizeMatmulGpuTiling:
 #: Rows and columns of a tile of the product, rows of W in a step, and warps. float32 products run in the ordinary units
 #: and keep their operands in registers, which just hold them.
 _GPU_TILES = {
-    "bfloat16": ((16, 128, 128, 4), (32, 128, 128, 4), (64, 128, 128, 4), (128, 128, 64, 8)),
+    "bfloat16": ((16, 256, 128, 8), (32, 128, 128, 4), (64, 128, 128, 4)),
     "float32": ((16, 64, 32, 4), (32, 64, 32, 4), (64, 64, 32, 8)),
 }
 #: Programs that fill a large GPU: about two for each multiprocessor.
