@@ -197,6 +197,7 @@ class DequantizeMatmulGpuTiling:
         block_n = min(512, _power(problem.width))
         block_k = min(128, _power(problem.group))
         splits = min(_PROGRAMS // -(-problem.width // block_n), -(-problem.k // block_k))
+        block_k = min(block_k, 64) if problem.selects else block_k  # which fit in registers
         return cls(1, block_n, block_k, max(splits, 1), 8, 1)
 
 
