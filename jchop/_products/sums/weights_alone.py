@@ -193,8 +193,10 @@ def _fits(x: Array, w: Coded, dtype: Any) -> bool:
 def _by_kernel(x: Array, w: Coded, dtype: Any) -> Array:
     assert w.stored is not None and w.stored.spec.scaled is not None
     (count, columns), given, kept = w.stored.shape, scales_of(w.stored), w.stored.scale
-    narrow = not isinstance(kept, tuple) and kept.dtype == jnp.bfloat16 and kept.shape == given.shape
-    given = kept if narrow else given.astype(jnp.float32)  # a kernel widens what it has read
+    if not isinstance(kept, tuple) and kept.dtype == jnp.bfloat16 and kept.shape == given.shape:
+        given = kept  # which a kernel widens after it has read them
+    else:
+        given = given.astype(jnp.float32)
     group = count if w.block is None else min(w.block, count)
     codes = lax.bitcast_convert_type(w.stored.qvalue, jnp.uint8)
     # Not of `w.scale`: a TPU would write a scale for each element.
