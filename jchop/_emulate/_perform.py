@@ -128,7 +128,7 @@ def _power(task: Task, args: Sequence[Array], drawn: list[Array]) -> Array:
         return total
     carrier = operation_carrier(x.dtype)
     word = next(taken) if draws(spec) else None
-    return operation_on_device("div", [one, total], spec, word, ranges=(range_of(None, carrier), range_of(spec, carrier)))
+    return operation("div", [one, total], spec, word, ranges=(range_of(None, carrier), range_of(spec, carrier)))
 
 
 def power_draws(exponent: int) -> int:

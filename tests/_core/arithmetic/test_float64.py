@@ -15,6 +15,7 @@ from jchop._core.arithmetic import float64
 from jchop._core.arithmetic.operations import OPERANDS, operation
 from jchop._core.arithmetic.ranges import Range, range_of
 from jchop._kernels.operation import operation_on_device
+from jchop.formats import FloatFormat
 
 CARRIER = CARRIERS["float32"]
 COUNT = 1 << 12
@@ -49,12 +50,14 @@ def operands(spec: jc.Spec, rng: np.random.Generator) -> list[np.ndarray]:
 
 def words(name: str, spec: jc.Spec, args: list[np.ndarray], rng: np.random.Generator) -> np.ndarray:
     """Random words; for half of the elements the least word that rounds away from zero, or one beside it."""
+    fmt = spec.format
+    assert isinstance(fmt, FloatFormat)
     drawn = rng.integers(0, 1 << 32, COUNT, dtype=np.uint32)
     with np.errstate(all="ignore"):
         x, y = (np.abs(arg.astype(np.float64)) for arg in args)
         exact = np.nan_to_num(x / y if name == "div" else np.sqrt(x), posinf=1.0)
     _, exponent = np.frexp(exact)
-    place = np.exp2(np.maximum(exponent - 1, spec.format.emin) - spec.format.frac_bits, dtype=np.float64)
+    place = np.exp2(np.maximum(exponent - 1, fmt.emin) - fmt.frac_bits, dtype=np.float64)
     share = exact / place % 1
     least = np.ceil((1 - share) * 2.0**32).astype(np.int64) + rng.integers(-1, 2, COUNT)
     return np.where(np.arange(COUNT) % 2, drawn, np.clip(least, 0, (1 << 32) - 1).astype(np.uint32))
