@@ -35,8 +35,8 @@ _SETTLED, _TOGETHER = 46, 43
 def wide(x: Array) -> Array:
     """float32 numbers in float64. Subnormal numbers, which conversions read as zero, are converted from their bits."""
     bits = lax.bitcast_convert_type(x, jnp.int32)
-    magnitude = bits & _bits.low_mask(31)
-    return _wide(x, magnitude, lax.select(bits < 0, -magnitude, magnitude))
+    magnitude = _bits.by(lax.bitwise_and, bits, _bits.low_mask(31))
+    return _wide(x, magnitude, lax.select(_bits.by(lax.lt, bits, 0), lax.neg(magnitude), magnitude))
 
 
 def positive(magnitude: Array) -> Array:
@@ -45,17 +45,20 @@ def positive(magnitude: Array) -> Array:
 
 
 def _wide(x: Array, magnitude: Array, count: Array) -> Array:
-    small = count.astype(jnp.float64) * 2.0**_NARROW.tiny_exponent
-    return lax.select(magnitude < 1 << _NARROW.fraction, small, x.astype(jnp.float64))
+    small = _bits.by(lax.mul, _to(count, jnp.float64), 2.0**_NARROW.tiny_exponent)
+    return lax.select(_bits.by(lax.lt, magnitude, 1 << _NARROW.fraction), small, _to(x, jnp.float64))
+
+
+_to = lax.convert_element_type
 
 
 def narrow(x: Array) -> Array:
     """Numbers rounded to float32, to nearest even, also in the subnormal range."""
-    magnitude, bits = jnp.abs(x), lax.bitcast_convert_type(x.astype(jnp.float32), jnp.int32)
+    magnitude, bits = lax.abs(x), lax.bitcast_convert_type(_to(x, jnp.float32), jnp.int32)
     # The last places of this sum count multiples of the smallest number.
-    count = word_of(magnitude * 2.0**-_NARROW.tiny_exponent + 2.0**_WIDE.fraction).astype(jnp.int32)
-    small = count | bits & _NARROW.sign_bit
-    bits = lax.select(magnitude < 2.0 ** (1 - _NARROW.bias), small, bits)
+    total = _bits.by(lax.add, _bits.by(lax.mul, magnitude, 2.0**-_NARROW.tiny_exponent), 2.0**_WIDE.fraction)
+    small = lax.bitwise_or(_to(word_of(total), jnp.int32), _bits.by(lax.bitwise_and, bits, _NARROW.sign_bit))
+    bits = lax.select(_bits.by(lax.lt, magnitude, 2.0 ** (1 - _NARROW.bias)), small, bits)
     return lax.bitcast_convert_type(bits, jnp.float32)
 
 
@@ -66,8 +69,8 @@ def word_of(x: Array) -> Array:
 
 def spacing(x: Array, fmt: FloatFormat) -> Array:
     """The distance of the values of a format at positive numbers, as if its exponents had no upper end."""
-    power = lax.bitcast_convert_type(word_of(x) & _WIDE.inf, jnp.float64)
-    return jnp.maximum(power, 2.0**fmt.emin) * 2.0**-fmt.frac_bits
+    power = lax.bitcast_convert_type(_bits.by(lax.bitwise_and, word_of(x), _WIDE.inf), jnp.float64)
+    return _bits.by(lax.mul, _bits.by(lax.max, power, 2.0**fmt.emin), 2.0**-fmt.frac_bits)
 
 
 def can_divide(bits: int, fmt: FloatFormat) -> bool:
@@ -89,20 +92,21 @@ def quotient(magnitude: Array, divisor: Fraction, fmt: FloatFormat, other: Array
         Magnitude bits of float32; infinity for numbers above its range.
     """
     with jax.enable_x64(True):
-        x = positive(magnitude) * float(1 / divisor)
+        x = _bits.by(lax.mul, positive(magnitude), float(1 / divisor))
         x = x if other is None else x * (1 / positive(other))
         x = _settled(x)
         if fmt.frac_bits < _NARROW.fraction:
-            lead = spacing(x, fmt) * LEAD
-            x = (x + lead) - lead
+            lead = _bits.by(lax.mul, spacing(x, fmt), LEAD)
+            x = lax.sub(lax.add(x, lead), lead)
         subnormal = fmt.emin - fmt.frac_bits < 1 - _NARROW.bias
-        return lax.bitcast_convert_type(narrow(x) if subnormal else x.astype(jnp.float32), jnp.int32)
+        return lax.bitcast_convert_type(narrow(x) if subnormal else _to(x, jnp.float32), jnp.int32)
 
 
 def _settled(x: Array) -> Array:
     """Positive numbers rounded to fewer bits; infinity and NaN unchanged."""
     low = 1 << _WIDE.fraction + 1 - _SETTLED
-    return lax.bitcast_convert_type(word_of(x) + (low >> 1) & -low, jnp.float64)
+    bits = _bits.by(lax.bitwise_and, _bits.by(lax.add, word_of(x), low >> 1), -low)
+    return lax.bitcast_convert_type(bits, jnp.float64)
 
 
 # -- quotients and roots under a spec ----------------------------------------------------------------------------------
