@@ -66,7 +66,7 @@ class Seeds:
 
 #: The number is an operand, so that calls with other numbers share a function of a program, or a compiled program.
 @compiled
-def _fold(six: tuple[Array, ...], number: Array, step: Array) -> tuple[Array, ...]:
+def _fold(six: tuple[Array, ...], number: Any, step: Any) -> tuple[Array, ...]:
     """The words of `fold_seeds`."""
     return computed_once(fold_seeds(six, number, step))
 
