@@ -8,6 +8,7 @@ data, because XLA's CPU backend reads subnormal inputs as zero in arithmetic and
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Callable
 from dataclasses import dataclass
 from fractions import Fraction
 from typing import Any
@@ -95,8 +96,8 @@ def split(x: jax.Array, carrier: Carrier) -> tuple[jax.Array, jax.Array]:
     """The bits of `x` as (sign bit in place, magnitude), both in the work dtype."""
     word = jnp.uint16 if carrier.width == 16 else carrier.work
     bits = lax.bitcast_convert_type(x, word).astype(carrier.work)
-    sign = bits & carrier.sign_bit
-    return sign, bits ^ sign
+    sign = by(lax.bitwise_and, bits, carrier.sign_bit)
+    return sign, lax.bitwise_xor(bits, sign)
 
 
 def join(sign: jax.Array, magnitude: jax.Array, carrier: Carrier) -> jax.Array:
@@ -120,13 +121,26 @@ def where(condition: Any, yes: Any, no: Any) -> jax.Array:
 
 def _broadcast(x: Any, shape: tuple[int, ...], dtype: Any, like: Any) -> jax.Array:
     if like is not None and not isinstance(x, jax.Array):
-        return jnp.full_like(like, x, dtype)
+        full_like = jnp.full_like if np.ndim(x) or not isinstance(like, jax.Array) else lax.full_like
+        return full_like(like, x, dtype)
+    if isinstance(x, jax.Array) and x.shape == shape and x.dtype == dtype:
+        return x
     return jnp.broadcast_to(jnp.asarray(x, dtype), shape)
+
+
+def by(operation: Callable[[Any, Any], jax.Array], x: jax.Array, value: Any) -> jax.Array:
+    """An operation of `lax` with a constant, which takes the dtype of `x`.
+
+    The same operation of `jnp` takes ten times as long to trace, in a body that is traced for each shape.
+    """
+    return operation(x, x.dtype.type(value))
 
 
 def clip(x: jax.Array, least: Any, most: Any) -> jax.Array:
     """`jnp.clip` between numbers of the dtype of `x`, as two operations."""
-    return jnp.minimum(jnp.maximum(x, least), most)
+    for operation, of_arrays, end in ((lax.max, jnp.maximum, least), (lax.min, jnp.minimum, most)):
+        x = by(operation, x, end) if isinstance(end, int) else of_arrays(x, end)
+    return x
 
 
 def ordered(sign: jax.Array, magnitude: jax.Array) -> jax.Array:

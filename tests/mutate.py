@@ -169,7 +169,11 @@ TESTS: dict[str, tuple[str, ...]] = {
     "jchop/_core/xla_cpu.py": ("_core/test_xla_cpu.py::test_maximum_in_steps", *_GROUPED),
     "jchop/_core/arithmetic/levels.py": ("_core/scaled_float32/test_select.py::test_levels", *_BY_TABLES, *_SCALED),
     "jchop/_core/scaled_float32/codebooks.py": _BY_TABLES,
-    "jchop/_core/arithmetic/float64.py": ("_core/scaled_float32/test_in_float64.py", *_ROUNDED),
+    "jchop/_core/arithmetic/float64.py": (
+        "_core/arithmetic/test_float64.py",
+        "_core/scaled_float32/test_in_float64.py",
+        *_ROUNDED,
+    ),
     "jchop/_core/scaled_float32/in_float64.py": ("_core/scaled_float32/test_in_float64.py", *_ROUNDED),
     "jchop/_core/scaled_float32/floats.py": ("_core/scaled_float32/test_select.py::test_minifloats", *_SCALED),
     "jchop/_core/scaled_float32/integers.py": (*_BY_QUANTA, *_SCALED),

@@ -6,7 +6,7 @@ then its workaround can be removed. Other files name the quirk that they work ar
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,6 +22,7 @@ __all__ = [
     "Quirk",
     "branch",
     "compute_after",
+    "computed_once",
     "entry_of",
     "is_short_float",
     "materialize_per_group",
@@ -140,7 +141,8 @@ QUIRKS: tuple[Quirk, ...] = (
         "computed_once_for_each_use",
         "A result with several uses is computed in the loop of each, in scalar code if that loop moves axes.",
         "A body is compiled as a call (`apart` in `_kernels/primitive.py`); a chain of operations has one result "
-        "(`_emulate/_chain.py`); a packed leaf is made in a branch (`optim/_state.py`).",
+        "(`_emulate/_chain.py`); a packed leaf is made in a branch (`optim/_state.py`); seeds are divided by 1 "
+        "(`computed_once`).",
     ),
     Quirk(
         "maximum_along_rows_is_scalar",
@@ -254,6 +256,15 @@ def _number(word: Array, dtype: Any) -> Array:
 
 def _divided(words: Array) -> Array:
     return lax.div(words, lax.optimization_barrier(jnp.ones((), words.dtype)))  # an array would be kept by loops
+
+
+def computed_once(numbers: Sequence[Array]) -> tuple[Array, ...]:
+    """Scalars of one dtype of integers, computed once, and not again in the loop of each use.
+
+    Quirk `computed_once_for_each_use`. A division is not repeated. On other devices the last barrier does the same.
+    """
+    together = _divided(jnp.stack(numbers))
+    return lax.optimization_barrier(tuple(together[place] for place in range(len(numbers))))
 
 
 @jax.custom_jvp

@@ -23,6 +23,7 @@ from jchop._core.rounding.elements import round_elements
 from jchop._emulate._known import Known, is_float
 from jchop._emulate._rules import EXACT
 from jchop._kernels.elementary import elementary_op, rounds
+from jchop._kernels.operation import operation_on_device
 from jchop._kernels.primitive import make_op
 from jchop._program.bind import bind, straight_through
 from jchop._settings import compiled
@@ -92,7 +93,7 @@ _operation_op = make_op("jchop_operation", _body, apart=True)
 
 def _exact(task: Task, args: Sequence[Array], drawn: list[Array]) -> Array:
     name = EXACT[task.primitive.name]
-    return operation(name, args, task.spec, drawn[0] if drawn else None, ranges=_ranges(task, args))
+    return operation_on_device(name, args, task.spec, drawn[0] if drawn else None, ranges=_ranges(task, args))
 
 
 def _ranges(task: Task, args: Sequence[Array]) -> tuple[Range, ...]:

@@ -10,9 +10,10 @@ import jax
 import jax.numpy as jnp
 
 from jchop._bits import CARRIERS
-from jchop._core.arithmetic.operations import fold_seeds, operation, words
+from jchop._core.arithmetic.operations import fold_seeds, words
 from jchop._core.arithmetic.ranges import Range, carrier_range
 from jchop._core.arithmetic.sums import sum_along
+from jchop._kernels.operation import operation_on_device
 from jchop._kernels.products.matmul import matmul_op
 from jchop.accumulation import MatmulSpec
 from jchop.formats import binary32, binary64
@@ -48,7 +49,7 @@ class Steps:
         number = next(self._numbers)
         operands = tuple(jnp.broadcast_arrays(*operands))
         word = None if self.seeds is None else words(self.seeds, operands[0], number)
-        return operation(name, operands, self._in, word, ranges=ranges)
+        return operation_on_device(name, operands, self._in, word, ranges=ranges)
 
     def add(self, x: Array, y: Array) -> Array:
         """The sum x + y."""

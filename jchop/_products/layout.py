@@ -10,6 +10,7 @@ from typing import Any
 import jax
 import jax.core
 import jax.numpy as jnp
+from jax import lax
 
 from jchop._products.rotation import Hadamard
 from jchop._products.rule import StreamOffset
@@ -153,7 +154,7 @@ def with_nan(x: Array, y: Array, spec: Spec) -> Array:
 
 @CustomJvp
 def _select(x: Array, y: Array) -> Array:
-    return jnp.where(jnp.isnan(x), x, y)
+    return lax.select(lax.ne(x, x), x, y)  # functions of jnp would be traced again in every call
 
 
 @_select.defjvp

@@ -14,6 +14,7 @@ from jax import lax
 
 from jchop._core.arithmetic.operations import fold_seeds
 from jchop._core.rounding.random_bits import flat_index, random_words
+from jchop._core.xla_cpu import computed_once
 from jchop._settings import compiled
 
 Array = jax.Array
@@ -64,7 +65,10 @@ class Seeds:
 
 
 #: The number is an operand, so that calls with other numbers share a function of a program, or a compiled program.
-_fold = compiled(fold_seeds)
+@compiled
+def _fold(six: tuple[Array, ...], number: Any, step: Any) -> tuple[Array, ...]:
+    """The words of `fold_seeds`."""
+    return computed_once(fold_seeds(six, number, step))
 
 
 @partial(compiled, static_argnums=(3, 4))

@@ -12,11 +12,12 @@ import jax
 import jax.numpy as jnp
 
 from jchop._arguments import Array, SpecLike, as_operands, carrier_of, checked_key, run
-from jchop._core.arithmetic.operations import check_operation, operation, widened, words
+from jchop._core.arithmetic.operations import check_operation, widened, words
 from jchop._core.arithmetic.ranges import Range
 from jchop._core.rounding.grid import require_carrier
 from jchop._core.rounding.random_bits import seed_words
 from jchop._kernels.elementary import elementary_op, rounds
+from jchop._kernels.operation import operation_on_device
 from jchop._round.round_to_format import round_to_format
 from jchop._settings import compiled, split
 from jchop.gradients import CustomJvp
@@ -145,7 +146,7 @@ def _exact(row: Row, spec: Spec, operands: tuple[Array, ...], key: Array | None)
     operands = tuple(jnp.broadcast_arrays(*operands))
     word = None if key is None else words(seed_words(key), operands[0])
     if isinstance(row.exact, str):
-        return operation(row.exact, operands, spec, word)
+        return operation_on_device(row.exact, operands, spec, word)
     assert row.exact is not None
     return row.exact(operands, spec, word)
 
@@ -193,7 +194,7 @@ class _On:
     ranges: tuple[Range, ...]
 
     def __call__(self, operands: tuple[Array, ...], spec: Spec, word: Array | None) -> Array:
-        return operation(self.name, operands, spec, word, ranges=self.ranges)
+        return operation_on_device(self.name, operands, spec, word, ranges=self.ranges)
 
 
 _OPERATIONS: dict[str, Callable[..., Array]] = {

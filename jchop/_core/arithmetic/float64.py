@@ -1,21 +1,27 @@
-"""float32 numbers in float64, and back, for programs of one CPU; and quotients there.
+"""float32 numbers in float64, and back, for programs of one CPU; quotients and roots there.
 
-A quotient of two numbers of few bits has few bits, or it differs from each such number by much more than the error of
-its computation in float64. So it is first rounded to more bits than the former have, and fewer than float64 has. Then
-divisions that a compiler replaces by products, and products that it contracts, change no bit.
+A quotient or a root of numbers of few bits has few bits, or it differs from each such number by much more than the
+error of its computation in float64. So it is first rounded to more bits than the former have, and fewer than float64
+has. Then divisions that a compiler replaces by products, and products that it contracts, change no bit.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from fractions import Fraction
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
 from jchop import _bits
 from jchop._bits import CARRIERS
+from jchop._core.arithmetic.ranges import Range
+from jchop._core.rounding.modes import draw
 from jchop.formats import FloatFormat
+from jchop.rounding import Overflow, Rounding
+from jchop.spec import Spec
 
 Array = jax.Array
 
@@ -29,8 +35,8 @@ _SETTLED, _TOGETHER = 46, 43
 def wide(x: Array) -> Array:
     """float32 numbers in float64. Subnormal numbers, which conversions read as zero, are converted from their bits."""
     bits = lax.bitcast_convert_type(x, jnp.int32)
-    magnitude = bits & _bits.low_mask(31)
-    return _wide(x, magnitude, lax.select(bits < 0, -magnitude, magnitude))
+    magnitude = _bits.by(lax.bitwise_and, bits, _bits.low_mask(31))
+    return _wide(x, magnitude, lax.select(_bits.by(lax.lt, bits, 0), lax.neg(magnitude), magnitude))
 
 
 def positive(magnitude: Array) -> Array:
@@ -39,17 +45,20 @@ def positive(magnitude: Array) -> Array:
 
 
 def _wide(x: Array, magnitude: Array, count: Array) -> Array:
-    small = count.astype(jnp.float64) * 2.0**_NARROW.tiny_exponent
-    return lax.select(magnitude < 1 << _NARROW.fraction, small, x.astype(jnp.float64))
+    small = _bits.by(lax.mul, _to(count, jnp.float64), 2.0**_NARROW.tiny_exponent)
+    return lax.select(_bits.by(lax.lt, magnitude, 1 << _NARROW.fraction), small, _to(x, jnp.float64))
+
+
+_to = lax.convert_element_type
 
 
 def narrow(x: Array) -> Array:
     """Numbers rounded to float32, to nearest even, also in the subnormal range."""
-    magnitude, bits = jnp.abs(x), lax.bitcast_convert_type(x.astype(jnp.float32), jnp.int32)
+    magnitude, bits = lax.abs(x), lax.bitcast_convert_type(_to(x, jnp.float32), jnp.int32)
     # The last places of this sum count multiples of the smallest number.
-    count = word_of(magnitude * 2.0**-_NARROW.tiny_exponent + 2.0**_WIDE.fraction).astype(jnp.int32)
-    small = count | bits & _NARROW.sign_bit
-    bits = lax.select(magnitude < 2.0 ** (1 - _NARROW.bias), small, bits)
+    total = _bits.by(lax.add, _bits.by(lax.mul, magnitude, 2.0**-_NARROW.tiny_exponent), 2.0**_WIDE.fraction)
+    small = lax.bitwise_or(_to(word_of(total), jnp.int32), _bits.by(lax.bitwise_and, bits, _NARROW.sign_bit))
+    bits = lax.select(_bits.by(lax.lt, magnitude, 2.0 ** (1 - _NARROW.bias)), small, bits)
     return lax.bitcast_convert_type(bits, jnp.float32)
 
 
@@ -60,8 +69,8 @@ def word_of(x: Array) -> Array:
 
 def spacing(x: Array, fmt: FloatFormat) -> Array:
     """The distance of the values of a format at positive numbers, as if its exponents had no upper end."""
-    power = lax.bitcast_convert_type(word_of(x) & _WIDE.inf, jnp.float64)
-    return jnp.maximum(power, 2.0**fmt.emin) * 2.0**-fmt.frac_bits
+    power = lax.bitcast_convert_type(_bits.by(lax.bitwise_and, word_of(x), _WIDE.inf), jnp.float64)
+    return _bits.by(lax.mul, _bits.by(lax.max, power, 2.0**fmt.emin), 2.0**-fmt.frac_bits)
 
 
 def can_divide(bits: int, fmt: FloatFormat) -> bool:
@@ -83,12 +92,88 @@ def quotient(magnitude: Array, divisor: Fraction, fmt: FloatFormat, other: Array
         Magnitude bits of float32; infinity for numbers above its range.
     """
     with jax.enable_x64(True):
-        x = positive(magnitude) * float(1 / divisor)
+        x = _bits.by(lax.mul, positive(magnitude), float(1 / divisor))
         x = x if other is None else x * (1 / positive(other))
-        low = 1 << _WIDE.fraction + 1 - _SETTLED
-        x = lax.bitcast_convert_type(word_of(x) + (low >> 1) & -low, jnp.float64)
+        x = _settled(x)
         if fmt.frac_bits < _NARROW.fraction:
-            lead = spacing(x, fmt) * LEAD
-            x = (x + lead) - lead
+            lead = _bits.by(lax.mul, spacing(x, fmt), LEAD)
+            x = lax.sub(lax.add(x, lead), lead)
         subnormal = fmt.emin - fmt.frac_bits < 1 - _NARROW.bias
-        return lax.bitcast_convert_type(narrow(x) if subnormal else x.astype(jnp.float32), jnp.int32)
+        return lax.bitcast_convert_type(narrow(x) if subnormal else _to(x, jnp.float32), jnp.int32)
+
+
+def _settled(x: Array) -> Array:
+    """Positive numbers rounded to fewer bits; infinity and NaN unchanged."""
+    low = 1 << _WIDE.fraction + 1 - _SETTLED
+    bits = _bits.by(lax.bitwise_and, _bits.by(lax.add, word_of(x), low >> 1), -low)
+    return lax.bitcast_convert_type(bits, jnp.float64)
+
+
+# -- quotients and roots under a spec ----------------------------------------------------------------------------------
+
+_MODES = (Rounding.NEAREST_EVEN, Rounding.STOCHASTIC, Rounding.STOCHASTIC_B)
+
+
+def computes(name: str, spec: Spec, ranges: Sequence[Range]) -> bool:
+    """Whether `compute` is right for an operation on float32 numbers of these ranges.
+
+    A quotient x / y that is not the number g differs from it by |x - g y| / y, and a root by |x - g^2| / (root x + g).
+    The numerator is a multiple of the last place of its terms. So the settled number is right beside numbers g with one
+    bit more than the format. A random point has the bits of a word more; the sign of the exact numerator decides there.
+    """
+    fmt = spec.format
+    if name not in ("div", "sqrt") or not isinstance(fmt, FloatFormat) or fmt.frac_bits < 1 or spec.flush:
+        return False
+    if not (fmt.subnormals and fmt.zero and fmt.signed and fmt.has_negative_zero):
+        return False
+    if spec.rounding not in _MODES or spec.overflow not in (Overflow.IEEE, Overflow.SATURATE):
+        return False
+    near, most = fmt.frac_bits + 1, max(known.bits for known in ranges)
+    point = near + (_NARROW.work_width if spec.rounding.stochastic else 0)
+    if name == "sqrt":
+        return max(2 * near, most) + 3 <= _TOGETHER and point <= _WIDE.fraction - 2
+    return max(near, most) + most + 1 <= _TOGETHER and point + most <= _WIDE.fraction + 1
+
+
+def compute(name: str, args: Sequence[Array], spec: Spec, word: Array | None) -> Array:
+    """A quotient ("div") or a root ("sqrt"), its exact value rounded once.
+
+    Args:
+        name: the operation.
+        args: float32 numbers of ranges for which `computes` holds, infinities or NaN, all of one shape.
+        spec: the rounding.
+        word: for the stochastic modes, a random word for each element.
+    """
+    fmt = spec.format
+    assert isinstance(fmt, FloatFormat)
+    bits = [lax.bitcast_convert_type(x, jnp.int32) for x in args]
+    sign = (bits[0] ^ bits[1] if name == "div" else bits[0]) & _NARROW.sign_bit
+    with jax.enable_x64(True):
+        x, *divisors = (positive(each & _bits.low_mask(31)) for each in bits)
+        exact = _settled(x * (1 / divisors[0]) if divisors else lax.sqrt(x))
+        place = spacing(exact, fmt)
+        value = (exact + place * LEAD) - place * LEAD
+        drawn = draw(word, spec, _NARROW)
+        if drawn is not None:
+            value = value - lax.select(value > exact, place, jnp.zeros_like(place))
+            point = value + place - place * (drawn.word.astype(jnp.float64) * 2.0**-drawn.width)
+            reached = x >= point * divisors[0] if divisors else _reaches_root(x, point)
+            value = value + lax.select(reached, place, jnp.zeros_like(place))
+        ends = fmt.max if spec.overflow is Overflow.SATURATE or fmt.saturates else np.inf if fmt.has_inf else np.nan
+        value = _bits.where((exact == np.inf) | (value > float(fmt.max)), np.float64(ends), value)
+        if not divisors:  # a root of -0 is -0
+            value = _bits.where(lax.bitcast_convert_type(bits[0], jnp.uint32) > 1 << 31, np.float64(np.nan), value)
+        subnormal = fmt.emin - fmt.frac_bits < 1 - _NARROW.bias
+        rounded = narrow(value) if subnormal else value.astype(jnp.float32)
+    return lax.bitcast_convert_type(lax.bitcast_convert_type(rounded, jnp.int32) | sign, jnp.float32)
+
+
+def _reaches_root(x: Array, point: Array) -> Array:
+    """Whether a root is at least `point`, which has 50 bits at most.
+
+    With the point as h + l, of 25 bits each, h^2, 2 h l and l^2 are exact, and x - h^2, which is small. If the
+    difference of x - h^2 and 2 h l is not exact, it is much larger than l^2.
+    """
+    high = lax.bitcast_convert_type(word_of(point) & -(1 << 28), jnp.float64)
+    low = point - high
+    return (x - high * high) - 2 * high * low >= low * low

@@ -48,6 +48,7 @@ import numpy as np
 from jax import Array, lax
 from jax import numpy as jnp
 
+from jchop._core.xla_cpu import computed_once
 from jchop._settings import compiled
 
 _WORD = 0xFFFF_FFFF
@@ -82,8 +83,7 @@ def _seeds(data: Array) -> tuple[Array, ...]:
     for i in range(2, len(d), 2):
         h = _threefry(h, (d[i], d[i + 1]))
     a, b = _threefry(h, (jnp.full(3, _DOMAIN + len(d), jnp.uint32), jnp.arange(3, dtype=jnp.uint32)))
-    # The barrier keeps this scalar work out of the loop over the elements, into which a GPU would fuse it.
-    return lax.optimization_barrier((a[0], b[0], a[1], b[1], a[2], b[2]))
+    return computed_once((a[0], b[0], a[1], b[1], a[2], b[2]))
 
 
 #: The number of words of `seed_words`.

@@ -314,7 +314,8 @@ def largest_of(
     """The largest finite magnitude of each block."""
     # One addition makes infinities and NaN negative, and keeps the order of the others.
     step = 1 << carrier.fraction
-    return jnp.maximum(maximum(magnitude + step, axis=axis, keepdims=True), step) - step
+    largest = maximum(_bits.by(lax.add, magnitude, step), axis=axis, keepdims=True)
+    return _bits.by(lax.sub, _bits.by(lax.max, largest, step), step)
 
 
 def power_of_two(largest: Array, plan: Plan) -> tuple[Array, Array]:

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
 from jchop import _bits
@@ -59,7 +60,7 @@ def _scales(scales: Scales, plan: Plan) -> Array:
 
 def _settle(t: Array, lead: Array) -> Array:
     """Quotients rounded to the last place of sums with 2^-_SETTLED of `LEAD` times the spacing of the grid."""
-    return (t + lead) - lead
+    return lax.sub(lax.add(t, lead), lead)
 
 
 def _tie(u: Array, unit: Array | float, mode: Rounding) -> Array:
@@ -84,17 +85,18 @@ def _round_whole(
     value = _scales(scales, plan)
     number = wide(x)
     # The signs of the scales are a zero that no compiler knows: quirk constants_of_sums_combined.
-    none = lax.shift_right_logical(word_of(value), jnp.full_like(word_of(value), 63)).astype(jnp.float64)
+    none = lax.convert_element_type(_bits.by(lax.shift_right_logical, word_of(value), 63), jnp.float64)
     shift = 0 if zero is None else zero.astype(jnp.float64)
     top, bottom = (float(end) - shift for end in (fmt.max_code + (not nearest), fmt.min_code - (not nearest)))
-    t = number * (1 / value)
+    t = lax.mul(number, lax.div(np.float64(1), value))
     t = jnp.maximum(_bits.where(t < top, t, top), bottom)  # NaN counts as the largest number
-    lifted = shift + (LEAD + none)
+    lifted = _bits.by(lax.add, none, LEAD)
+    lifted = lifted if zero is None else shift + lifted
     if nearest:
-        t = _settle(t, LEAD * 2.0**-_SETTLED + none)
+        t = _settle(t, _bits.by(lax.add, none, LEAD * 2.0**-_SETTLED))
         t = t if mode is Rounding.NEAREST_EVEN else _tie(t + shift, 1, mode) - shift
-        total = t + lifted
-        return word_of(total).astype(jnp.int32), total - lifted, value
+        total = lax.add(t, lifted)
+        return lax.convert_element_type(word_of(total), jnp.int32), lax.sub(total, lifted), value
     total = t + lifted
     near = total - lifted
     rest = number - near * value
@@ -196,7 +198,7 @@ def rounded(x: Array, scales: Scales, plan: Plan, word: Array | None, zero: Arra
         fmt = plan.element.format
         if isinstance(fmt, UniformFormat):
             _, number, value = _round_whole(x, scales, zero, plan, word)
-            return narrow(number * value)
+            return narrow(lax.mul(number, value))
         _, _, number, value = _round_float(x, scales, plan, word)
         product = narrow(jnp.minimum(number, float(fmt.max)) * value)
         sign, magnitude = _bits.split(x, _NARROW)

@@ -1,0 +1,107 @@
+"""Quotients and roots in float64 against the integer arithmetic of `operations.operation`, bit for bit."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jchop as jc
+from jchop._bits import CARRIERS
+from jchop._core.arithmetic import float64
+from jchop._core.arithmetic.operations import OPERANDS, operation
+from jchop._core.arithmetic.ranges import Range, range_of
+from jchop._kernels.operation import operation_on_device
+from jchop.formats import FloatFormat
+
+CARRIER = CARRIERS["float32"]
+COUNT = 1 << 12
+SPECIAL = np.array([0.0, -0.0, 1, -1, np.inf, -np.inf, np.nan], np.float32)
+SPECS = [
+    "bfloat16",
+    "bfloat16:saturate",
+    "binary16",
+    "e4m3",
+    "float8_e4m3fn",
+    "e5m2:saturate",
+    "bfloat16:stochastic",
+    "bfloat16:stochastic:random_bits=5",
+    "float8_e4m3fn:stochastic",
+    "e4m3:stochastic_b",
+]
+
+
+def operands(spec: jc.Spec, rng: np.random.Generator) -> list[np.ndarray]:
+    """Pairs of numbers of the format: of all exponents, near 1, squares, and special ones."""
+    plain = replace(spec, rounding=jc.Rounding.TOWARD_ZERO, random_bits=None)
+    sides = []
+    for _ in range(2):
+        wide = np.ldexp(rng.uniform(-2, 2, COUNT), rng.integers(-150, 128, COUNT))
+        near = rng.integers(-300, 300, COUNT) * np.exp2(rng.integers(-3, 3, COUNT))
+        sides.append(np.where(rng.random(COUNT) < 0.5, wide, near).astype(np.float32))
+    sides[0][: COUNT // 4] = np.square(sides[0][: COUNT // 4] % 16)
+    for side, special in zip(sides, (np.repeat(SPECIAL, 7), np.tile(SPECIAL, 7)), strict=True):
+        side[:49] = special
+    return [np.array(jc.round_to_format(side, plain)) for side in sides]
+
+
+def words(name: str, spec: jc.Spec, args: list[np.ndarray], rng: np.random.Generator) -> np.ndarray:
+    """Random words; for half of the elements the least word that rounds away from zero, or one beside it."""
+    fmt = spec.format
+    assert isinstance(fmt, FloatFormat)
+    drawn = rng.integers(0, 1 << 32, COUNT, dtype=np.uint32)
+    with np.errstate(all="ignore"):
+        x, y = (np.abs(arg.astype(np.float64)) for arg in args)
+        exact = np.nan_to_num(x / y if name == "div" else np.sqrt(x), posinf=1.0)
+    _, exponent = np.frexp(exact)
+    place = np.exp2(np.maximum(exponent - 1, fmt.emin) - fmt.frac_bits, dtype=np.float64)
+    share = exact / place % 1
+    least = np.ceil((1 - share) * 2.0**32).astype(np.int64) + rng.integers(-1, 2, COUNT)
+    return np.where(np.arange(COUNT) % 2, drawn, np.clip(least, 0, (1 << 32) - 1).astype(np.uint32))
+
+
+@pytest.mark.parametrize("name", ["div", "sqrt"])
+@pytest.mark.parametrize("text", SPECS)
+def test_the_bits_are_those_of_integers(text: str, name: str, rng: np.random.Generator) -> None:
+    spec = jc.parse(text)
+    known = (range_of(spec, CARRIER),) * OPERANDS[name]
+    assert float64.computes(name, spec, known)
+    both = operands(spec, rng)
+    word = [words(name, spec, both, rng)] if spec.rounding.stochastic else []
+    args = [*map(jnp.asarray, both[: OPERANDS[name]]), *map(jnp.asarray, word)]
+    want = np.array(jax.jit(lambda *a: operation(name, a[: len(known)], spec, *a[len(known) :]))(*args))
+    on_device = jax.jit(lambda *a: operation_on_device(name, a[: len(known)], spec, *a[len(known) :]))
+    got = np.array(on_device(*args))
+    np.testing.assert_array_equal(np.isnan(got), np.isnan(want))
+    np.testing.assert_array_equal(got.view(np.int32)[~np.isnan(want)], want.view(np.int32)[~np.isnan(want)])
+    assert len(np.unique(want)) > 100 or spec.format.bits <= 8
+    assert "f64" in on_device.lower(*args).as_text() or jax.default_backend() != "cpu"
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("add", "bfloat16"),
+        ("div", "bfloat16:up"),
+        ("div", "bfloat16:flush"),
+        ("div", "bfloat16:stochastic_c"),
+        ("div", "binary16:stochastic"),
+        ("div", "tf32:stochastic"),
+        ("sqrt", "e8m18:stochastic"),
+        ("sqrt", "binary32"),
+        ("div", "posit8"),
+    ],
+)
+def test_others_are_refused(name: str, text: str) -> None:
+    spec = jc.parse(text)
+    assert not float64.computes(name, spec, (range_of(spec, CARRIER),) * OPERANDS[name])
+
+
+def test_operands_may_have_more_bits_than_the_format() -> None:
+    spec, whole = jc.parse("e4m3"), Range(-149, 24, 128)
+    assert float64.computes("div", spec, (Range(-20, 19, 20), Range(-20, 19, 20)))
+    assert not float64.computes("div", spec, (whole, whole))
+    assert float64.computes("sqrt", spec, (whole,))
