@@ -149,7 +149,7 @@ def test_leading_axes(rng):
     np.testing.assert_array_equal(op(x[0], codes, scales), exact[0].astype(np.float32))
 
 
-X, CODES, SCALES = jnp.ones((2, 64)), jnp.zeros((64, 5), jnp.uint8), jnp.ones((2, 9))
+X, CODES, SCALES = np.ones((2, 64), np.float32), np.zeros((64, 5), np.uint8), np.ones((2, 9), np.float32)
 GOOD: dict[str, Any] = {"x": X, "codes": CODES, "scales": SCALES, "format": IntegerFormat(4), "group": 32}
 
 

@@ -21,8 +21,9 @@ import jchop as jc
 from jchop import optim
 
 KEY = jax.random.key(3)
-PARAMS = {"w": jnp.linspace(-1, 1, 512).reshape(2, 256), "b": jnp.ones(4)}
-GRADS = jax.tree.map(lambda p: p / 8, PARAMS)
+NUMBERS = {"w": np.linspace(-1, 1, 512, dtype=np.float32).reshape(2, 256), "b": np.ones(4, np.float32)}
+PARAMS = jax.device_put(NUMBERS)
+GRADS = jax.device_put({name: x / 8 for name, x in NUMBERS.items()})
 NAMED = ["adam8bit", "adamw8bit", "adamw4bit", "adamw_fp8", "lion8bit", "sgd8bit"]
 NAN, INF = math.nan, math.inf
 
