@@ -152,6 +152,7 @@ def test_a_transformer_block() -> None:
     assert {row.primitive for row in found.rows} >= {"dot_general", "tanh", "argument [0]['in']", "exp"}
 
 
+@pytest.mark.slow
 def test_stochastic_errors_are_those_of_the_key() -> None:
     x = normal(1, 16)
     low = jc.emulate(lambda x: jnp.sum(x * x / 3), "bfloat16:stochastic")
@@ -165,6 +166,7 @@ def test_stochastic_errors_are_those_of_the_key() -> None:
 # -- rows --------------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_errors_fed_back_give_the_emulated_result() -> None:
     """One operation after the other: the carrier's result of the emulated operands plus the error made."""
     x = normal(2, 64)

@@ -56,6 +56,7 @@ def test_overflow_and_clipping_are_told_apart() -> None:
     assert "2 numbers are infinite or NaN" in str(jc.compare(x, ["binary16"]))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("zero_point", ["", ",zero_point=integer", ",zero_point=float"])
 @pytest.mark.in_turn(3)
 def test_clipping_under_scales(zero_point: str) -> None:

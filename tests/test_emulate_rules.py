@@ -20,6 +20,7 @@ import jchop as jc
 # -- rules -------------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.smoke
 def test_rules_name_primitives_and_scopes() -> None:
     def fun(x: jax.Array) -> jax.Array:
@@ -313,6 +314,7 @@ def test_a_report_of_a_function_of_jax_names_the_line_that_asks() -> None:
     assert row.place.startswith("test_emulate_rules.py:")
 
 
+@pytest.mark.slow
 def test_the_report_counts_infinities_and_nans() -> None:
     """In loops, branches and inner functions, too, and whether or not the carrier has them."""
 
@@ -355,6 +357,7 @@ def test_the_report_follows_loops_and_draws_as_the_program_does() -> None:
         jax.jit(lambda x: jc.emulate.report(low, x, trace_values=True))(X)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["add", "mul", "max", "rem", "pow", "atan2", "nextafter"])
 @pytest.mark.in_turn(7)
 def test_axes_of_size_one_are_stretched_as_by_the_primitive(name: str) -> None:

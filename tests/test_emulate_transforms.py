@@ -127,6 +127,7 @@ def test_shards_draw_by_the_axes_that_a_value_varies_over() -> None:
         assert len(set.union(*parts.values())) == count
 
 
+@pytest.mark.slow
 def test_seeds_of_shards_are_not_those_of_turns() -> None:
     mesh = jax.make_mesh((2,), ("x",), axis_types=(AxisType.Auto,))
     seeds = Seeds(tuple(seed_words(KEY)), ("x",))

@@ -124,6 +124,7 @@ def test_an_unbatched_tangent_with_batched_residuals():
     np.testing.assert_array_equal(pull(f, x, g), jnp.clip(g[0], -0.25, 0.25) + jnp.clip(g[1], -0.5, 0.5))
 
 
+@pytest.mark.slow
 @pytest.mark.smoke
 def test_nested_vmap():
     rule = lambda g, r, s: g / jnp.abs(g).max() * r + s  # noqa: E731
@@ -226,6 +227,7 @@ STEPS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.in_turn(20)
 @pytest.mark.parametrize("name", STEPS)
 def test_second_derivatives_of_loops(name):

@@ -255,6 +255,7 @@ SHARDED = (
 )
 
 
+@pytest.mark.slow
 @pytest.mark.in_turn(5)
 @needs_eight
 @pytest.mark.parametrize("text", SHARDED)
@@ -316,6 +317,7 @@ def test_groups_do_not_see_each_other(text, rows, order):
     np.testing.assert_array_equal(shuffled, apply(text, x.reshape(2, 8)).reshape(4, 4)[order])
 
 
+@pytest.mark.slow
 @settings(deadline=None, max_examples=60)
 @given(st.sampled_from(["mxfp4(group=4)", "mxint8(group=4)", "bfp8(group=4)", "mxfp8_e5m2(group=4,rule=ceil)"]), ROWS)
 def test_powers_of_two_as_scales_are_idempotent(text, rows):

@@ -184,6 +184,7 @@ PROGRAMS = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("fun", "x"), PROGRAMS)
 @pytest.mark.in_turn(7)
 def test_samples_are_runs_with_other_keys(fun: Callable[..., Any], x: Array) -> None:

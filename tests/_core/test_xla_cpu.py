@@ -301,6 +301,7 @@ def stack_of_short_floats_converted() -> bool:
     return WHOLE_STACK.search(program[program.index("ENTRY") :]) is not None
 
 
+@pytest.mark.in_turn(3)
 @pytest.mark.parametrize("dtype", ["float8_e4m3fn", "float8_e5m2", "float16", "bfloat16", "float32", "int8"])
 def test_entries_of_a_stack(dtype: str) -> None:
     """Every code, in a loop, with the derivative of an index."""

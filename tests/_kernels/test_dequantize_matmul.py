@@ -90,6 +90,7 @@ GPU_TILINGS = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.in_turn(8)
 @pytest.mark.parametrize(("shape", "tiling"), GPU_TILINGS, ids=str)
 def test_gpu_tilings(shape, tiling, rng):
@@ -139,6 +140,7 @@ def test_empty(platform, shape):
 # -- the operation -----------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.smoke
 def test_leading_axes(rng):
     x, codes, scales, exact = exact_data(rng, "int8", (12, 70, 9, 32))

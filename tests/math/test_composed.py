@@ -85,6 +85,7 @@ def test_cross_products(text: str) -> None:
     same(jc.math.cross(a, b, text, KEY), want)
 
 
+@pytest.mark.slow
 def test_a_vector_of_two_elements_has_a_zero() -> None:
     """As in NumPy before 2.0; newer ones, and newer JAX, refuse it."""
     a, b = (np.random.default_rng(i).integers(-3, 4, (5, 3)).astype(np.float32) for i in range(2))

@@ -133,6 +133,7 @@ def test_each_contraction_has_a_key_of_its_own() -> None:
     np.testing.assert_array_equal(jc.math.einsum("ij,jk,kl->il", a, b, c, spec=text, key=KEY), want)
 
 
+@pytest.mark.slow
 def test_an_element_that_is_repeated_is_rounded_once() -> None:
     """Its random word is its own, not that of a copy: k stands in the second array alone."""
     got = jc.math.einsum(
@@ -198,6 +199,7 @@ def test_traces_have_the_axes_of_numpy() -> None:
         np.testing.assert_array_equal(jc.math.trace(x, PLAIN, **more), np.trace(x, **more))
 
 
+@pytest.mark.slow
 def test_outer_rounds_each_product_once() -> None:
     a, b = normal(2, 3), normal(4, seed=1)
     want = jc.math.multiply(a.reshape(6, 1), b, "e5m4:up")

@@ -70,6 +70,7 @@ def test_half_precision_is_that_of_numpy_in_two_orders_which_differ() -> None:
     assert np.mean(one_by_one != in_blocks) > 0.6
 
 
+@pytest.mark.slow
 def test_single_precision_in_a_double_carrier_is_that_of_numpy() -> None:
     a, b = normal((8, 33)) * np.float32(2.0**-60), normal((33, 8), 1) * np.float32(2.0**-70)
     spec = MatmulSpec("binary32", "binary32", "binary32")
@@ -204,6 +205,7 @@ def test_draws_are_those_of_the_split_key(batched: bool) -> None:
         assert cases.bits(got[i, j, n].reshape(1))[0] == want
 
 
+@pytest.mark.slow
 def test_a_key_that_is_not_needed_changes_nothing() -> None:
     a, b = half_operands(8)
     same(jc.math.matmul(a, b, HALF, KEY), jc.math.matmul(a, b, HALF))
@@ -293,6 +295,7 @@ def test_the_gradient_of_the_operands_spec_holds() -> None:
     same(grad(jnp.array([[1000.0, 1.0]])), np.array([[0.0, 1.0]], np.float32))
 
 
+@pytest.mark.slow
 @pytest.mark.smoke
 def test_second_derivatives_are_those_of_a_product() -> None:
     a, b = jnp.ones((1, 2)), jnp.ones((2, 1))

@@ -76,6 +76,7 @@ class Model:
                 np.testing.assert_array_equal(row[p][1], value)
 
 
+@pytest.mark.slow
 @pytest.mark.in_turn(5)
 @pytest.mark.smoke
 @pytest.mark.parametrize("kind", ["full", "rolling", "paged"])

@@ -112,6 +112,7 @@ def test_each_turn_over_a_stack_has_its_own(reverse: bool) -> None:
         h = jnp.tanh(h @ layers[turn])
 
 
+@pytest.mark.slow
 def test_a_weight_that_all_turns_share_has_one() -> None:
     w, x = normal(4, 4), normal(9, 4, seed=1)
     found = only(lambda p, x: lax.fori_loop(0, 3, lambda _, h: jnp.tanh(h @ p), x), w, x)
@@ -154,6 +155,7 @@ def test_bad_data_are_errors() -> None:
         jc.ptq.statistics(4, w, [x])  # type: ignore[arg-type]
 
 
+@pytest.mark.slow
 def test_progress_and_generators() -> None:
     seen: list[int] = []
     batches = (normal(n, 6) for n in (3, 4))

@@ -74,6 +74,7 @@ def test_an_outlier_stays_in_sight() -> None:
     assert cells[750 // 32, 77 // 6] == -90
 
 
+@pytest.mark.slow
 def test_shares_at_the_ends_and_scales() -> None:
     x = np.array([[6.0, -6.0, 3.0, 0.0] * 8, [12.0, 1.0, 1.0, 0.0] * 8], np.float32)
     q = jc.quantize(x, "mxfp4")

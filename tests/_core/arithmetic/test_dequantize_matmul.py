@@ -134,7 +134,7 @@ def test_every_code_has_its_value(name, dtype):
     np.testing.assert_array_equal(run(name, 1, ones[0], codes, ones[1])[0].astype(np.float64), values)
 
 
-@pytest.mark.in_turn(5)
+@pytest.mark.in_turn(16)
 @pytest.mark.parametrize(
     ("name", "dtype", "shape"),
     [("int4", "bfloat16", shape) for shape in SHAPES]

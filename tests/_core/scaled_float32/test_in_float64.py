@@ -43,7 +43,7 @@ def bits(x: jax.Array) -> np.ndarray:
     return np.asarray(x).view(f"u{x.dtype.itemsize}")
 
 
-@pytest.mark.in_turn(20)
+@pytest.mark.in_turn(40)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("text", FORMATS)
@@ -63,6 +63,7 @@ def test_every_bit(text, mode, dtype):
             np.testing.assert_array_equal(bits(a), bits(b))
 
 
+@pytest.mark.slow
 def test_the_program_is_short():
     """A third of the lines of the program of a large array."""
     x, large = (jax.ShapeDtypeStruct(shape, jnp.float32) for shape in ((256, 64), (1024, 256)))
