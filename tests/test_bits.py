@@ -87,6 +87,7 @@ def test_counts(name: str) -> None:
         assert jax.jit(partial(_bits.compose, carrier=carrier))(n, e).tolist() == expected
 
 
+@pytest.mark.in_turn(2)
 @pytest.mark.parametrize("width", [32, 64])
 def test_words(width: int) -> None:
     with jax.enable_x64(True):

@@ -71,6 +71,7 @@ def test_clipping_under_scales(zero_point: str) -> None:
         assert jc.compare([7.9, 6.9, 1.0], ["mxfp4"]).rows[0].clipped == 1 / 3
 
 
+@pytest.mark.slow
 def test_fitted_range() -> None:
     x = X * np.float32(2.0**-30)
     plain, fitted = (jc.compare(x, ["float8_e4m3fn", "int8"], scale=scale).rows for scale in ("none", "fit"))

@@ -208,6 +208,7 @@ def test_formats(spec: str) -> None:
     same(jc.emulate(lambda x: jc.dequantize(jc.quantize(x, spec)), AROUND)(X), rounded(jc.dequantize(packed)))
 
 
+@pytest.mark.slow
 def test_an_operation_rounds_what_it_takes_of_a_function() -> None:
     low = jc.emulate(lambda x: -math.exp(x, OWN), AROUND)
     same(low(X), -rounded(math.exp(rounded(X), OWN)))

@@ -141,6 +141,7 @@ def test_a_run_stops_at_an_event(event: Any, words: str) -> None:
 # -- cancelled bits ----------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_cancelled_bits_are_the_drop_of_the_exponent() -> None:
     """Against the logarithms of exact sums."""
     rng = np.random.default_rng(0)

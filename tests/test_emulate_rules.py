@@ -48,6 +48,7 @@ def test_rules_name_primitives_and_scopes() -> None:
         np.testing.assert_array_equal(jc.emulate(fun, "e5m2", rules=rules)(X), by_hand(*specs))
 
 
+@pytest.mark.slow
 def test_rules_say_how_sums_are_formed() -> None:
     ones = jnp.ones(100)
     fun = lambda x: (jnp.sum(x), x @ x)  # noqa: E731
@@ -187,6 +188,7 @@ def test_dtypes_of_8_bits_store() -> None:
         jc.emulate(lambda x: x.astype(jnp.float8_e5m2) + 1, "e5m2")(X)
 
 
+@pytest.mark.slow
 def test_what_is_written_to_a_reference_is_rounded() -> None:
     def turn(ref: Any, count: Any) -> Any:
         ref[1] = ref[1] * 1.1

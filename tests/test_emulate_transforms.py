@@ -46,6 +46,7 @@ def test_derivatives_of_loops_and_of_higher_order() -> None:
     assert float(jax.grad(jc.emulate(lambda x: jnp.power(x, 3.0), "e5m2"))(-2.0)) == 12  # no log of a negative number
 
 
+@pytest.mark.slow
 @pytest.mark.smoke
 def test_custom_derivatives_keep_their_rules() -> None:
     @jax.custom_jvp
@@ -79,6 +80,7 @@ def test_vmap_inside_and_outside_and_remat() -> None:
     np.testing.assert_array_equal(slope(again), slope(straight))
 
 
+@pytest.mark.slow
 def test_scans_map_and_carry() -> None:
     fun = lambda x: lax.scan(lambda c, v: (c * 1.1 + v, c - v), 0.5, x, reverse=True)  # noqa: E731
     carry, ys = jc.emulate(fun, "e5m3")(X)

@@ -105,6 +105,7 @@ def test_vmap_equals_the_loop(axes):
     np.testing.assert_array_equal(got, jnp.stack([3 * G[i] * (R[i] if axes[1] == 0 else R[1]) for i in range(2)]))
 
 
+@pytest.mark.in_turn(2)
 @pytest.mark.parametrize("batched", [True, False], ids=["residual batched", "residual shared"])
 def test_vmap_inside_the_derivative(batched):
     """The rule runs row by row: one that looks at its whole argument tells."""

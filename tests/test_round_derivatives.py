@@ -136,7 +136,7 @@ def is_beyond(fmt: oracle.Set, x: oracle.Value, mode: str, n: int, r: int) -> bo
     return low + oracle.moves_away(mode, nu, fmt.odd(low), x < 0, n, r) > fmt.top(x < 0)
 
 
-@pytest.mark.in_turn(5)
+@pytest.mark.in_turn(15)
 @pytest.mark.parametrize("case", CLIPPED)
 def test_clipped_is_zero_exactly_where_the_value_overflowed(case):
     """Values above the largest one that still round to it keep their cotangent; NaN keeps it, infinities do not."""
@@ -267,7 +267,7 @@ NESTED = {
 }
 
 
-@pytest.mark.in_turn(4)
+@pytest.mark.in_turn(8)
 @pytest.mark.parametrize("nesting", NESTED)
 @pytest.mark.parametrize("spec", ["e5m2", "e5m2:stochastic:gradient=clipped+[e4m3:stochastic]"])
 def test_second_derivatives(nesting, spec):

@@ -149,6 +149,7 @@ def test_stochastic_words_are_those_of_plain_formats():
     np.testing.assert_array_equal(tile, plain[2:4, :8])
 
 
+@pytest.mark.slow
 def test_stochastic_rounding_is_unbiased():
     x = np.full((1, 4096), 0.3, np.float32)
     x[0, 0] = 7

@@ -172,7 +172,7 @@ def test_few_bits_as_defined(name, mode, n):
     check_given_words(GIVEN[name], "float32", mode, n, overflow=overflow, flush=flush, kind="jax")
 
 
-@pytest.mark.in_turn(16)
+@pytest.mark.in_turn(40)
 @pytest.mark.parametrize(
     ("name", "carrier", "mode"),
     [(n, c, m) for n, f in GIVEN.items() for c in CARRIERS if oracle.held(f, CARRIERS[c]) for m in STOCHASTIC],

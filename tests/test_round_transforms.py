@@ -105,6 +105,7 @@ def test_weak_types():
         assert isinstance(got, jax.Array)
 
 
+@pytest.mark.slow
 def test_donated_buffers_are_used():
     x = jnp.asarray(numbers(np.float32, (1000,)))
     expected = np.asarray(rounded(x, "e4m3:stochastic"))
@@ -277,6 +278,7 @@ def test_while_and_cond(text):
     same(branch(x, False), rounded(x, "integer4"))
 
 
+@pytest.mark.slow
 @pytest.mark.in_turn(2)
 @pytest.mark.parametrize("text", ["e5m2:gradient=clipped", "e5m2:stochastic:gradient=clipped+[e4m3:stochastic]"])
 def test_remat_changes_no_bit(text):

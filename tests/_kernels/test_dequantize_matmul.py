@@ -106,6 +106,7 @@ def test_random_data_within_the_bound(platform, name, dtype, rng):
     assert within(interpret(platform, name, shape[3], *arrays), exact, bound)
 
 
+@pytest.mark.in_turn(2)
 @pytest.mark.parametrize("platform", KERNELS)
 def test_infinite_and_nan_codes_stay_in_their_columns(platform):
     """Also in the tile that reaches beyond the arrays, whose excess counts for nothing."""

@@ -104,7 +104,7 @@ AXES: list[tuple[dict[str, Any], tuple[int, ...], tuple[int, ...]]] = [
 ]
 
 
-@pytest.mark.in_turn(2)
+@pytest.mark.in_turn(4)
 @pytest.mark.parametrize(("axes", "left", "right"), AXES)
 def test_cross_products_have_the_axes_of_numpy(axes: Any, left: tuple[int, ...], right: tuple[int, ...]) -> None:
     a, b = (np.random.default_rng(i).integers(-3, 4, s).astype(np.float32) for i, s in enumerate((left, right)))

@@ -75,6 +75,7 @@ def test_einsum_is_that_of_numpy(subscripts: str) -> None:
     np.testing.assert_array_equal(jc.math.einsum(subscripts, *operands, spec=PLAIN), np.einsum(subscripts, *operands))
 
 
+@pytest.mark.slow
 def test_the_order_of_an_einsum_is_that_of_its_indices() -> None:
     a, b = (np.asarray(jc.round_to_format(normal(*shape), "e5m5")) for shape in ((3, 4), (4, 3)))
     assert jc.math.einsum("ij,ji->", a, b, spec="e5m5") == in_order(a.ravel(), b.T.ravel())
@@ -153,7 +154,7 @@ TENSORDOTS: dict[str, tuple[tuple[int, ...], tuple[int, ...], Any]] = {
 }
 
 
-@pytest.mark.in_turn(2)
+@pytest.mark.in_turn(4)
 @pytest.mark.parametrize("name", TENSORDOTS)
 def test_tensordot_is_that_of_numpy(name: str) -> None:
     left, right, axes = TENSORDOTS[name]

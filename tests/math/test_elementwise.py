@@ -76,6 +76,7 @@ def test_the_exact_result_is_rounded_once(name: str, text: str) -> None:
     same(function(*given, text, KEY), oracle_math.applied(name, given, HOWS[text], words))
 
 
+@pytest.mark.slow
 def test_operands_are_rounded_first_each_with_its_own_part_of_the_key() -> None:
     x, y = (np.random.default_rng(i).normal(size=50).astype(np.float32) for i in range(2))
     keys = jax.random.split(KEY, 3)

@@ -62,6 +62,7 @@ def test_where_and_initial() -> None:
         same(getattr(jc.math, name)(x[:, :0], "e5m2", axis=1, initial=0.3), np.full(3, 0.3125, np.float32))
 
 
+@pytest.mark.slow
 def test_the_place_is_the_first_of_equal_elements() -> None:
     x = np.array([[2.9, 3.0, 3.1, 1.0], [-0.0, 0.0, 0.0, -0.0]], np.float32)
     for name in ("argmax", "argmin"):

@@ -136,6 +136,7 @@ def test_16_bit_operands_are_summed_in_float32(dtype: Any) -> None:
     same(last, jc.math.matmul(*wide, MatmulSpec()).astype(dtype))
 
 
+@pytest.mark.in_turn(2)
 @pytest.mark.parametrize("dtype", [np.float16, ml_dtypes.bfloat16])
 def test_every_16_bit_number_passes_unchanged(dtype: Any) -> None:
     """Subnormals too, which a device may read as zero. The sum of a product with 1 is the number itself."""

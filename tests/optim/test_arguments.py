@@ -216,6 +216,7 @@ def test_what_is_refused(message: str, call: Callable[[], Any]) -> None:
     assert len(str(found.value)) < 400
 
 
+@pytest.mark.in_turn(5)
 @pytest.mark.parametrize("scale", [INF, -INF, NAN, 0.0, -8.0])
 def test_a_loss_scale_that_is_none_leaves_the_step_out_and_starts_again(scale: float) -> None:
     tx = optim.dynamic_loss_scale(optax.sgd(1.0), 64.0)
@@ -226,6 +227,7 @@ def test_a_loss_scale_that_is_none_leaves_the_step_out_and_starts_again(scale: f
     assert updates.tolist() == [-1, -1] and int(state.skipped) == 1
 
 
+@pytest.mark.slow
 def test_the_largest_limits_keep_a_loss_scale_finite() -> None:
     tx = optim.dynamic_loss_scale(
         optax.sgd(1.0), 2.0**120, growth_interval=1, factor=2.0**127, smallest=2.0**-126, largest=2.0**127

@@ -60,6 +60,7 @@ PRODUCTS: dict[str, tuple[Any, tuple[int, ...]]] = {
 }
 
 
+@pytest.mark.in_turn(3)
 @pytest.mark.parametrize("name", PRODUCTS)
 def test_every_way_to_multiply(name: str) -> None:
     fun, shape = PRODUCTS[name]

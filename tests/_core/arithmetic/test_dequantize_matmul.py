@@ -124,7 +124,7 @@ def run(name: str, group: int, *arrays: np.ndarray) -> np.ndarray:
     return np.asarray(jax.jit(partial(dequantize_matmul_body, format=FORMATS[name], group=group))(*arrays))
 
 
-@pytest.mark.in_turn(3)
+@pytest.mark.in_turn(6)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("name", FORMATS)
 def test_every_code_has_its_value(name, dtype):
@@ -182,6 +182,7 @@ def test_empty(shape):
     np.testing.assert_array_equal(y, np.zeros((m, n), np.float32), strict=True)
 
 
+@pytest.mark.slow
 def test_parts_of_columns():
     matrix = jnp.arange(15.0).reshape(3, 5)
     parts = part_columns(matrix, 2)

@@ -93,7 +93,7 @@ def test_what_is_not_plain_stays() -> None:
     assert magnitude.tolist() == bits.tolist() and not rest
 
 
-@pytest.mark.in_turn(2)
+@pytest.mark.in_turn(4)
 @pytest.mark.parametrize(("name", "bits"), [("float32", 3), ("float64", 64), ("float32", 64), ("float64", 3)])
 def test_divisors_that_are_products(name: str, bits: int, rng: np.random.Generator) -> None:
     """Integers of 3 bits times powers of two times numbers of a carrier, as a significand and an exponent."""

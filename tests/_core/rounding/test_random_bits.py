@@ -101,7 +101,7 @@ def test_documented_vectors(data: tuple[int, ...], words: tuple[int, ...]) -> No
     assert tuple(int(word) for word in got) == words
 
 
-@pytest.mark.in_turn(4)
+@pytest.mark.in_turn(8)
 @pytest.mark.parametrize("x64", [False, True])
 @pytest.mark.parametrize("data", [(0, 0), (7, 1), (WORD, 5), (0, 9, 0, 9), PI])
 def test_words_equal_the_second_implementation(data: tuple[int, ...], x64: bool) -> None:
