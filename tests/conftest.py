@@ -3,7 +3,8 @@
 import os
 import pathlib
 import shutil
-from collections.abc import Generator, Iterator
+from collections.abc import Callable, Generator, Iterator
+from typing import Any
 
 DEVICES = 8
 COMPILED = pathlib.Path(__file__).parents[1] / ".cache" / "compiled"
@@ -41,6 +42,7 @@ import jax  # noqa: E402
 import numpy as np  # noqa: E402
 import oracle  # noqa: E402
 import pytest  # noqa: E402
+from jax._src import compiler  # noqa: E402
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -93,14 +95,28 @@ _AS_USERS = (
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_setup(item: pytest.Item) -> None:
-    """Default tests compile with few of LLVM's optimizations: that takes half the time of most of them.
+    """Default tests compile with few of LLVM's optimizations and without XLA's fusion emitters.
 
-    From JAX 0.12 on, such code flushes subnormal bfloat16 numbers, so all tests compile as users do there.
+    That takes half the time of most of them. From JAX 0.12 on, such code flushes subnormal bfloat16 numbers, so all
+    tests compile as users do there.
     """
     file = item.path.relative_to(pathlib.Path(__file__).parent).as_posix()
     few = jax.__version_info__ < (0, 12) and "slow" not in item.keywords and not file.startswith(_AS_USERS)
     jax.config.update("jax_disable_most_optimizations", few)
     os.environ["JAX_DISABLE_MOST_OPTIMIZATIONS"] = str(int(few))  # of processes that the test starts
+
+
+def _without_fusion_emitters(options_of: Callable[..., Any]) -> Callable[..., Any]:
+    """XLA's options for a program; JAX has no configuration of this one."""
+
+    def options(*args: Any, env_options_overrides: dict[str, Any] | None = None, **more: Any) -> Any:
+        few = {"xla_cpu_use_fusion_emitters": False} if jax.config.read("jax_disable_most_optimizations") else {}
+        return options_of(*args, env_options_overrides=few | (env_options_overrides or {}), **more)
+
+    return options
+
+
+compiler.get_compile_options = _without_fusion_emitters(compiler.get_compile_options)
 
 
 @pytest.fixture(autouse=True)

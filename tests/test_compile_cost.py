@@ -67,6 +67,7 @@ def test_an_optimizer_of_equal_and_unequal_leaves() -> None:
 WRAPPERS = [jc.optim.skip_nonfinite, partial(jc.optim.quantize_state, spec="bfloat16", min_size=1)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("wrap", WRAPPERS, ids=["skip_nonfinite", "quantize_state"])
 @pytest.mark.in_turn(2)
 def test_leaves_cost_as_much_as_each(wrap: Any) -> None:

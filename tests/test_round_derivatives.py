@@ -136,7 +136,7 @@ def is_beyond(fmt: oracle.Set, x: oracle.Value, mode: str, n: int, r: int) -> bo
     return low + oracle.moves_away(mode, nu, fmt.odd(low), x < 0, n, r) > fmt.top(x < 0)
 
 
-@pytest.mark.in_turn(15)
+@pytest.mark.in_turn(5)
 @pytest.mark.parametrize("case", CLIPPED)
 def test_clipped_is_zero_exactly_where_the_value_overflowed(case):
     """Values above the largest one that still round to it keep their cotangent; NaN keeps it, infinities do not."""

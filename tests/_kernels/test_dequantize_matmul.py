@@ -97,6 +97,7 @@ def test_gpu_tilings(shape, tiling, rng):
     check_exact("gpu", "int4", shape, "bfloat16", rng, tiling=tiling)
 
 
+@pytest.mark.slow
 @pytest.mark.in_turn(9)
 @pytest.mark.parametrize("platform", KERNELS)
 @pytest.mark.parametrize(("name", "dtype"), [("int4", "bfloat16"), ("int8", "float32"), ("float8_e4m3fn", "bfloat16")])
@@ -106,7 +107,6 @@ def test_random_data_within_the_bound(platform, name, dtype, rng):
     assert within(interpret(platform, name, shape[3], *arrays), exact, bound)
 
 
-@pytest.mark.in_turn(2)
 @pytest.mark.parametrize("platform", KERNELS)
 def test_infinite_and_nan_codes_stay_in_their_columns(platform):
     """Also in the tile that reaches beyond the arrays, whose excess counts for nothing."""

@@ -255,7 +255,7 @@ def test_special_values(kernel: str) -> None:
 # -- matrix units whose sums are not exact -----------------------------------------------------------------------------
 
 
-@pytest.mark.in_turn(4)
+@pytest.mark.in_turn(2)
 @pytest.mark.parametrize("kernel", KERNELS)
 @pytest.mark.parametrize("form", [None, "bfloat16"])
 def test_inexact_sums_of_units_stay_within_their_bound(kernel: str, form: str | None) -> None:

@@ -136,6 +136,7 @@ def test_every_mode(kernel: str, dtype: str) -> None:
     check(kernel, [f"e4m3fn:{mode}" for mode in MODES], dtype, [(1025,)], start=2**32 - 7)
 
 
+@pytest.mark.slow
 @pytest.mark.in_turn(2)
 @both
 def test_every_option(kernel: str) -> None:

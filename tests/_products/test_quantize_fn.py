@@ -36,7 +36,7 @@ FORMATS = ["int8(group=all)", "int4(group=32)", "float8_e4m3fn", "mxfp8_e4m3", "
 LOOSE = {"odd_changed", "odd_products", "odd_convolutions"}
 
 
-@pytest.mark.in_turn(14)
+@pytest.mark.in_turn(6)
 @pytest.mark.parametrize("name", CASES)
 def test_every_weight_of_a_product_is_rounded_and_nothing_else(name: str) -> None:
     case = CASES[name]

@@ -156,7 +156,6 @@ def test_refused() -> None:
 FORWARD = jc.Hadamard("all", products="forward")
 
 
-@pytest.mark.in_turn(3)
 @pytest.mark.parametrize("size", [2, 12, 96])
 def test_other_sizes(size: int) -> None:
     """The definition of Hadamard matrices, and the product with one."""

@@ -60,7 +60,6 @@ PRODUCTS: dict[str, tuple[Any, tuple[int, ...]]] = {
 }
 
 
-@pytest.mark.in_turn(3)
 @pytest.mark.parametrize("name", PRODUCTS)
 def test_every_way_to_multiply(name: str) -> None:
     fun, shape = PRODUCTS[name]
@@ -113,7 +112,6 @@ def test_each_turn_over_a_stack_has_its_own(reverse: bool) -> None:
         h = jnp.tanh(h @ layers[turn])
 
 
-@pytest.mark.slow
 def test_a_weight_that_all_turns_share_has_one() -> None:
     w, x = normal(4, 4), normal(9, 4, seed=1)
     found = only(lambda p, x: lax.fori_loop(0, 3, lambda _, h: jnp.tanh(h @ p), x), w, x)

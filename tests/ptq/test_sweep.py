@@ -189,6 +189,7 @@ def test_all_codes_of_small_matrices() -> None:
     assert abs(error(w, swept, gram) / best - 1.685) < 1e-3
 
 
+@pytest.mark.slow
 def test_a_damping_that_fails_grows() -> None:
     with jax.enable_x64(True):
         x = np.random.default_rng(0).normal(size=(3, 8))

@@ -256,7 +256,6 @@ def test_vmapped_tensors_scales_do_not_mix() -> None:
     same(jc.dequantize(q.reshape(4, 2, 3, 16)), values.reshape(4, 2, 3, 16))
 
 
-@pytest.mark.slow
 @pytest.mark.smoke
 def test_scan_takes_a_layer_at_a_time() -> None:
     weights = jax.vmap(lambda w: jc.quantize(w, ROWS))(numbers((3, 8, 8)))

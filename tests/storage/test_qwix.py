@@ -64,7 +64,6 @@ def test_what_qwix_has_no_form_for(x, text):
         jc.to_qwix(jax.eval_shape(lambda x: jc.quantize(x, text), x))
 
 
-@pytest.mark.slow
 def test_other_refusals(x):
     qwix = pytest.importorskip("qwix")
     with pytest.raises(TypeError, match="must be a QArray"):

@@ -24,7 +24,6 @@ FORMATS = [
 ]  # fmt: skip
 
 
-@pytest.mark.slow
 @pytest.mark.in_turn(18)
 @pytest.mark.parametrize("text", FORMATS)
 @pytest.mark.parametrize("axis", [0, 1])
@@ -39,6 +38,7 @@ def test_sums_of_panels(axis: int, text: str) -> None:
     np.testing.assert_allclose(got, want, rtol=1e-5, atol=2e-4)
 
 
+@pytest.mark.slow
 @pytest.mark.in_turn(28)
 @pytest.mark.parametrize("text", [*FORMATS[:4], *INTEGERS])
 @pytest.mark.parametrize("left", ["int8(group=all)", "uint8(group=all,zero_point=integer)"])
