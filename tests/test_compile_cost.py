@@ -47,7 +47,6 @@ def lines_of_training(rule: jc.nn.Rule | None) -> int:
 INT8 = jc.nn.Rule(weight="int8(group=all)", activation="int8(group=all)", gradient="int8(group=all)")
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(("rule", "most"), [(INT8, 3_300), (jc.nn.recipe("nvfp4"), 7_200)], ids=["int8", "nvfp4"])
 @pytest.mark.in_turn(2)
 def test_a_training_step(rule: jc.nn.Rule, most: int) -> None:
@@ -67,7 +66,6 @@ def test_an_optimizer_of_equal_and_unequal_leaves() -> None:
 WRAPPERS = [jc.optim.skip_nonfinite, partial(jc.optim.quantize_state, spec="bfloat16", min_size=1)]
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("wrap", WRAPPERS, ids=["skip_nonfinite", "quantize_state"])
 @pytest.mark.in_turn(2)
 def test_leaves_cost_as_much_as_each(wrap: Any) -> None:

@@ -173,7 +173,6 @@ def test_another_context_is_another_program() -> None:
     assert low(1.0).dtype == jnp.float32
 
 
-@pytest.mark.slow
 def test_nothing_is_held(monkeypatch: pytest.MonkeyPatch) -> None:
     """Neither arguments by the function, nor the function by JAX's caches; and no more programs than a bound."""
     monkeypatch.setattr(_trace, "_MOST", 3)
@@ -201,7 +200,6 @@ def test_nothing_is_held(monkeypatch: pytest.MonkeyPatch) -> None:
     assert fun() is None
 
 
-@pytest.mark.slow
 def test_copies_and_threads() -> None:
     low = jc.emulate(jnp.sin, "e5m2")
     want = low(X).tolist()

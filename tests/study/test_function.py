@@ -61,7 +61,6 @@ def test_the_rows_come_by_bits_and_a_format_comes_once(found: study.FunctionStud
     assert found.inputs == ("float32[4, 8]", "float32[4, 8]") and found.name == "model"
 
 
-@pytest.mark.slow
 def test_results_that_are_lost() -> None:
     rows = study.run_function(lambda x: x * 1000, X, formats=["e4m3fn", "half"], modes=["rne"]).rows
     assert rows[0].error == rows[0].worst_absolute == math.inf and rows[0].lost > 0.5
