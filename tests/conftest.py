@@ -106,8 +106,11 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
     os.environ["JAX_DISABLE_MOST_OPTIMIZATIONS"] = str(int(few))  # of processes that the test starts
 
 
+EMITTERS_CAN_BE_LEFT = jax.__version_info__ < (0, 11)
+
+
 def _without_fusion_emitters(options_of: Callable[..., Any]) -> Callable[..., Any]:
-    """XLA's options for a program; JAX has no configuration of this one."""
+    """XLA's options for a program; JAX has no configuration of this one, and XLA has it below JAX 0.11."""
 
     def options(*args: Any, env_options_overrides: dict[str, Any] | None = None, **more: Any) -> Any:
         few = {"xla_cpu_use_fusion_emitters": False} if jax.config.read("jax_disable_most_optimizations") else {}
@@ -116,7 +119,8 @@ def _without_fusion_emitters(options_of: Callable[..., Any]) -> Callable[..., An
     return options
 
 
-compiler.get_compile_options = _without_fusion_emitters(compiler.get_compile_options)
+if EMITTERS_CAN_BE_LEFT:
+    compiler.get_compile_options = _without_fusion_emitters(compiler.get_compile_options)
 
 
 @pytest.fixture(autouse=True)
@@ -240,7 +244,8 @@ def pytest_sessionstart(session: pytest.Session) -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     if config.getoption("--unoptimized"):  # XLA reads its flags when it compiles for the first time
-        os.environ["XLA_FLAGS"] += " --xla_backend_optimization_level=0 --xla_cpu_use_fusion_emitters=false"
+        os.environ["XLA_FLAGS"] += " --xla_backend_optimization_level=0"
+        os.environ["XLA_FLAGS"] += " --xla_cpu_use_fusion_emitters=false" * EMITTERS_CAN_BE_LEFT
     config.option.loadscopereorder = False  # of xdist: the order is that of `_longest_first`
     config.pluginmanager.register(_Turns(config.option.markexpr == "not slow"))
     if path := config.getoption("--durations-file"):
