@@ -282,7 +282,7 @@ def test_a_tie_of_codebooks_goes_by_the_word(x: float, word: int, want: float) -
     )
     spec = jc.Spec(jc.CodebookFormat((0.0, 1.0)), "stochastic_c", random_bits=1)
     run = jax.jit(partial(round_elements, spec=spec, carrier=_bits.CARRIERS["float32"]))
-    got = run(np.float32([x]), word=np.uint32([word << 31]))
+    got = run(np.array([x], np.float32), word=np.array([word << 31], np.uint32))
     assert got.item() == want
 
 

@@ -196,7 +196,7 @@ def test_computed_after() -> None:
         for x, y in zip(values, found, strict=True):
             assert np.asarray(y).tobytes() == x.tobytes()
     slopes = jax.jit(jax.grad(lambda x, known: (compute_after(x, known) ** 2).sum(), (0, 1)))
-    slope = slopes(np.float32([0, 1, 2]), np.ones(2, np.float32))
+    slope = slopes(np.arange(3, dtype=np.float32), np.ones(2, np.float32))
     assert slope[0].tolist() == [0.0, 2.0, 4.0] and slope[1].tolist() == [0.0, 0.0]
 
 
