@@ -3,10 +3,12 @@
 import os
 import pathlib
 import shutil
-from collections.abc import Generator, Iterator
+from collections.abc import Callable, Generator, Iterator
+from typing import Any
 
 DEVICES = 8
 COMPILED = pathlib.Path(__file__).parents[1] / ".cache" / "compiled"
+DURATIONS = pathlib.Path(__file__).parent / "durations.md"
 
 
 def _prepare_environment() -> None:
@@ -40,6 +42,7 @@ import jax  # noqa: E402
 import numpy as np  # noqa: E402
 import oracle  # noqa: E402
 import pytest  # noqa: E402
+from jax._src import compiler  # noqa: E402
 
 #: `JAX_PLATFORMS=cuda,cpu pytest ...` runs tests on a GPU; products that they compare with are of float32, not of tf32.
 ON_GPU = "cuda" in os.environ["JAX_PLATFORMS"]
@@ -97,15 +100,33 @@ _AS_USERS = (
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_setup(item: pytest.Item) -> None:
-    """Default tests compile with few of LLVM's optimizations: that takes half the time of most of them.
+    """Default tests compile with few of LLVM's optimizations and without XLA's fusion emitters.
 
-    From JAX 0.12 on, such code flushes subnormal bfloat16 numbers, so all tests compile as users do there.
+    That takes half the time of most of them. From JAX 0.12 on, such code flushes subnormal bfloat16 numbers, so all
+    tests compile as users do there.
     """
     file = item.path.relative_to(pathlib.Path(__file__).parent).as_posix()
     few = jax.__version_info__ < (0, 12) and "slow" not in item.keywords and not file.startswith(_AS_USERS)
     few = few and not ON_GPU
     jax.config.update("jax_disable_most_optimizations", few)
     os.environ["JAX_DISABLE_MOST_OPTIMIZATIONS"] = str(int(few))  # of processes that the test starts
+
+
+EMITTERS_CAN_BE_LEFT = jax.__version_info__ < (0, 11)
+
+
+def _without_fusion_emitters(options_of: Callable[..., Any]) -> Callable[..., Any]:
+    """XLA's options for a program; JAX has no configuration of this one, and XLA has it below JAX 0.11."""
+
+    def options(*args: Any, env_options_overrides: dict[str, Any] | None = None, **more: Any) -> Any:
+        few = {"xla_cpu_use_fusion_emitters": False} if jax.config.read("jax_disable_most_optimizations") else {}
+        return options_of(*args, env_options_overrides=few | (env_options_overrides or {}), **more)
+
+    return options
+
+
+if EMITTERS_CAN_BE_LEFT:
+    compiler.get_compile_options = _without_fusion_emitters(compiler.get_compile_options)
 
 
 @pytest.fixture(autouse=True)
@@ -211,9 +232,13 @@ class _Durations:
 
 
 def pytest_collection_finish() -> None:
-    """Fifteen thousand collected tests live as long as the run: the garbage collector need not visit them again."""
+    """Thousands of collected tests live as long as the run: the garbage collector need not visit them again.
+
+    Tracing makes many objects that live long. To visit them after every 700 new ones takes a tenth of its time.
+    """
     gc.collect()
     gc.freeze()
+    gc.set_threshold(50_000, 20, 50)
 
 
 def pytest_sessionstart(session: pytest.Session) -> None:
@@ -225,10 +250,19 @@ def pytest_sessionstart(session: pytest.Session) -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     if config.getoption("--unoptimized"):  # XLA reads its flags when it compiles for the first time
-        os.environ["XLA_FLAGS"] += " --xla_backend_optimization_level=0 --xla_cpu_use_fusion_emitters=false"
+        os.environ["XLA_FLAGS"] += " --xla_backend_optimization_level=0"
+        os.environ["XLA_FLAGS"] += " --xla_cpu_use_fusion_emitters=false" * EMITTERS_CAN_BE_LEFT
+    config.option.loadscopereorder = False  # of xdist: the order is that of `_longest_first`
     config.pluginmanager.register(_Turns(config.option.markexpr == "not slow"))
     if path := config.getoption("--durations-file"):
         config.pluginmanager.register(_Durations(config.invocation_params.dir / path))
+
+
+def _longest_first(items: list[pytest.Item]) -> None:
+    """Files go to the workers in this order: with short ones at the end, all workers end together."""
+    rows = (line.split("|") for line in DURATIONS.read_text("utf-8").splitlines() if line.startswith("| tests/"))
+    seconds = {row[1].strip(): float(row[3]) for row in rows}
+    items.sort(key=lambda item: -seconds.get(item.nodeid.split("::")[0], 0.0))
 
 
 @pytest.hookimpl(trylast=True)
@@ -242,3 +276,5 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     if not all(picked):
         config.hook.pytest_deselected(items=[item for item, pick in zip(items, picked, strict=True) if not pick])
         items[:] = [item for item, pick in zip(items, picked, strict=True) if pick]
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        _longest_first(items)

@@ -32,8 +32,14 @@ Array = jax.Array
 KEY = jax.random.key(3)
 
 
-def normal(seed: int, *shape: int) -> Array:
-    return jnp.asarray(np.random.default_rng(seed).normal(size=shape), jnp.float32)
+def normal(seed: int, *shape: int, scale: float = 1) -> Array:
+    return jax.device_put((np.random.default_rng(seed).normal(size=shape) * scale).astype(np.float32))
+
+
+def with_diagonal(seed: int, n: int, scale: float, diagonal: float) -> Array:
+    """A symmetric positive definite matrix."""
+    a = np.asarray(normal(seed, n, n))
+    return jax.device_put(a @ a.T * np.float32(scale) + np.float32(diagonal) * np.eye(n, dtype=np.float32))
 
 
 def one_pass(x: Array) -> Array:
@@ -93,9 +99,9 @@ def branches(x: Array) -> Array:
     return jax.lax.cond(x[0] > 0, lambda x: x / 3, lambda x: x * 7.1, x)
 
 
-SQUARE = normal(5, 5, 5) @ normal(5, 5, 5).T + 3 * jnp.eye(5)
+SQUARE = with_diagonal(5, 5, 1, 3)
 PROGRAMS: dict[str, tuple[Callable[..., Any], tuple[Any, ...]]] = {
-    "mlp": (mlp, ((normal(1, 8, 16) / 3, normal(2, 16, 4) / 4), normal(3, 6, 8), jnp.arange(6) % 4)),
+    "mlp": (mlp, ((normal(1, 8, 16, scale=1 / 3), normal(2, 16, 4, scale=1 / 4)), normal(3, 6, 8), np.arange(6) % 4)),
     "scan": (pendulum, (jnp.array([1.0, 0.0]),)),
     "while": (conjugate_gradients, (SQUARE, normal(6, 5))),
     "solve": (jnp.linalg.solve, (SQUARE, normal(6, 5))),
@@ -146,6 +152,7 @@ def test_a_transformer_block() -> None:
     assert {row.primitive for row in found.rows} >= {"dot_general", "tanh", "argument [0]['in']", "exp"}
 
 
+@pytest.mark.slow
 def test_stochastic_errors_are_those_of_the_key() -> None:
     x = normal(1, 16)
     low = jc.emulate(lambda x: jnp.sum(x * x / 3), "bfloat16:stochastic")
@@ -159,6 +166,7 @@ def test_stochastic_errors_are_those_of_the_key() -> None:
 # -- rows --------------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_errors_fed_back_give_the_emulated_result() -> None:
     """One operation after the other: the carrier's result of the emulated operands plus the error made."""
     x = normal(2, 64)
@@ -295,7 +303,7 @@ def long_pendulum(y: Array) -> Array:
     return jax.lax.scan(step, y, length=1000)[0]
 
 
-SYSTEM = (normal(6, 24, 24) @ normal(6, 24, 24).T * 0.1 + jnp.eye(24), normal(7, 24) * 0.1)
+SYSTEM = (with_diagonal(6, 24, 0.1, 1), normal(7, 24, scale=0.1))
 
 
 @pytest.mark.slow

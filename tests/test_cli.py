@@ -459,10 +459,14 @@ def test_as_a_process(capsys: pytest.CaptureFixture[str]) -> None:
     good = python("-m", "jchop", "round", "--to", "e5m2", input=b"0.1\n")
     assert (good.returncode, good.stderr) == (0, b"")
     assert b"0.09375  0x2e  0 01011 10" in good.stdout
+    assert not any("{formats" in line for line in lines(capsys, "--help"))
+
+
+@pytest.mark.slow
+def test_a_mistake_in_a_process() -> None:
     bad = python("-m", "jchop", "round", "abc", "--to", "e5m2")
     assert (bad.returncode, bad.stdout) == (2, b"")
     assert bad.stderr.startswith(b"jchop: error: bad number 'abc'") and bad.stderr.count(b"\n") == 1
-    assert not any("{formats" in line for line in lines(capsys, "--help"))
 
 
 @pytest.mark.parametrize("option", ["-V", "--version"])

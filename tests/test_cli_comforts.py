@@ -53,6 +53,7 @@ def test_round_as_json(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> No
     assert isinstance(facts, dict) and (facts["shape"], facts["changed"], facts["overflows"]) == ([3], 2, 1)
 
 
+@pytest.mark.slow
 def test_quantize_and_inspect_as_json(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     source, target = str(tmp_path / "a.safetensors"), str(tmp_path / "b.safetensors")
     jc.save_safetensors(source, {"7": np.ones((4, 64), np.float32)})

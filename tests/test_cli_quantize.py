@@ -53,6 +53,7 @@ def test_quantize_reports_and_writes(capsys: pytest.CaptureFixture[str], source:
     jax.tree.map(np.testing.assert_array_equal, out["mlp.kernel"], jc.quantize(x, "int4(group=32,scale=bfloat16)"))
 
 
+@pytest.mark.slow
 def test_inspect_lists_arrays(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     path = tmp_path / "x.safetensors"
     x = np.ones((4, 64), np.float32)

@@ -56,6 +56,7 @@ def test_overflow_and_clipping_are_told_apart() -> None:
     assert "2 numbers are infinite or NaN" in str(jc.compare(x, ["binary16"]))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("zero_point", ["", ",zero_point=integer", ",zero_point=float"])
 @pytest.mark.in_turn(3)
 def test_clipping_under_scales(zero_point: str) -> None:
@@ -70,6 +71,7 @@ def test_clipping_under_scales(zero_point: str) -> None:
         assert jc.compare([7.9, 6.9, 1.0], ["mxfp4"]).rows[0].clipped == 1 / 3
 
 
+@pytest.mark.slow
 def test_fitted_range() -> None:
     x = X * np.float32(2.0**-30)
     plain, fitted = (jc.compare(x, ["float8_e4m3fn", "int8"], scale=scale).rows for scale in ("none", "fit"))

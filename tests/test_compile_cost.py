@@ -53,6 +53,7 @@ def test_a_training_step(rule: jc.nn.Rule, most: int) -> None:
     assert lines_of_training(rule) - lines_of_training(None) <= most
 
 
+@pytest.mark.slow
 def test_an_optimizer_of_equal_and_unequal_leaves() -> None:
     params = {str(i): jnp.ones((32, 256)) for i in range(6)} | {"head": jnp.ones((16, 512)), "bias": jnp.ones(16)}
 
@@ -87,6 +88,7 @@ def chain(x: Any, y: Any) -> Any:
     return x
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("spec", "most"), [("e4m3", 4), ("bfloat16", 8), ("bfloat16:stochastic", 17)])
 @pytest.mark.in_turn(5)
 def test_an_emulated_chain(spec: str, most: int) -> None:
@@ -98,6 +100,7 @@ def test_an_emulated_chain(spec: str, most: int) -> None:
     assert lines_of(twice, x, x) - once <= 3.3 * plain
 
 
+@pytest.mark.slow
 def test_a_shared_operation_has_its_derivatives() -> None:
     x, y = jnp.linspace(0.5, 1, 7), jnp.linspace(1, 2, 7)
     low = jc.emulate(lambda x, y: jnp.sum(x * y + x * y), "bfloat16")

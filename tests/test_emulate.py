@@ -90,6 +90,7 @@ def hard(dtype: Any) -> tuple[np.ndarray, np.ndarray]:
     return x, y
 
 
+@pytest.mark.slow
 @pytest.mark.in_turn(3)
 @pytest.mark.parametrize(("text", "dtype"), [("binary16", np.float16), ("bfloat16", ml_dtypes.bfloat16)])
 @settings(max_examples=40, deadline=None, derandomize=True)
@@ -106,6 +107,7 @@ def test_expressions_are_those_of_numpy(text: str, dtype: Any, tree: Any) -> Non
     assert same.all(), [(x[i], y[i], got[i], want[i]) for i in np.flatnonzero(~same)[:3]]
 
 
+@pytest.mark.slow
 def test_a_hundred_ones() -> None:
     fmt, ones = jc.FloatFormat(5, 2), jnp.ones(100)
     total = lambda order: jc.emulate(jnp.sum, fmt, accumulate=jc.MatmulSpec(accumulate=fmt, order=order))(ones)  # noqa: E731
@@ -114,6 +116,7 @@ def test_a_hundred_ones() -> None:
     assert float(jc.emulate(jnp.sum, fmt)(ones)) == 96  # the carrier's sum
 
 
+@pytest.mark.slow
 def test_elementary_functions_are_rounded_once() -> None:
     given = np.asarray(jc.round_to_format(X, "e5m3"))
     for name, fun in (("exp", jnp.exp), ("tanh", jnp.tanh), ("sin", jnp.sin), ("logistic", jax.nn.sigmoid)):
@@ -162,6 +165,7 @@ def test_constants_are_rounded_where_they_are_moved() -> None:
     assert jc.emulate(lambda x: jnp.maximum(x, 1.1), "e5m2")(X).tolist() == [1.0, 1.0, 2.0, 5.0]
 
 
+@pytest.mark.slow
 @pytest.mark.smoke
 def test_16_bit_dtypes_carry_narrower_formats() -> None:
     for dtype in (jnp.float16, jnp.bfloat16):

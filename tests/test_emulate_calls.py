@@ -55,6 +55,7 @@ class Holder:
         return x * cls.scale
 
 
+@pytest.mark.slow
 @pytest.mark.smoke
 def test_a_decorator_is_the_call() -> None:
     assert third(X).tolist() == jc.emulate(third.__wrapped__, "e5m2")(X).tolist()
@@ -304,6 +305,7 @@ def _grown(c: Any) -> Any:
     return c * 1.2 + 0.7
 
 
+@pytest.mark.slow
 @pytest.mark.in_turn(9)
 @pytest.mark.parametrize("spec", ["bfloat16", "e4m3:stochastic"])
 @pytest.mark.parametrize("fun", [unrolled, layers, turned])

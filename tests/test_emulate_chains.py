@@ -111,6 +111,7 @@ def test_what_is_tried_is_what_stands_alone(text: str, never: Callable[[], None]
             np.testing.assert_array_equal(one, other, kind)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("always")
 def test_a_chain_has_one_result() -> None:
     """Where several values are wanted later every operation stands alone."""

@@ -175,7 +175,7 @@ def test_generators_of_the_device() -> None:
 def test_neighbours_are_those_of_the_format(spec: str) -> None:
     values = np.asarray(jc.parse(spec).format.values(), np.float64)
     values = np.unique(values[np.isfinite(values)]).astype(np.float32)
-    low = jc.emulate(jnp.nextafter, spec, key=KEY)
+    low = jax.jit(jc.emulate(jnp.nextafter, spec, key=KEY))
     np.testing.assert_array_equal(low(values[:-1], np.float32(np.inf)), values[1:])
     np.testing.assert_array_equal(low(values[1:], values[0]), values[:-1])
     np.testing.assert_array_equal(low(values, values), values)

@@ -83,6 +83,7 @@ def test_the_derivative_of_a_block() -> None:
     assert not np.array_equal(got, want)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("spec", LARGE)
 def test_an_adam_step(spec: str) -> None:
     optimizer = optax.adam(0.25)

@@ -79,6 +79,7 @@ def test_shards_are_measured_as_the_whole(reference: str | None) -> None:
     assert first is not None and first.primitive == "exp" and first.first_overflow.where[0] == 2  # type: ignore[union-attr]
 
 
+@pytest.mark.slow
 def test_nan_is_invalid_only_where_no_operand_is_nan() -> None:
     """Elementwise at each place; of sums and products of matrices if no operand has any."""
 
@@ -140,6 +141,7 @@ def test_a_run_stops_at_an_event(event: Any, words: str) -> None:
 # -- cancelled bits ----------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_cancelled_bits_are_the_drop_of_the_exponent() -> None:
     """Against the logarithms of exact sums."""
     rng = np.random.default_rng(0)
@@ -288,6 +290,7 @@ def test_batches_of_loops() -> None:
     assert result.tolist() == [4.0, 10.0, 4.0] and len(words) == 2
 
 
+@pytest.mark.slow
 def test_loops_within_loops_and_derivatives() -> None:
     def nested(x: Any) -> Any:
         def body(carry: Any) -> Any:

@@ -20,6 +20,7 @@ import jchop as jc
 # -- rules -------------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.smoke
 def test_rules_name_primitives_and_scopes() -> None:
     def fun(x: jax.Array) -> jax.Array:
@@ -47,6 +48,7 @@ def test_rules_name_primitives_and_scopes() -> None:
         np.testing.assert_array_equal(jc.emulate(fun, "e5m2", rules=rules)(X), by_hand(*specs))
 
 
+@pytest.mark.slow
 def test_rules_say_how_sums_are_formed() -> None:
     ones = jnp.ones(100)
     fun = lambda x: (jnp.sum(x), x @ x)  # noqa: E731
@@ -186,6 +188,7 @@ def test_dtypes_of_8_bits_store() -> None:
         jc.emulate(lambda x: x.astype(jnp.float8_e5m2) + 1, "e5m2")(X)
 
 
+@pytest.mark.slow
 def test_what_is_written_to_a_reference_is_rounded() -> None:
     def turn(ref: Any, count: Any) -> Any:
         ref[1] = ref[1] * 1.1
@@ -313,6 +316,7 @@ def test_a_report_of_a_function_of_jax_names_the_line_that_asks() -> None:
     assert row.place.startswith("test_emulate_rules.py:")
 
 
+@pytest.mark.slow
 def test_the_report_counts_infinities_and_nans() -> None:
     """In loops, branches and inner functions, too, and whether or not the carrier has them."""
 
@@ -355,6 +359,7 @@ def test_the_report_follows_loops_and_draws_as_the_program_does() -> None:
         jax.jit(lambda x: jc.emulate.report(low, x, trace_values=True))(X)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["add", "mul", "max", "rem", "pow", "atan2", "nextafter"])
 @pytest.mark.in_turn(7)
 def test_axes_of_size_one_are_stretched_as_by_the_primitive(name: str) -> None:

@@ -52,6 +52,7 @@ def test_arguments_count() -> None:
         jc.emulate(lambda x, p: x * p["w"], "binary16", stop_at="nan")(1.0, {"w": jnp.float32(jnp.nan)})
 
 
+@pytest.mark.slow
 def test_infinities_of_the_carrier_are_no_overflow() -> None:
     assert float(jc.emulate(lambda x: 1 / x, "e4m3", stop_at="overflow")(0.0)) == np.inf
 

@@ -5,12 +5,14 @@ from __future__ import annotations
 import importlib
 from typing import Any
 
-import jax.numpy as jnp
+import jax
+import numpy as np
 import pytest
 
 import jchop as jc
 
-X, V, S = jnp.linspace(0.1, 0.9, 12).reshape(3, 4), jnp.linspace(0.1, 0.9, 6), jnp.eye(3) * 4 + 0.5
+NUMBERS = np.linspace(0.1, 0.9, 12).reshape(3, 4), np.linspace(0.1, 0.9, 6), np.eye(3) * 4 + 0.5
+X, V, S = (jax.device_put(numbers.astype(np.float32)) for numbers in NUMBERS)
 
 #: Of one array, of two, and of a square matrix: a module and the functions that pass.
 PASS: list[tuple[tuple[Any, ...], str, str]] = [

@@ -46,6 +46,7 @@ def test_derivatives_of_loops_and_of_higher_order() -> None:
     assert float(jax.grad(jc.emulate(lambda x: jnp.power(x, 3.0), "e5m2"))(-2.0)) == 12  # no log of a negative number
 
 
+@pytest.mark.slow
 @pytest.mark.smoke
 def test_custom_derivatives_keep_their_rules() -> None:
     @jax.custom_jvp
@@ -79,6 +80,7 @@ def test_vmap_inside_and_outside_and_remat() -> None:
     np.testing.assert_array_equal(slope(again), slope(straight))
 
 
+@pytest.mark.slow
 def test_scans_map_and_carry() -> None:
     fun = lambda x: lax.scan(lambda c, v: (c * 1.1 + v, c - v), 0.5, x, reverse=True)  # noqa: E731
     carry, ys = jc.emulate(fun, "e5m3")(X)
@@ -127,6 +129,7 @@ def test_shards_draw_by_the_axes_that_a_value_varies_over() -> None:
         assert len(set.union(*parts.values())) == count
 
 
+@pytest.mark.slow
 def test_seeds_of_shards_are_not_those_of_turns() -> None:
     mesh = jax.make_mesh((2,), ("x",), axis_types=(AxisType.Auto,))
     seeds = Seeds(tuple(seed_words(KEY)), ("x",))

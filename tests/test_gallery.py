@@ -44,6 +44,7 @@ def test_every_example_is_in_the_gallery_or_has_a_reason() -> None:
     assert all('"--plot"' in example.path.read_text(encoding="utf-8") for example in TABLE)
 
 
+@pytest.mark.in_turn(3)
 @pytest.mark.parametrize("example", TABLE, ids=lambda example: example.script)
 def test_a_notebook_has_the_whole_script_and_runs_it(example: Any) -> None:
     book = gallery.notebook(example)

@@ -105,6 +105,7 @@ def test_vmap_equals_the_loop(axes):
     np.testing.assert_array_equal(got, jnp.stack([3 * G[i] * (R[i] if axes[1] == 0 else R[1]) for i in range(2)]))
 
 
+@pytest.mark.in_turn(2)
 @pytest.mark.parametrize("batched", [True, False], ids=["residual batched", "residual shared"])
 def test_vmap_inside_the_derivative(batched):
     """The rule runs row by row: one that looks at its whole argument tells."""
@@ -124,6 +125,7 @@ def test_an_unbatched_tangent_with_batched_residuals():
     np.testing.assert_array_equal(pull(f, x, g), jnp.clip(g[0], -0.25, 0.25) + jnp.clip(g[1], -0.5, 0.5))
 
 
+@pytest.mark.slow
 @pytest.mark.smoke
 def test_nested_vmap():
     rule = lambda g, r, s: g / jnp.abs(g).max() * r + s  # noqa: E731
@@ -226,6 +228,7 @@ STEPS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.in_turn(20)
 @pytest.mark.parametrize("name", STEPS)
 def test_second_derivatives_of_loops(name):

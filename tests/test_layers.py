@@ -133,6 +133,13 @@ def imported_names(module: str) -> list[tuple[int, str]]:
     return list(_imported_names(module))
 
 
+def called(node: ast.Call) -> str:
+    """The name of a function, with that of its module."""
+    if isinstance(node.func, ast.Attribute) and isinstance(node.func.value, ast.Name):
+        return f"{node.func.value.id}.{node.func.attr}"
+    return node.func.id if isinstance(node.func, ast.Name) else ""
+
+
 def _imported_names(module: str) -> Iterator[tuple[int, str]]:
     for node in ast.walk(tree_of(module)):
         if isinstance(node, ast.Import):
@@ -140,7 +147,7 @@ def _imported_names(module: str) -> Iterator[tuple[int, str]]:
         elif isinstance(node, ast.ImportFrom):
             base = absolute(module, node)
             yield from ((node.lineno, f"{base}.{alias.name}") for alias in node.names)
-        elif isinstance(node, ast.Call) and ast.unparse(node.func) in {"importlib.import_module", "__import__"}:
+        elif isinstance(node, ast.Call) and called(node) in {"importlib.import_module", "__import__"}:
             name = node.args[0]
             if isinstance(name, ast.Constant):
                 yield node.lineno, re.sub(r"^\.+", "jchop.", str(name.value))

@@ -121,6 +121,7 @@ def test_random_numbers_of_the_callers_own(dtype: Any) -> None:
             matlab.chop(x, {"round": 5, "randfunc": wrong})
 
 
+@pytest.mark.slow
 def test_flips() -> None:
     x = np.random.default_rng(0).standard_normal((4, 50))
     got = matlab.chop(x, {"format": "h", "flip": 1, "p": 0.25, "seed": 9})

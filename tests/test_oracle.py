@@ -296,7 +296,7 @@ GFLOAT_MODES = {
 }
 
 
-@pytest.mark.in_turn(3)
+@pytest.mark.in_turn(6)
 @pytest.mark.parametrize("mode", GFLOAT_MODES)
 @pytest.mark.parametrize("name", GFLOAT_FORMATS)
 def test_oracle_agrees_with_gfloat(name, mode, rng):

@@ -49,7 +49,7 @@ def test_every_python_of_the_classifiers_is_tried() -> None:
 FILES = sorted((ROOT / "jchop").rglob("*.py"))
 
 
-@pytest.mark.in_turn(3)
+@pytest.mark.in_turn(9)
 @pytest.mark.parametrize("folder", sorted({path.parent for path in FILES}), ids=lambda p: str(p.relative_to(ROOT)))
 def test_every_cache_has_a_bound(folder: Path) -> None:
     """No `functools.cache`; of `lru_cache` a bound that is said, and is not None."""

@@ -91,7 +91,7 @@ def drawn(figure: Figure) -> np.ndarray:
     return np.sort([segment[0][0] for segment in segments])
 
 
-@pytest.mark.in_turn(5)
+@pytest.mark.in_turn(10)
 @pytest.mark.parametrize("name", [name for name, fmt in CATALOGUE.items() if fmt.bits <= 8])
 def test_value_grid_draws_each_magnitude_once(name: str) -> None:
     fmt = CATALOGUE[name]
@@ -168,6 +168,7 @@ def squares_and_sums(x: jax.Array) -> jax.Array:
     return jnp.exp(y) + 1.0
 
 
+@pytest.mark.slow
 def test_report_draws_what_was_seen() -> None:
     low = jc.emulate(squares_and_sums, "e4m3")
     seen = jc.emulate.report(low, jnp.array([0.03, 0.3, 2.0, 15.0, 40.0]), trace_values=True)

@@ -54,6 +54,7 @@ def found(unit: str, dtype: str, **more: Any) -> Probe:
     return probed
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("unit", "dtype", "numbers"), rows(NVIDIA))
 @pytest.mark.in_turn(4)
 def test_units_of_one_stage(unit: str, dtype: str, numbers: tuple[int, int, int]) -> None:

@@ -44,6 +44,7 @@ def test_straight_through_is_the_identity(dtype, spec):
     same(value, rounded(x, spec))
 
 
+@pytest.mark.slow
 @pytest.mark.smoke
 def test_every_way_to_differentiate():
     x = jnp.asarray(numbers(np.float32, (5,)))
@@ -66,6 +67,7 @@ def test_numbers_and_empty_arrays():
     assert jax.grad(lambda x: rounded(x, "e5m2:gradient=[e4m3]").sum())(jnp.zeros((0, 3))).shape == (0, 3)
 
 
+@pytest.mark.slow
 def test_offsets_and_keys_have_no_derivative():
     x = jnp.ones(3)
     nothing = np.zeros((), jax.dtypes.float0)
@@ -265,7 +267,7 @@ NESTED = {
 }
 
 
-@pytest.mark.in_turn(4)
+@pytest.mark.in_turn(8)
 @pytest.mark.parametrize("nesting", NESTED)
 @pytest.mark.parametrize("spec", ["e5m2", "e5m2:stochastic:gradient=clipped+[e4m3:stochastic]"])
 def test_second_derivatives(nesting, spec):

@@ -108,6 +108,7 @@ jc.round_file({str(source)!r}, {str(target)!r}, "e5m2", progress=tell, chunk=400
     assert len(list(tmp_path.glob(".out.npy.*.part"))) == 1
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="needs a FIFO")
 def test_a_pipe_is_refused_and_not_waited_for(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe.npy")

@@ -114,7 +114,7 @@ def some(name: str) -> list[tuple[str, str]]:
     return [EVERY[(start + step) % len(EVERY)] for step in (0, 3, 6)]
 
 
-@pytest.mark.in_turn(5)
+@pytest.mark.in_turn(10)
 @pytest.mark.parametrize("name", list(SAMPLED)[::4])  # all of them below, in the slow run
 def test_gfloat(name):
     check_with_gfloat(name, SAMPLED[name], EVERY if name in NAMED else some(name), 8_000)

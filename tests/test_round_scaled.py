@@ -149,6 +149,7 @@ def test_stochastic_words_are_those_of_plain_formats():
     np.testing.assert_array_equal(tile, plain[2:4, :8])
 
 
+@pytest.mark.slow
 def test_stochastic_rounding_is_unbiased():
     x = np.full((1, 4096), 0.3, np.float32)
     x[0, 0] = 7
@@ -255,6 +256,7 @@ SHARDED = (
 )
 
 
+@pytest.mark.slow
 @pytest.mark.in_turn(5)
 @needs_eight
 @pytest.mark.parametrize("text", SHARDED)
@@ -316,6 +318,7 @@ def test_groups_do_not_see_each_other(text, rows, order):
     np.testing.assert_array_equal(shuffled, apply(text, x.reshape(2, 8)).reshape(4, 4)[order])
 
 
+@pytest.mark.slow
 @settings(deadline=None, max_examples=60)
 @given(st.sampled_from(["mxfp4(group=4)", "mxint8(group=4)", "bfp8(group=4)", "mxfp8_e5m2(group=4,rule=ceil)"]), ROWS)
 def test_powers_of_two_as_scales_are_idempotent(text, rows):

@@ -69,12 +69,14 @@ def test_shard_map_on_a_square(name):
     same(jax.jit(run)(x), rounded(x, TEXTS[name]))
 
 
+@pytest.mark.slow
 def test_shard_map_of_deterministic_modes_needs_no_offset():
     x = jnp.asarray(numbers(np.float32, (8, 7)))
     run = jax.shard_map(lambda x: rounded(x, "e4m3:odd"), mesh=line(), in_specs=P("a"), out_specs=P("a"))
     same(run(x), rounded(x, "e4m3:odd"))
 
 
+@pytest.mark.slow
 def test_without_an_offset_every_device_draws_the_same():
     """What the offset is for: each device counts its elements from 0."""
     x = jnp.full((8 * 64,), 1.1)
@@ -84,6 +86,7 @@ def test_without_an_offset_every_device_draws_the_same():
     assert len({row.tobytes() for row in np.asarray(rounded(x, "e4m3:stochastic")).reshape(8, 64)}) == 8
 
 
+@pytest.mark.slow
 def test_keys_folded_by_device():
     x = jnp.full((8 * 64,), 1.1)
 
@@ -133,6 +136,7 @@ def test_automatic_partitioning_communicates_nothing(layout, name):
     same(out, rounded(x, TEXTS[name]))
 
 
+@pytest.mark.slow
 def test_automatic_partitioning_of_derivatives():
     x, cotangent = (jnp.asarray(numbers(np.float32, (16, 24), seed) * 1e3) for seed in (0, 1))
     where = NamedSharding(square(), P("b", "a"))
@@ -142,6 +146,7 @@ def test_automatic_partitioning_of_derivatives():
     same(compiled(jax.device_put(x, where), jax.device_put(cotangent, where)), pull(x, cotangent))
 
 
+@pytest.mark.slow
 def test_eager_calls_keep_the_sharding():
     x = jnp.asarray(numbers(np.float32, (16, 24)))
     placed = jax.device_put(x, NamedSharding(square(), P("a", "b")))
@@ -171,6 +176,7 @@ def test_explicit_sharding(current, name):
     same(out, expected)
 
 
+@pytest.mark.slow
 def test_derivatives_under_explicit_sharding():
     x, cotangent = (jnp.asarray(numbers(np.float32, (16, 24), seed) * 1e3) for seed in (0, 1))
     mesh = square(AxisType.Explicit)

@@ -88,6 +88,7 @@ def test_names_of_formats_make_no_second_entry():
     assert jitted._cache_size() == 2  # type: ignore[attr-defined]
 
 
+@pytest.mark.slow
 def test_traced_offsets_make_one_entry():
     x = jnp.asarray(numbers(np.float32, (24,)))
     chunk = jax.jit(lambda part, offset: rounded(part, "e5m2:stochastic", offset=offset))
@@ -95,6 +96,7 @@ def test_traced_offsets_make_one_entry():
     assert chunk._cache_size() == 1  # type: ignore[attr-defined]
 
 
+@pytest.mark.slow
 def test_weak_types():
     """A Python number under jit is a weak float32; its bits are those of a strong one."""
     for spec in ("e4m3fn:up", "e4m3fn:stochastic"):
@@ -103,6 +105,7 @@ def test_weak_types():
         assert isinstance(got, jax.Array)
 
 
+@pytest.mark.slow
 def test_donated_buffers_are_used():
     x = jnp.asarray(numbers(np.float32, (1000,)))
     expected = np.asarray(rounded(x, "e4m3:stochastic"))
@@ -191,18 +194,21 @@ def test_vmap_equals_the_loop(case):
         assert len(rows) == 3, "rows of equal values must get draws of their own"
 
 
+@pytest.mark.slow
 def test_vmap_over_other_axes():
     x = jnp.asarray(numbers(np.float32, (4, 3, 5)))
     got = jax.vmap(lambda x: rounded(x, "e5m2:stochastic"), in_axes=1, out_axes=2)(x)
     same(got, jnp.stack([rounded(x[:, k], "e5m2:stochastic") for k in range(3)], axis=2))
 
 
+@pytest.mark.slow
 def test_vmap_over_keys_alone():
     x, keys = jnp.asarray(numbers(np.float32, (257,))), jax.random.split(KEY, 3)
     got = jax.vmap(lambda key: rounded(x, "e5m2:stochastic", key))(keys)
     same(got, jnp.stack([rounded(x, "e5m2:stochastic", key) for key in keys]))
 
 
+@pytest.mark.slow
 @pytest.mark.smoke
 def test_nested_vmap():
     x, keys = jnp.asarray(numbers(np.float32, (2, 3, 17))), jax.random.split(KEY, 6).reshape(2, 3)
@@ -213,6 +219,7 @@ def test_nested_vmap():
     same(mixed, jnp.stack([jnp.stack([call(x[i, j], key=keys[i, 0]) for j in range(3)]) for i in range(2)]))
 
 
+@pytest.mark.slow
 def test_vmap_over_offsets():
     """Rows of one array, each told where it lies, get the draws of the whole: by flat index and by tile."""
     x = jnp.asarray(numbers(np.float32, (6, 35)))
@@ -271,6 +278,7 @@ def test_while_and_cond(text):
     same(branch(x, False), rounded(x, "integer4"))
 
 
+@pytest.mark.slow
 @pytest.mark.in_turn(2)
 @pytest.mark.parametrize("text", ["e5m2:gradient=clipped", "e5m2:stochastic:gradient=clipped+[e4m3:stochastic]"])
 def test_remat_changes_no_bit(text):
@@ -316,6 +324,7 @@ def test_export(name):
     jax.tree.map(same, again.call(x, words), expected)
 
 
+@pytest.mark.slow
 def test_export_of_a_symbolic_shape():
     (n,) = export.symbolic_shape("n")
     exported = export.export(jax.jit(partial(rounded, spec="e4m3")))(jax.ShapeDtypeStruct((n, 3), jnp.float32))

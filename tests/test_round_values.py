@@ -113,7 +113,7 @@ def test_texts_of_named_formats_are_the_names(text, name):
 # --- every pattern of the 16-bit carriers -------------------------------------------------------------------------
 
 
-@pytest.mark.in_turn(12)
+@pytest.mark.in_turn(24)
 @pytest.mark.parametrize(
     ("carrier", "text", "subnormals"),  # every one on both carriers: below, in the slow run
     [(carrier, *treated) for carrier, treated in zip(itertools.cycle(["float16", "bfloat16"]), TREATED, strict=False)],
@@ -249,7 +249,7 @@ def fixed_overflows(fmt: oracle.FixedSet) -> tuple[str, ...]:
     return FLOAT_OVERFLOWS if fmt.symmetric else FIXED_OVERFLOWS
 
 
-@pytest.mark.in_turn(12)
+@pytest.mark.in_turn(24)
 @pytest.mark.parametrize(("text", "carrier"), list(itertools.product(cases.FIXED, ["float16", "bfloat16"])))
 def test_every_pattern_of_fixed(carrier, text):
     fmt = cases.FIXED[text]
@@ -303,7 +303,7 @@ def test_many_adversarial_values(carrier, text, subnormals):
     check(x, fmt, settings, flush=flush, kind="jax" if carrier == "float32" else "numpy")
 
 
-@pytest.mark.in_turn(6)
+@pytest.mark.in_turn(12)
 @pytest.mark.parametrize(
     ("carrier", "text"), list(zip(itertools.cycle(["float32", "float64"]), cases.FIXED, strict=False))
 )
@@ -390,7 +390,7 @@ def test_the_conformance_file_is_covered():
     assert {case["spec"]["round"] for case in ROUNDED} == {"rne", "rna"}
 
 
-@pytest.mark.in_turn(8)
+@pytest.mark.in_turn(16)
 @pytest.mark.parametrize("kind", ["jax", "numpy"])
 @pytest.mark.parametrize("case", ROUNDED, ids=lambda case: case["id"])
 def test_conformance(case, kind):
@@ -399,6 +399,7 @@ def test_conformance(case, kind):
     cases.assert_bits(x, round_as(kind, x, spec), cases.bits(expected), case["id"])
 
 
+@pytest.mark.in_turn(3)
 @pytest.mark.parametrize("case", SETS, ids=lambda case: case["id"])
 def test_conformance_value_sets(case):
     name, bias = case["spec"]["fmt"].split()[0], int(case["spec"]["fmt"].split()[-1])

@@ -88,6 +88,7 @@ def determinant(rows: list[list[Any]]) -> Any:
     return product
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("n", "low", "high"), [(4, 3.0, 5.0), (5, 1.5, 4.0), (6, 0.3, 2.7), (7, 0.0, 1.5), (8, 0.0, 1.0)]
 )
@@ -184,6 +185,7 @@ PROGRAMS = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("fun", "x"), PROGRAMS)
 @pytest.mark.in_turn(7)
 def test_samples_are_runs_with_other_keys(fun: Callable[..., Any], x: Array) -> None:
@@ -199,6 +201,7 @@ def test_samples_are_runs_with_other_keys(fun: Callable[..., Any], x: Array) -> 
     assert jax.tree.structure(found.digits) == jax.tree.structure(runs[0])
 
 
+@pytest.mark.slow
 def test_float32_arguments_run_in_float64() -> None:
     """Without 64 bits in the configuration, which stays as it is."""
     assert not jax.config.jax_enable_x64  # type: ignore[attr-defined]

@@ -192,10 +192,11 @@ def test_computed_after() -> None:
         np.array([-1, 1 << 30], np.int32),
         special[:0],
     ):
-        found = jax.jit(compute_after)(list(map(jnp.asarray, values)), jnp.asarray(known))
+        found = jax.jit(compute_after)(values, known)
         for x, y in zip(values, found, strict=True):
             assert np.asarray(y).tobytes() == x.tobytes()
-    slope = jax.grad(lambda x, known: (compute_after(x, known) ** 2).sum(), (0, 1))(jnp.arange(3.0), jnp.ones(2))
+    slopes = jax.jit(jax.grad(lambda x, known: (compute_after(x, known) ** 2).sum(), (0, 1)))
+    slope = slopes(np.arange(3, dtype=np.float32), np.ones(2, np.float32))
     assert slope[0].tolist() == [0.0, 2.0, 4.0] and slope[1].tolist() == [0.0, 0.0]
 
 
@@ -301,6 +302,7 @@ def stack_of_short_floats_converted() -> bool:
     return WHOLE_STACK.search(program[program.index("ENTRY") :]) is not None
 
 
+@pytest.mark.in_turn(3)
 @pytest.mark.parametrize("dtype", ["float8_e4m3fn", "float8_e5m2", "float16", "bfloat16", "float32", "int8"])
 def test_entries_of_a_stack(dtype: str) -> None:
     """Every code, in a loop, with the derivative of an index."""
@@ -311,7 +313,7 @@ def test_entries_of_a_stack(dtype: str) -> None:
     if dtype != "int8":
         x = jnp.asarray(normal(4, 8), dtype)
         own, wanted = (
-            jax.grad(lambda x, take=take: jnp.sum(take(x, jnp.int32(2)).astype(float) ** 2))(x)
+            jax.jit(jax.grad(lambda x, take=take: jnp.sum(take(x, jnp.int32(2)).astype(float) ** 2)))(x)
             for take in (entry_of, lambda x, i: x[i])
         )
         np.testing.assert_array_equal(own.astype(np.float32), wanted.astype(np.float32))
@@ -455,6 +457,7 @@ def test_only_small_arrays_are_divided_together(size: int) -> None:
     assert text.count("stablehlo.divide") == (1 if size < 1 << 16 else 2)
 
 
+@pytest.mark.in_turn(3)
 @pytest.mark.parametrize("shape", [(3, 1024), (2, 5, 64), (7,), (4096,), (12288,), (2, 50)])
 def test_maximum_in_steps(shape: tuple[int, ...]) -> None:
     x = np.random.default_rng(1).integers(0, 1 << 30, shape).astype(np.int32)
@@ -462,6 +465,7 @@ def test_maximum_in_steps(shape: tuple[int, ...]) -> None:
         np.testing.assert_array_equal(maximum(jnp.asarray(x), axes), x.max(axes, keepdims=True))
 
 
+@pytest.mark.slow
 def test_prevent_fma() -> None:
     x, y, scale = normal(64, 64), normal(64, 64, seed=1), np.float32(1.1)
     np.testing.assert_array_equal(computed(lambda x, s, y: prevent_fma(x * s, s) + y, x, scale, y), x * scale + y)

@@ -93,12 +93,14 @@ GPU_TILINGS = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.in_turn(8)
 @pytest.mark.parametrize(("shape", "tiling"), GPU_TILINGS, ids=str)
 def test_gpu_tilings(shape, tiling, rng):
     check_exact("gpu", "int4", shape, "bfloat16", rng, tiling=tiling)
 
 
+@pytest.mark.slow
 @pytest.mark.in_turn(9)
 @pytest.mark.parametrize("platform", KERNELS)
 @pytest.mark.parametrize(("name", "dtype"), [("int4", "bfloat16"), ("int8", "float32"), ("float8_e4m3fn", "bfloat16")])
@@ -142,6 +144,7 @@ def test_empty(platform, shape):
 # -- the operation -----------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.smoke
 def test_leading_axes(rng):
     x, codes, scales, exact = exact_data(rng, "int8", (12, 70, 9, 32))
@@ -152,7 +155,7 @@ def test_leading_axes(rng):
     np.testing.assert_array_equal(op(x[0], codes, scales), exact[0].astype(np.float32))
 
 
-X, CODES, SCALES = jnp.ones((2, 64)), jnp.zeros((64, 5), jnp.uint8), jnp.ones((2, 9))
+X, CODES, SCALES = np.ones((2, 64), np.float32), np.zeros((64, 5), np.uint8), np.ones((2, 9), np.float32)
 GOOD: dict[str, Any] = {"x": X, "codes": CODES, "scales": SCALES, "format": IntegerFormat(4), "group": 32}
 
 

@@ -146,6 +146,7 @@ OTHERS: dict[str, tuple[MatmulSpec, Shape]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.in_turn(60)
 @pytest.mark.parametrize(("name", "kernel"), list(itertools.product(OTHERS, KERNELS)))
 def test_other_ways(kernel: str, name: str) -> None:

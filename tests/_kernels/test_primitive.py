@@ -87,6 +87,7 @@ PROGRAMS: dict[str, tuple[Callable[[Any], Callable[..., Any]], tuple[int, ...]]]
 }
 
 
+@pytest.mark.in_turn(2)
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_programs_on_the_cpu_run_the_body(name, taken):
     program, _ = PROGRAMS[name]
@@ -375,6 +376,7 @@ def flattened(*shapes: tuple[int, ...], shift: int) -> Any:
     return ((math.prod(x),), *others), {"shift": shift}
 
 
+@pytest.mark.slow
 def test_shapes_with_one_plain_shape_share_a_body_in_the_program_of_one_cpu():
     op = make_op("toy_plain", lambda x, scale, *, shift: jnp.sin(x) * scale + shift, plain=flattened)
 

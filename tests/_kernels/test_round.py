@@ -136,6 +136,7 @@ def test_every_mode(kernel: str, dtype: str) -> None:
     check(kernel, [f"e4m3fn:{mode}" for mode in MODES], dtype, [(1025,)], start=2**32 - 7)
 
 
+@pytest.mark.slow
 @pytest.mark.in_turn(2)
 @both
 def test_every_option(kernel: str) -> None:
@@ -183,6 +184,7 @@ TILINGS: dict[tuple[str, tuple[int, ...]], list[Any]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.in_turn(12)
 @pytest.mark.parametrize(("kernel", "shape"), TILINGS, ids=str)
 @pytest.mark.parametrize("dtype", TPU_DTYPES)
@@ -253,6 +255,7 @@ def test_vmap_is_one_call_for_each(kernel: str, name: str) -> None:
     same_bits(got, np.stack(each), name)
 
 
+@pytest.mark.slow
 @pytest.mark.in_turn(2)
 @both
 def test_vmap_of_what_draws_nothing_is_one_kernel(kernel: str) -> None:

@@ -218,12 +218,12 @@ def test_blocks_of_other_lengths(platform):
 @pytest.mark.parametrize("shape", [(0,), (3, 0), (0, 32)], ids=str)
 def test_empty_arrays(platform, shape):
     for axis in range(-len(shape), 0):
-        plan, x = plan_of(mx("e2m1fn", axis=axis), "float32"), jnp.zeros(shape)
+        plan, x = plan_of(mx("e2m1fn", axis=axis), "float32"), np.zeros(shape, np.float32)
         words = scaled.kernel_words(None, (), AT_START)
         module = KERNELS[platform][0]
         assert module.round_blocks(x, words, plan=plan).shape == shape
         got = module.quantize_blocks(x, words, plan=plan)
-        for one, other in zip(got, quantize_body(x, plan=plan), strict=True):
+        for one, other in zip(got, jax.jit(functools.partial(quantize_body, plan=plan))(x), strict=True):
             same_bits(one, other, f"{shape} along {axis}")
 
 

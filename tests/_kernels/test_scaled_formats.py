@@ -404,6 +404,7 @@ def test_four_over_six_takes_the_smaller_exact_error():
 # -- shapes, and what is refused ---------------------------------------------------------------------------------------
 
 
+@pytest.mark.in_turn(5)
 @pytest.mark.parametrize("shape", [(0,), (3, 0), (0, 3), (2, 0, 5)])
 @pytest.mark.parametrize("text", ["mxfp4", "nvfp4", "int8(group=tensor)", "uint4(group=all,axis=0,zero_point=integer)",
                                   "nf4(scale=int8(group=4))"])  # fmt: skip

@@ -152,6 +152,7 @@ def test_products_of_other_stored_arrays(spec: str) -> None:
     np.testing.assert_allclose(got, x @ np.asarray(low), rtol=2e-6, atol=2e-6)
 
 
+@pytest.mark.slow
 def test_stored_products_are_compiled_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Outside of `jax.jit`, too: later calls with the same shapes and specs trace nothing."""
     traced, by_codes = [], Dot.by_codes

@@ -38,6 +38,7 @@ def int8(x: Any, most: Any) -> Any:
     return np.clip(np.rint(np.asarray(x, np.float64) / np.float64(scale)), -128, 127) * np.float64(scale)
 
 
+@pytest.mark.slow
 def test_a_range_follows_in_updates_and_stays_in_calls() -> None:
     low = jc.quantize_fn(mlp, jc.Rule("up", activation=TENSOR, scale_from=jc.MovingAverage(0.75)))
     scales, span = low.start(PARAMS, jax.ShapeDtypeStruct((4, 8), jnp.float32)), None

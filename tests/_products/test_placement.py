@@ -65,6 +65,7 @@ SPECS = [
 PLAIN = ["int8", "e4m3", "bfloat16"]
 
 
+@pytest.mark.slow
 @pytest.mark.in_turn(84)
 @pytest.mark.parametrize("spec", [*SPECS, *PLAIN])
 @pytest.mark.parametrize("name", CASES)

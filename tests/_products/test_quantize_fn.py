@@ -48,6 +48,7 @@ def test_every_weight_of_a_product_is_rounded_and_nothing_else(name: str) -> Non
     assert all(row.source for row in rows.values() if row.spec)
 
 
+@pytest.mark.slow
 @pytest.mark.in_turn(600)
 @pytest.mark.parametrize("spec", FORMATS)
 @pytest.mark.parametrize("name", sorted(CASES, key=lambda name: name != "dict_mlp"))  # first a quick one
@@ -105,6 +106,7 @@ def test_backward_products_have_roundings_of_their_own(side: str) -> None:
     np.testing.assert_allclose(dw, rounded(x, "bfloat16").T @ rounded(g, "bfloat16"), rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_products_of_data_have_the_rule_of_their_scope() -> None:
     def attend(p: Any, x: Any) -> Any:
         q = x @ p["q"]
@@ -186,6 +188,7 @@ def test_layers_of_a_stack_draw_anew() -> None:
     assert (first != second).any()
 
 
+@pytest.mark.slow
 def test_a_custom_derivative_stays() -> None:
     @jax.custom_vjp
     def halved(x: Any) -> Any:

@@ -81,6 +81,7 @@ def test_the_last_codes_are_zero_points() -> None:
     assert piquant.quantize(-x, scale=1.0, zero_point=0).tolist() == [255, 255, 1, 0]
 
 
+@pytest.mark.slow
 def test_stochastic() -> None:
     x = np.full(4000, 0.3, np.float32)
     codes = piquant.quantize(x, scale=1.0, zero_point=7, round_mode=RoundMode.STOCHASTIC, key=jax.random.key(0))

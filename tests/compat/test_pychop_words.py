@@ -22,6 +22,7 @@ def of(x: Any) -> np.ndarray:
     return x.detach().numpy().astype(np.float64)
 
 
+@pytest.mark.in_turn(2)
 @pytest.mark.parametrize(
     ("make", "values", "mode"),
     [

@@ -30,6 +30,7 @@ def test_value_sets() -> None:
     exact.assert_same(float_quantize(top, 5, 10, "nearest"), wanted)
 
 
+@pytest.mark.slow
 def test_halves_and_subnormals() -> None:
     half = np.array([65504, 65519, -65519, 65535], np.float32)
     assert float_quantize(half, 5, 10, "nearest").tolist() == [65504, 65504, -65504, 65536]

@@ -236,6 +236,7 @@ def test_sums_of_short_floats_are_float32(rng: np.random.Generator) -> None:
     same(found, np.stack([wanted.astype(ml_dtypes.bfloat16)] * 4))
 
 
+@pytest.mark.slow
 def test_nonfinite_numbers_stay_in_their_group(rng: np.random.Generator) -> None:
     x = rng.standard_normal((4, 128)).astype(np.float32)
     x[2, 17], x[1, 100] = np.nan, np.inf

@@ -52,7 +52,7 @@ def formats(draw: st.DrawFn) -> ScaledFormat:
 
 
 @pytest.mark.smoke
-@settings(deadline=None, max_examples=300)
+@settings(deadline=None, max_examples=100)
 @given(formats())
 def test_what_is_printed_reads_back(fmt: ScaledFormat):
     assert parse_format(str(fmt)) == fmt

@@ -297,7 +297,7 @@ PIECES = [
 ]  # fmt: skip
 
 
-@settings(deadline=None, max_examples=300)
+@settings(deadline=None, max_examples=100)
 @given(st.lists(st.sampled_from(PIECES), max_size=14).map("".join) | st.text(max_size=20))
 def test_any_text_is_read_or_is_a_value_error(text):
     for read in (jc.parse, parse_format, jc.Order.parse):

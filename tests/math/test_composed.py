@@ -85,6 +85,7 @@ def test_cross_products(text: str) -> None:
     same(jc.math.cross(a, b, text, KEY), want)
 
 
+@pytest.mark.slow
 def test_a_vector_of_two_elements_has_a_zero() -> None:
     """As in NumPy before 2.0; newer ones, and newer JAX, refuse it."""
     a, b = (np.random.default_rng(i).integers(-3, 4, (5, 3)).astype(np.float32) for i in range(2))
@@ -103,7 +104,7 @@ AXES: list[tuple[dict[str, Any], tuple[int, ...], tuple[int, ...]]] = [
 ]
 
 
-@pytest.mark.in_turn(2)
+@pytest.mark.in_turn(4)
 @pytest.mark.parametrize(("axes", "left", "right"), AXES)
 def test_cross_products_have_the_axes_of_numpy(axes: Any, left: tuple[int, ...], right: tuple[int, ...]) -> None:
     a, b = (np.random.default_rng(i).integers(-3, 4, s).astype(np.float32) for i, s in enumerate((left, right)))

@@ -47,6 +47,7 @@ def test_dot_has_the_shapes_of_numpy(left: tuple[int, ...], right: tuple[int, ..
     np.testing.assert_array_equal(jc.math.dot(jnp.asarray(a), b, PLAIN), np.dot(a, b))
 
 
+@pytest.mark.slow
 def test_dot_rounds_every_operation() -> None:
     a, b = (np.asarray(jc.round_to_format(normal(40, seed=i), "e5m5")) for i in range(2))
     assert jc.math.dot(a, b, "e5m5") == in_order(a, b)

@@ -63,6 +63,7 @@ def test_the_exact_multiple_is_rounded_once(text: str, decimals: int) -> None:
     cases.assert_bits(expected, np.asarray(jc.math.round(x, text, KEY, decimals=decimals)), cases.bits(expected))
 
 
+@pytest.mark.slow
 @pytest.mark.in_turn(6)
 @pytest.mark.parametrize("decimals", [2, 22, -3])
 def test_float64(decimals: int) -> None:

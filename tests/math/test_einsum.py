@@ -75,6 +75,7 @@ def test_einsum_is_that_of_numpy(subscripts: str) -> None:
     np.testing.assert_array_equal(jc.math.einsum(subscripts, *operands, spec=PLAIN), np.einsum(subscripts, *operands))
 
 
+@pytest.mark.slow
 def test_the_order_of_an_einsum_is_that_of_its_indices() -> None:
     a, b = (np.asarray(jc.round_to_format(normal(*shape), "e5m5")) for shape in ((3, 4), (4, 3)))
     assert jc.math.einsum("ij,ji->", a, b, spec="e5m5") == in_order(a.ravel(), b.T.ravel())
@@ -133,6 +134,7 @@ def test_each_contraction_has_a_key_of_its_own() -> None:
     np.testing.assert_array_equal(jc.math.einsum("ij,jk,kl->il", a, b, c, spec=text, key=KEY), want)
 
 
+@pytest.mark.slow
 def test_an_element_that_is_repeated_is_rounded_once() -> None:
     """Its random word is its own, not that of a copy: k stands in the second array alone."""
     got = jc.math.einsum(
@@ -152,7 +154,7 @@ TENSORDOTS: dict[str, tuple[tuple[int, ...], tuple[int, ...], Any]] = {
 }
 
 
-@pytest.mark.in_turn(2)
+@pytest.mark.in_turn(4)
 @pytest.mark.parametrize("name", TENSORDOTS)
 def test_tensordot_is_that_of_numpy(name: str) -> None:
     left, right, axes = TENSORDOTS[name]
@@ -198,6 +200,7 @@ def test_traces_have_the_axes_of_numpy() -> None:
         np.testing.assert_array_equal(jc.math.trace(x, PLAIN, **more), np.trace(x, **more))
 
 
+@pytest.mark.slow
 def test_outer_rounds_each_product_once() -> None:
     a, b = normal(2, 3), normal(4, seed=1)
     want = jc.math.multiply(a.reshape(6, 1), b, "e5m4:up")

@@ -76,6 +76,7 @@ def test_the_exact_result_is_rounded_once(name: str, text: str) -> None:
     same(function(*given, text, KEY), oracle_math.applied(name, given, HOWS[text], words))
 
 
+@pytest.mark.slow
 def test_operands_are_rounded_first_each_with_its_own_part_of_the_key() -> None:
     x, y = (np.random.default_rng(i).normal(size=50).astype(np.float32) for i in range(2))
     keys = jax.random.split(KEY, 3)
@@ -111,6 +112,7 @@ def test_two_results_are_those_of_numpy(name: str) -> None:
         same(mine, theirs)
 
 
+@pytest.mark.slow
 def test_both_parts_of_modf_are_rounded() -> None:
     fraction, whole = jc.math.modf(np.float32(2.8125), jc.Spec("e4m6", rounding="up"))
     assert (fraction, whole) == (0.8125, 2)
@@ -319,13 +321,13 @@ def test_the_table_is_whole() -> None:
 
 
 #: The functions of one part are compiled together, so the default run takes those of the first part.
-PARTS = 9
+PARTS = 18
 IN_PARTS = [pytest.param(name, marks=pytest.mark.slow if i % PARTS else ()) for i, name in enumerate(NAMES)]
 
 
 @cache
 def transformed(part: int) -> dict[str, tuple[Any, Any, Any, Any]]:
-    """Of every ninth function in one program: itself, itself under vmap, jvp and vjp."""
+    """Of every eighteenth function in one program: itself, itself under vmap, jvp and vjp."""
 
     def of(name: str, key: jax.Array) -> tuple[Any, Any, Any, Any]:
         function, given = getattr(jc.math, name), example(name)
@@ -393,6 +395,7 @@ def test_transforms_of_the_others(name: str) -> None:
     np.testing.assert_allclose(grad, [first, 1.0 if name == "diff" else 0.0, 0.0])
 
 
+@pytest.mark.slow
 @pytest.mark.in_turn(4)
 @pytest.mark.parametrize("dtype", [np.float16, ml_dtypes.bfloat16])
 @pytest.mark.parametrize("name", ["add", "sin", "sqrt", "floor", "power"])
@@ -438,6 +441,7 @@ def test_what_is_no_float_becomes_one() -> None:
     assert jc.math.add(np.ones(2), np.ones(2, np.float32), "e5m2").dtype == np.float64
 
 
+@pytest.mark.slow
 def test_weak_numbers_take_the_dtype_of_others() -> None:
     @jax.jit
     def program(x: jax.Array, weak: Any, count: Any) -> tuple[jax.Array, ...]:
@@ -460,6 +464,7 @@ def test_the_spec_of_a_gradient_holds() -> None:
     assert rounds(jnp.float32(7)) == jc.round_to_format(np.float32(0.5 / np.sqrt(7)), "e5m2")
 
 
+@pytest.mark.slow
 def test_complex_numbers_by_parts() -> None:
     z = np.array([1.03 + 2.07j, -3.1 - 4.2j], np.complex64)
     r = jc.round_to_format(z, "e5m2")
@@ -471,6 +476,7 @@ def test_complex_numbers_by_parts() -> None:
         )
 
 
+@pytest.mark.slow
 @pytest.mark.smoke
 def test_the_kind_of_array_is_kept() -> None:
     assert isinstance(jc.math.sin([1.0, 2.0], "e5m2"), np.ndarray)

@@ -28,6 +28,7 @@ def some(*shape: int) -> np.ndarray:
 
 
 @pytest.mark.smoke
+@pytest.mark.in_turn(2)
 @pytest.mark.parametrize("name", ["max", "min"])
 def test_the_element_is_that_of_the_rounded_array(name: str) -> None:
     x = some(3, 4, 5)
@@ -49,6 +50,7 @@ def test_subnormal_numbers_zeros_infinities_and_nan(dtype: Any) -> None:
     np.testing.assert_array_equal(jc.math.argmin(x, spec, axis=1), [1, 0, 2, 0])
 
 
+@pytest.mark.slow
 def test_where_and_initial() -> None:
     x, mask = some(3, 6), np.array([[True, False, True], [False] * 3, [True] * 3]).repeat(2, 1)
     own = np.asarray(jc.round_to_format(x, "e5m2"))
@@ -60,6 +62,7 @@ def test_where_and_initial() -> None:
         same(getattr(jc.math, name)(x[:, :0], "e5m2", axis=1, initial=0.3), np.full(3, 0.3125, np.float32))
 
 
+@pytest.mark.slow
 def test_the_place_is_the_first_of_equal_elements() -> None:
     x = np.array([[2.9, 3.0, 3.1, 1.0], [-0.0, 0.0, 0.0, -0.0]], np.float32)
     for name in ("argmax", "argmin"):

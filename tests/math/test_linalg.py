@@ -449,6 +449,7 @@ def test_nothing_to_solve() -> None:
     assert linalg.gmres(BATCH, COLUMNS[:, :0], "e5m7", maxiter=1, restart=2)[1].shape == (2, 0, 3)
 
 
+@pytest.mark.slow
 def test_integers_are_promoted() -> None:
     a = np.array([[2, 1], [1, 3]])
     np.testing.assert_array_equal(linalg.lu(a, "e5m7")[0], linalg.lu(a.astype(float), "e5m7")[0])

@@ -70,6 +70,7 @@ def test_half_precision_is_that_of_numpy_in_two_orders_which_differ() -> None:
     assert np.mean(one_by_one != in_blocks) > 0.6
 
 
+@pytest.mark.slow
 def test_single_precision_in_a_double_carrier_is_that_of_numpy() -> None:
     a, b = normal((8, 33)) * np.float32(2.0**-60), normal((33, 8), 1) * np.float32(2.0**-70)
     spec = MatmulSpec("binary32", "binary32", "binary32")
@@ -135,6 +136,7 @@ def test_16_bit_operands_are_summed_in_float32(dtype: Any) -> None:
     same(last, jc.math.matmul(*wide, MatmulSpec()).astype(dtype))
 
 
+@pytest.mark.in_turn(2)
 @pytest.mark.parametrize("dtype", [np.float16, ml_dtypes.bfloat16])
 def test_every_16_bit_number_passes_unchanged(dtype: Any) -> None:
     """Subnormals too, which a device may read as zero. The sum of a product with 1 is the number itself."""
@@ -204,6 +206,7 @@ def test_draws_are_those_of_the_split_key(batched: bool) -> None:
         assert cases.bits(got[i, j, n].reshape(1))[0] == want
 
 
+@pytest.mark.slow
 def test_a_key_that_is_not_needed_changes_nothing() -> None:
     a, b = half_operands(8)
     same(jc.math.matmul(a, b, HALF, KEY), jc.math.matmul(a, b, HALF))
@@ -293,6 +296,7 @@ def test_the_gradient_of_the_operands_spec_holds() -> None:
     same(grad(jnp.array([[1000.0, 1.0]])), np.array([[0.0, 1.0]], np.float32))
 
 
+@pytest.mark.slow
 @pytest.mark.smoke
 def test_second_derivatives_are_those_of_a_product() -> None:
     a, b = jnp.ones((1, 2)), jnp.ones((2, 1))

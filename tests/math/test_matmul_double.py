@@ -66,6 +66,7 @@ def test_each_slice_gains_seven_bits(few: bool) -> None:
     assert errors[8] <= error(a @ b, wanted, over), "no worse than NumPy's float64 product"
 
 
+@pytest.mark.slow
 def test_rows_that_span_many_orders_of_magnitude() -> None:
     """The figure of the file for nine slices and phi = 2 is 1.7e-16, and 4.8e-16 for NumPy's product."""
     a, b = matrices(2.0, n=8)

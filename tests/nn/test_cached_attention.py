@@ -84,6 +84,7 @@ def test_values_are_those_of_float64(kind: str, spec: Any, case: dict[str, Any])
     assert not np.asarray(y)[1, 0].any() and np.asarray(y)[1, 1].any()
 
 
+@pytest.mark.slow
 @pytest.mark.in_turn(12)
 @pytest.mark.parametrize("spec", SPECS)
 @pytest.mark.parametrize("kind", KINDS)

@@ -90,6 +90,7 @@ def test_the_accumulator_is_emulated_in_all_three_products() -> None:
     np.testing.assert_array_equal(dw, jc.math.matmul(x.T, g, sums))
 
 
+@pytest.mark.slow
 def test_clipped_gradients_and_forward_mode_hold_where_nothing_else_is_asked() -> None:
     clipped = how(left="fixed1.3:gradient=clipped", right="e4m3")
     _, dx, _ = products(clipped)

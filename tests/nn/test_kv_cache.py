@@ -76,6 +76,7 @@ class Model:
                 np.testing.assert_array_equal(row[p][1], value)
 
 
+@pytest.mark.slow
 @pytest.mark.in_turn(5)
 @pytest.mark.smoke
 @pytest.mark.parametrize("kind", ["full", "rolling", "paged"])
@@ -178,7 +179,7 @@ def test_stacks_batches_and_donation() -> None:
         jax.tree.map(lambda whole, one, i=i: np.testing.assert_array_equal(whole[i], one), again, cache)
 
 
-@pytest.mark.in_turn(6)
+@pytest.mark.in_turn(12)
 @pytest.mark.parametrize("spec", ["int8(group=all)", None, "float8_e4m3fn", "int4(group=8,scale=bfloat16)"])
 @pytest.mark.parametrize("kind", ["full", "rolling", "paged"])
 def test_a_donated_cache_is_written_where_it_lies(kind: str, spec: Any) -> None:

@@ -164,6 +164,7 @@ class Told(linen.Module):
         return 2 * y if double else y
 
 
+@pytest.mark.slow
 def test_arguments_that_are_no_arrays_go_through() -> None:
     """By position as by name, also within others and beside arrays."""
     x, pair = np.ones((1, 4), np.float32), (jnp.ones(2), "beside")

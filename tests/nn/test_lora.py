@@ -19,14 +19,14 @@ import jchop as jc
 from jchop.nn import LoraRule, Rule, add_lora, load_lora, merge_lora, save_lora, split_lora
 
 DOUBLE = "nf4(scale=uint8(group=256,zero_point=float))"
-X = np.random.default_rng(0).standard_normal((5, 64)).astype(np.float32)
+X = np.random.default_rng(0).standard_normal((5, 128)).astype(np.float32)
 
 
 class Net(nnx.Module):
     """Two layers, the second one used twice."""
 
     def __init__(self, rngs: nnx.Rngs) -> None:
-        self.up = nnx.Linear(64, 128, rngs=rngs)
+        self.up = nnx.Linear(128, 128, rngs=rngs)
         self.rest = nnx.List([nnx.Linear(128, 128, use_bias=False, rngs=rngs)])
         self.again = self.rest[0]
 
@@ -63,7 +63,7 @@ def test_first_output_and_gradients(packed: Any) -> None:
     found = {
         "/".join(map(str, path)): leaf.shape for path, leaf in nnx.to_flat_state(nnx.state(adapted, nnx.LoRAParam))
     }
-    assert sorted(found.values()) == [(2, 128), (4, 128), (64, 4), (128, 2)]
+    assert sorted(found.values()) == [(2, 128), (4, 128), (128, 2), (128, 4)]
 
     graph, lora, others = nnx.split(adapted, nnx.LoRAParam, ...)
 
@@ -73,11 +73,11 @@ def test_first_output_and_gradients(packed: Any) -> None:
     gradient = jax.grad(loss)(lora)
     assert sorted(leaf.shape for leaf in jax.tree.leaves(gradient)) == sorted(found.values())
     assert any(bool(leaf.any()) for leaf in jax.tree.leaves(gradient))
-    sizes = {64 * 128, 128 * 128}
+    sizes = {128 * 128}
     forward, backward = (products_of_size(jax.make_jaxpr(f)(lora).jaxpr, sizes) for f in (loss, jax.grad(loss)))
     assert forward == backward == 0  # no product has the shape of a weight
     other = jax.grad(lambda kernel: ((jax.nn.relu(X @ kernel)) ** 2).mean())
-    assert products_of_size(jax.make_jaxpr(other)(jnp.ones((64, 128))).jaxpr, sizes) == 1  # as it would be
+    assert products_of_size(jax.make_jaxpr(other)(jnp.ones((128, 128))).jaxpr, sizes) == 1  # as it would be
 
 
 @pytest.mark.slow
@@ -143,7 +143,7 @@ def test_files(packed: Any, tmp_path: Path) -> None:
     before = hashlib.sha256(base.read_bytes()).hexdigest()
     save_lora(tmp_path / "adapter", adapted)
     tensors = jc.load_safetensors(tmp_path / "adapter/adapter_model.safetensors")
-    assert tensors["base_model.model.up.lora_A.weight"].shape == (4, 64) and len(tensors) == 4
+    assert tensors["base_model.model.up.lora_A.weight"].shape == (4, 128) and len(tensors) == 4
     assert tensors["base_model.model.up.lora_B.weight"].shape == (128, 4)
     config = json.loads((tmp_path / "adapter/adapter_config.json").read_text())
     assert (config["peft_type"], len(config["target_modules"])) == ("LORA", 2)
@@ -182,7 +182,7 @@ def test_errors(model: Any, packed: Any) -> None:
     for said, rules, more in (
         ("matches no linear layer", LoraRule("down", rank=2), {}),
         ("needs original=", LoraRule("up", rank=2, init="loftq"), {}),
-        ("rank is above the sizes", LoraRule("up", rank=65, init="loftq"), {"original": model}),
+        ("rank is above the sizes", LoraRule("up", rank=129, init="loftq"), {"original": model}),
     ):
         with pytest.raises(ValueError, match=said):
             add_lora(packed, rules, rngs=nnx.Rngs(0), **more)

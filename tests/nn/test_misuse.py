@@ -91,6 +91,7 @@ def test_nan_stays_nan_under_kept_scales() -> None:
         assert np.isnan(model(x)[0]).all() and np.isfinite(model(X)).all()
 
 
+@pytest.mark.slow
 def test_the_derivative_of_what_is_rounded_stays() -> None:
     model = jc.nn.quantize(linear(), Rule(activation="int8(group=all):gradient=clipped"))
     plain = linear()

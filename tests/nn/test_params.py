@@ -39,6 +39,7 @@ def test_leaves_are_packed_by_path() -> None:
     assert run(packed, jnp.ones((3, 8))).shape == (3, 2)
 
 
+@pytest.mark.slow
 def test_stochastic_leaves_draw_from_keys_of_their_own() -> None:
     tree = {"a": jnp.full((64,), 0.3), "b": jnp.full((64,), 0.3)}
     packed = jc.nn.quantize_params(tree, jc.nn.Rule(weight="e4m1:stochastic"), jax.random.key(0))

@@ -129,6 +129,7 @@ def test_training_updates_parameters_and_state() -> None:
     assert int(model.dropout.rngs.count[...]) == 12  # type: ignore[union-attr]
 
 
+@pytest.mark.slow
 def test_the_gradient_is_that_of_the_rounded_weights() -> None:
     model, x = own(), TOKENS
     low = jc.nn.quantize(model, jc.Rule(weight=RULE.weight))
@@ -194,12 +195,14 @@ def test_a_method_is_traced_once_for_equal_graphs_and_shapes() -> None:
     assert count == 2
 
 
+@pytest.mark.slow
 def test_values_of_keyword_arguments_are_data() -> None:
     low = jc.nn.quantize(own(), RULE)
     assert (low(TOKENS, scale=2.0)[0] != low(TOKENS)[0]).any()
     np.testing.assert_array_equal(low(tokens=TOKENS)[0], low(TOKENS)[0])
 
 
+@pytest.mark.slow
 def test_abstract_models_are_packed_abstractly() -> None:
     abstract = nnx.eval_shape(lambda: Own(nnx.Rngs(0)))
     low = jc.nn.quantize(abstract, RULE, "ptq", inputs=(jax.ShapeDtypeStruct((2, 3), jnp.int32),))

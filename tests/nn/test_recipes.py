@@ -204,6 +204,7 @@ def test_one_weight_forward_and_backward(name: str, layer: str) -> None:
     assert np.array_equal(forward, backward.T) == (name in ONE_WEIGHT and not tiles_of_codes)
 
 
+@pytest.mark.slow
 def test_blocks_that_stay_as_they_are() -> None:
     class Tower(nnx.Module):
         def __init__(self) -> None:

@@ -127,6 +127,7 @@ def test_a_trained_model_is_packed_as_it_computed() -> None:
         jc.nn.quantize(packed, jc.nn.Rule("*up*", weight="e4m3"))
 
 
+@pytest.mark.slow
 def test_weight_only_rounds_no_more_than_weights() -> None:
     plain = nnx.Linear(4, 3, rngs=nnx.Rngs(0))
     packed = jc.nn.quantize(plain, jc.nn.Rule(weight="e4m3", bias="e4m3"), mode="weight_only")

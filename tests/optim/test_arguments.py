@@ -21,8 +21,9 @@ import jchop as jc
 from jchop import optim
 
 KEY = jax.random.key(3)
-PARAMS = {"w": jnp.linspace(-1, 1, 512).reshape(2, 256), "b": jnp.ones(4)}
-GRADS = jax.tree.map(lambda p: p / 8, PARAMS)
+NUMBERS = {"w": np.linspace(-1, 1, 512, dtype=np.float32).reshape(2, 256), "b": np.ones(4, np.float32)}
+PARAMS = jax.device_put(NUMBERS)
+GRADS = jax.device_put({name: x / 8 for name, x in NUMBERS.items()})
 NAMED = ["adam8bit", "adamw8bit", "adamw4bit", "adamw_fp8", "lion8bit", "sgd8bit"]
 NAN, INF = math.nan, math.inf
 
@@ -82,6 +83,7 @@ def test_every_named_optimizer_is_injected_as_optax_users_write_it(name: str, le
     assert {"learning_rate"} < set(state.hyperparams) and "chunks" not in state.hyperparams
 
 
+@pytest.mark.slow
 @pytest.mark.smoke
 def test_injected_adamw8bit_gives_the_bits_of_the_plain_one() -> None:
     numbers = ("b1", "b2", "eps", "eps_root", "weight_decay")
@@ -128,6 +130,7 @@ def test_injected_numbers_give_the_bits_of_plain_ones(name: str) -> None:
     same(state.inner_state, inner)
 
 
+@pytest.mark.slow
 def test_an_injected_schedule_of_scales() -> None:
     def scale(count: Any) -> Any:
         return 0.5 ** (count + 1)
@@ -202,8 +205,8 @@ AVERAGES = optim.average_params().init(jnp.ones(3))
 
 def passed(tx: Any) -> Any:
     """A step on parameters of 16 bits."""
-    half = jnp.ones(3, "bfloat16")
-    return tx.update(half, tx.init(half), half)
+    half = jax.ShapeDtypeStruct((3,), "bfloat16")
+    return jax.eval_shape(lambda half: tx.update(half, tx.init(half), half), half)
 
 
 @pytest.mark.parametrize(("message", "call"), REFUSED, ids=[f"{i}-{text}" for i, (text, _) in enumerate(REFUSED)])
@@ -213,6 +216,7 @@ def test_what_is_refused(message: str, call: Callable[[], Any]) -> None:
     assert len(str(found.value)) < 400
 
 
+@pytest.mark.in_turn(5)
 @pytest.mark.parametrize("scale", [INF, -INF, NAN, 0.0, -8.0])
 def test_a_loss_scale_that_is_none_leaves_the_step_out_and_starts_again(scale: float) -> None:
     tx = optim.dynamic_loss_scale(optax.sgd(1.0), 64.0)
@@ -223,6 +227,7 @@ def test_a_loss_scale_that_is_none_leaves_the_step_out_and_starts_again(scale: f
     assert updates.tolist() == [-1, -1] and int(state.skipped) == 1
 
 
+@pytest.mark.slow
 def test_the_largest_limits_keep_a_loss_scale_finite() -> None:
     tx = optim.dynamic_loss_scale(
         optax.sgd(1.0), 2.0**120, growth_interval=1, factor=2.0**127, smallest=2.0**-126, largest=2.0**127

@@ -136,6 +136,7 @@ def test_the_loss_scale_shrinks_on_overflow_and_grows_with_time() -> None:
     assert int(state.skipped) == 5
 
 
+@pytest.mark.slow
 def test_gradients_of_16_bits_are_unscaled_in_32() -> None:
     tx = optim.dynamic_loss_scale(optax.sgd(1.0), 2.0**15)
     params = jnp.ones(1, "float16")

@@ -155,6 +155,7 @@ WRAPPED = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.in_turn(12)
 @pytest.mark.parametrize("name", WRAPPED)
 def test_optax_wrappers_take_it(name: str) -> None:
@@ -175,6 +176,7 @@ def test_optax_wrappers_take_it(name: str) -> None:
     assert bool((params["b"] > 0.5).all()) or name == "masked"
 
 
+@pytest.mark.slow
 def test_the_learning_rate_and_the_key_change_without_compiling_again() -> None:
     tx = WRAPPED["inject"]()
     step = jax.jit(lambda state, params: tx.update(GRADS, state, params))

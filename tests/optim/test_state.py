@@ -365,6 +365,7 @@ def test_a_state_of_other_rules_is_refused(spec: Any) -> None:
         jax.tree.map(lambda a, b: a, state, packed_sgd(spec).init(params))
 
 
+@pytest.mark.slow
 @pytest.mark.smoke
 def test_axes_and_gradients_of_a_spec_are_no_other_rules() -> None:
     params = {"w": jnp.ones((2, 2, 32)), "b": jnp.ones(32)}

@@ -48,7 +48,7 @@ X, U, M, V, S = normal(4, 6), unit(4, 6), normal(5, 5, seed=1), normal(7, seed=2
 W, P, Z = unit(7, seed=3), unit(7, seed=4), normal(8, seed=5)
 IMAGE = unit(1, 8, 8, 3)
 KEY = jax.random.key(5)
-RAMP = jnp.linspace(0.0, 1.0, 7)
+RAMP = np.linspace(0.0, 1.0, 7, dtype=np.float32)
 ONES = np.ones(3, np.float32)
 
 # -- jax.numpy, jax.nn, jax.scipy --------------------------------------------------------------------------------------

@@ -48,18 +48,18 @@ def _draw(shape: tuple[int, ...], seed: int) -> np.random.Generator:
 
 def normal(*shape: int, seed: int = 0) -> Any:
     """Numbers of a normal distribution, in float32."""
-    return jnp.asarray(_draw(shape, seed).normal(size=shape), jnp.float32)
+    return jax.device_put(np.asarray(_draw(shape, seed).normal(size=shape), np.float32))
 
 
 def unit(*shape: int, seed: int = 0) -> Any:
     """Numbers from 0.1 to 0.9."""
-    return jnp.asarray(_draw(shape, seed).uniform(0.1, 0.9, shape), jnp.float32)
+    return jax.device_put(np.asarray(_draw(shape, seed).uniform(0.1, 0.9, shape), np.float32))
 
 
 def positive(n: int, seed: int = 0) -> Any:
     """A well conditioned symmetric positive definite matrix."""
     a = _draw((n, n), seed).normal(size=(n, n))
-    return jnp.asarray(a @ a.T / n + np.eye(n), jnp.float32)
+    return jax.device_put((a @ a.T / n + np.eye(n)).astype(np.float32))
 
 
 def floats_of(tree: Any) -> list[Any]:

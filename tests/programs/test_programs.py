@@ -62,7 +62,7 @@ def check_values(got: Any, want: Any, spec: str) -> None:
             np.testing.assert_array_equal(jc.round_to_format(x, spec.split(":")[0]), x)
 
 
-@pytest.mark.in_turn(3)
+@pytest.mark.in_turn(6)
 @every
 def test_it_runs(name: str, spec: str) -> None:
     """Compiled; in bfloat16, whose range is float32's, nothing becomes an infinity or a NaN."""
@@ -147,6 +147,7 @@ def test_it_can_be_transformed(name: str, spec: str) -> None:
         assert jax.tree.map(jnp.shape, got) == jax.tree.map(jnp.shape, want), kind
 
 
+@pytest.mark.slow
 @pytest.mark.in_turn(3)
 @pytest.mark.parametrize(
     "order", [jax.hessian, lambda f: jax.jacrev(jax.jacrev(f)), lambda f: jax.jacfwd(jax.jacfwd(f))]

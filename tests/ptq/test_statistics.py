@@ -154,6 +154,7 @@ def test_bad_data_are_errors() -> None:
         jc.ptq.statistics(4, w, [x])  # type: ignore[arg-type]
 
 
+@pytest.mark.slow
 def test_progress_and_generators() -> None:
     seen: list[int] = []
     batches = (normal(n, 6) for n in (3, 4))

@@ -80,14 +80,15 @@ def test_independent_inputs_are_rounded_to_nearest(text: str) -> None:
         np.testing.assert_array_equal(a, b)
 
 
-@pytest.mark.parametrize("text", [pytest.param(text, marks=pytest.mark.in_turn(4)) for text in FORMATS])
-@pytest.mark.in_turn(5)
+@pytest.mark.parametrize("text", FORMATS)
+@pytest.mark.in_turn(16)
 def test_every_format_gains(text: str) -> None:
     w, gram = problem()
     plain, swept, _, _ = rounded(w, gram, text, np.asarray(order_of(jnp.asarray(gram), True)))
     assert error(w, swept, gram) < 0.6 * error(w, plain, gram)
 
 
+@pytest.mark.slow
 def test_columns_with_large_inputs_come_first() -> None:
     w, gram = problem()
     falling = np.asarray(order_of(jnp.asarray(gram), True))
@@ -188,6 +189,7 @@ def test_all_codes_of_small_matrices() -> None:
     assert abs(error(w, swept, gram) / best - 1.685) < 1e-3
 
 
+@pytest.mark.slow
 def test_a_damping_that_fails_grows() -> None:
     with jax.enable_x64(True):
         x = np.random.default_rng(0).normal(size=(3, 8))
@@ -199,6 +201,7 @@ def test_a_damping_that_fails_grows() -> None:
         np.testing.assert_allclose(whole, np.eye(8), atol=1e-8)
 
 
+@pytest.mark.slow
 def test_dead_columns_are_rounded_by_themselves() -> None:
     w, gram = problem()
     gram[[3, 7]] = gram[:, [3, 7]] = 0

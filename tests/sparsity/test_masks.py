@@ -56,6 +56,7 @@ def test_no_other_mask_of_a_tile_keeps_more(n: int, m: int, count: int) -> None:
     np.testing.assert_allclose((energy * found).sum((-1, -2)), best, rtol=1e-6)
 
 
+@pytest.mark.slow
 def test_the_energy_that_normal_numbers_keep() -> None:
     w = np.random.default_rng(0).normal(size=(512, 512))
     total, rows, tiles = (w**2).sum(), jc.sparsity.mask(w, 2, 4), jc.sparsity.mask(w, 2, 4, axis=(0, 1))

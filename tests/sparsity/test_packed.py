@@ -22,7 +22,7 @@ CASES = [
 
 
 @pytest.mark.parametrize(
-    ("text", "n", "m", "axis"), [pytest.param(*c, marks=pytest.mark.in_turn(4)) for c in CASES], ids=str
+    ("text", "n", "m", "axis"), [pytest.param(*c, marks=pytest.mark.in_turn(8)) for c in CASES], ids=str
 )
 def test_it_has_the_numbers_of_the_array(text: str, n: int, m: int, axis: int) -> None:
     w = np.random.default_rng(0).normal(size=(22, 16)).astype(np.float32)

@@ -77,6 +77,7 @@ def test_written_and_read_by_the_definition(tmp_path: Path, name: str) -> None:
     np.testing.assert_array_equal(again["norm.weight"], x[0])
 
 
+@pytest.mark.in_turn(3)
 @pytest.mark.parametrize("layout", ["compressed-tensors", "gptq", "gptq_v2"])
 @pytest.mark.parametrize("asymmetric", [False, True])
 def test_groups_of_any_columns_are_written(tmp_path: Path, layout: str, asymmetric: bool) -> None:

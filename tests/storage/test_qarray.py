@@ -222,6 +222,7 @@ def test_repr(stored: Stored) -> None:
 
 
 # -- as a pytree -----------------------------------------------------------------------------------------------------
+@pytest.mark.slow
 def test_leaves_have_names(stored: Stored) -> None:
     q = stored["int4(group=(2,8),zero_point=integer)"][0]
     paths = [jax.tree_util.keystr(path) for path, _ in jax.tree_util.tree_leaves_with_path(q)]
@@ -337,6 +338,7 @@ def test_codes_pass_no_derivative() -> None:
     same(slope, jnp.zeros_like(x))
 
 
+@pytest.mark.slow
 def test_donated_leaves_are_used() -> None:
     q = jc.quantize(numbers(), GROUPS)
     wanted = np.asarray(jc.dequantize(q))

@@ -314,6 +314,7 @@ def test_arrays_without_axes_or_elements() -> None:
             same(jc.dequantize(q), jc.round_to_format(np.asarray(x), text))
 
 
+@pytest.mark.slow
 def test_the_spec_keeps_no_gradient_and_counts_axes_from_the_end() -> None:
     q = jc.quantize(jnp.ones((2, 3, 4)), "int4(group=2,axis=0):gradient=clipped")
     assert isinstance(q, QArray) and q.spec == jc.parse("int4(group=2,axis=-3)")

@@ -215,6 +215,7 @@ def test_dicts_and_lists_come_back(tmp_path: Path) -> None:
         jc.load_safetensors(path, nested=1)  # type: ignore[arg-type]
 
 
+@pytest.mark.slow
 def test_the_record_stays_when_a_file_is_quantized(tmp_path: Path) -> None:
     source, target = tmp_path / "in.safetensors", tmp_path / "out.safetensors"
     x = np.random.default_rng(0).standard_normal((2, 32)).astype(np.float32)

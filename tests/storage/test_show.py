@@ -40,6 +40,7 @@ def pixels(text: str) -> np.ndarray:
     return lines[:, 1:].reshape(rows, columns, 3)
 
 
+@pytest.mark.slow
 @pytest.mark.in_turn(12)
 @pytest.mark.parametrize("spec", SPECS)
 def test_the_page_says_what_the_array_is(spec: str) -> None:
@@ -74,6 +75,7 @@ def test_an_outlier_stays_in_sight() -> None:
     assert cells[750 // 32, 77 // 6] == -90
 
 
+@pytest.mark.slow
 def test_shares_at_the_ends_and_scales() -> None:
     x = np.array([[6.0, -6.0, 3.0, 0.0] * 8, [12.0, 1.0, 1.0, 0.0] * 8], np.float32)
     q = jc.quantize(x, "mxfp4")
@@ -93,6 +95,7 @@ def test_nested_scales_are_numbers() -> None:
     assert np.allclose(np.abs(np.asarray(jc.dequantize(q)).reshape(6, 8, 16) / s[..., None] % 1 - 0.5), 0.5)
 
 
+@pytest.mark.in_turn(2)
 @pytest.mark.parametrize("size", [0, 1])
 def test_arrays_without_axes_and_empty_ones(size: int) -> None:
     q = jc.quantize(np.ones((size, 4), np.float32), "nf4") if not size else jc.quantize(np.float32(3), "e5m2")

@@ -71,6 +71,7 @@ def test_int4_is_that_of_a_loop() -> None:
     assert 8 * (q.qvalue.nbytes + q.places.nbytes) == 3 * X.size and not np.signbit(out[~kept]).any()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("text", FORMATS)
 @pytest.mark.in_turn(14)
 def test_scales_are_those_of_the_kept_numbers(text: str) -> None:

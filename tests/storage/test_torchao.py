@@ -170,6 +170,7 @@ def test_floats_differ_by_their_division_alone(stored: Callable[[str], QArray]) 
         assert abs(quotient - values[0]) < abs(quotient - values[1])
 
 
+@pytest.mark.slow
 def test_the_dynamic_map_is_as_good_as_theirs() -> None:
     x = np.random.default_rng(1).standard_normal((256, 256)).astype(np.float32)
     assert decibels(x, jc.dequantize(jc.quantize(x, jc.dynamic8))) == pytest.approx(39.27, abs=0.1)

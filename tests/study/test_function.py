@@ -50,6 +50,7 @@ def test_the_errors_are_those_of_emulate(found: study.FunctionStudy) -> None:
         assert (row.changed, row.lost, row.note) == (np.mean(changes), 0, "")
 
 
+@pytest.mark.slow
 def test_the_rows_come_by_bits_and_a_format_comes_once(found: study.FunctionStudy) -> None:
     assert [(row.format, row.rounding, row.runs) for row in found.rows] == [
         (fmt, mode, runs)

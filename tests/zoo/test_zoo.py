@@ -41,7 +41,7 @@ def test_every_parameter_is_listed_once(name: str) -> None:
     assert set(case.derived) <= set(case.products)
 
 
-@pytest.mark.in_turn(8)
+@pytest.mark.in_turn(40)
 @every
 def test_it_traces_with_its_gradient(name: str) -> None:
     """The loss is a number in float32, and each parameter has a gradient of its shape."""
@@ -54,6 +54,7 @@ def test_it_traces_with_its_gradient(name: str) -> None:
     }
 
 
+@pytest.mark.slow
 @pytest.mark.in_turn(6)
 @pytest.mark.parametrize(
     "name", [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in CASES]

@@ -327,6 +327,7 @@ def test_ways_agree(carrier: str, mode: str, rng: np.random.Generator) -> None:
 # --- the carrier's own format, and which way is taken -----------------------------------------------------------------
 
 
+@pytest.mark.in_turn(2)
 @pytest.mark.parametrize("carrier", ["float32", "float64"])
 def test_no_spec_is_ieee(carrier: str, rng: np.random.Generator) -> None:
     """The hardware's own results, as NumPy gives them: subnormals included, which XLA on a CPU reads as zero."""
@@ -340,7 +341,7 @@ def test_no_spec_is_ieee(carrier: str, rng: np.random.Generator) -> None:
         assert_equal(jax.jit(run)(x, y), want, [x, y], np.zeros(len(x), kind.words), operation)
 
 
-@pytest.mark.in_turn(3)
+@pytest.mark.in_turn(10)
 @pytest.mark.parametrize("accumulate", [None, "e5m10", "e5m10:down", "e5m10:stochastic", "bfloat16"])
 @pytest.mark.parametrize("operands", ["e5m10", "e6m14"])
 def test_contraction(operands: str, accumulate: str | None, rng: np.random.Generator) -> None:
@@ -552,6 +553,7 @@ def test_below_the_smallest_value_of_a_format_with_all_bits_of_the_carrier() -> 
         assert one("multiply", *above, spec=f"e5m23(subnormals=false):{rounding}") == least
 
 
+@pytest.mark.slow
 def test_ties_of_one_bit_of_precision_take_the_even_code() -> None:
     """Of operands of the format, whose sums an addition would round otherwise."""
     spec, carrier = jc.parse("e5m0"), CARRIERS["float32"]

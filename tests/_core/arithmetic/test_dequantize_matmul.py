@@ -124,7 +124,7 @@ def run(name: str, group: int, *arrays: np.ndarray) -> np.ndarray:
     return np.asarray(jax.jit(partial(dequantize_matmul_body, format=FORMATS[name], group=group))(*arrays))
 
 
-@pytest.mark.in_turn(3)
+@pytest.mark.in_turn(6)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("name", FORMATS)
 def test_every_code_has_its_value(name, dtype):
@@ -134,7 +134,7 @@ def test_every_code_has_its_value(name, dtype):
     np.testing.assert_array_equal(run(name, 1, ones[0], codes, ones[1])[0].astype(np.float64), values)
 
 
-@pytest.mark.in_turn(5)
+@pytest.mark.in_turn(16)
 @pytest.mark.parametrize(
     ("name", "dtype", "shape"),
     [("int4", "bfloat16", shape) for shape in SHAPES]
@@ -182,6 +182,7 @@ def test_empty(shape):
     np.testing.assert_array_equal(y, np.zeros((m, n), np.float32), strict=True)
 
 
+@pytest.mark.slow
 def test_parts_of_columns():
     matrix = jnp.arange(15.0).reshape(3, 5)
     parts = part_columns(matrix, 2)

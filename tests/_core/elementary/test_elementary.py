@@ -80,7 +80,7 @@ def test_formats_of_other_sizes(name: str, sizes: tuple[int, int]) -> None:
             for mode in modes]  # fmt: skip
     y = exact.values(NAMES[name], x.astype(float), lambda v: np.stack([row(v) for row in rows]))
     for mode, row in zip(modes, rows, strict=True):
-        got = np.asarray(elementary(jnp.asarray(x), name=name, spec=jc.parse(f"{text}:{mode}")))
+        got = np.asarray(jax.jit(partial(elementary, name=name, spec=jc.parse(f"{text}:{mode}")))(x))
         np.testing.assert_array_equal(bits(got), bits(row(y).astype(np.float32)), f"{text} {mode}")
 
 
@@ -132,6 +132,7 @@ def test_emulate_and_the_functions_have_the_same_bits(mode: str) -> None:
     np.testing.assert_allclose(slope, 1 - np.tanh(0.5) ** 2, rtol=1e-6)
 
 
+@pytest.mark.slow
 def test_one_function_for_each_shape() -> None:
     def many(x: jax.Array) -> jax.Array:
         for _ in range(4):

@@ -5,7 +5,6 @@ from __future__ import annotations
 from functools import partial
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import oracle_elementary as exact
 import oracle_of_two
@@ -83,7 +82,7 @@ def test_special_values(name: str) -> None:
     want = np.asarray(jc.round_to_format(want, "bfloat16")).astype(np.float32)
     if name == "logaddexp":
         want = np.where(want == 0, np.float32(0), want)
-    got = np.asarray(elementary(jnp.asarray(x), jnp.asarray(y), name=name, spec=jc.parse("bfloat16")))
+    got = np.asarray(jax.jit(partial(elementary, name=name, spec=jc.parse("bfloat16")))(x, y))
     np.testing.assert_array_equal(bits(got), bits(want))
 
 

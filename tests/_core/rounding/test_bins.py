@@ -27,7 +27,7 @@ def reached(bins: Bins, thresholds: np.ndarray, values: np.ndarray, exact: np.nd
     return below + (exact >= thresholds[below])
 
 
-@pytest.mark.in_turn(2)
+@pytest.mark.in_turn(4)
 @pytest.mark.parametrize("which", range(len(THRESHOLDS)))
 def test_every_threshold_is_found(which: int, rng: np.random.Generator) -> None:
     thresholds = THRESHOLDS[which]

@@ -56,6 +56,7 @@ def check_codes(n: int, codes: list[int], modes: tuple[str, ...] = NEAREST) -> N
     np.testing.assert_array_equal(jc.round_to_format(-x, fmt), -wanted)
 
 
+@pytest.mark.in_turn(2)
 @pytest.mark.parametrize("n", [6, 8])
 def test_every_value_and_every_point_between(n: int) -> None:
     check_codes(n, list(range(1, 1 << n - 1)))

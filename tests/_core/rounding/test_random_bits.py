@@ -101,7 +101,7 @@ def test_documented_vectors(data: tuple[int, ...], words: tuple[int, ...]) -> No
     assert tuple(int(word) for word in got) == words
 
 
-@pytest.mark.in_turn(4)
+@pytest.mark.in_turn(8)
 @pytest.mark.parametrize("x64", [False, True])
 @pytest.mark.parametrize("data", [(0, 0), (7, 1), (WORD, 5), (0, 9, 0, 9), PI])
 def test_words_equal_the_second_implementation(data: tuple[int, ...], x64: bool) -> None:
@@ -114,6 +114,7 @@ def test_words_equal_the_second_implementation(data: tuple[int, ...], x64: bool)
             assert integers(low) == [expected_word(wanted, offset + i, 1) for i in range(24)]
 
 
+@pytest.mark.slow
 @pytest.mark.in_turn(4)
 @pytest.mark.parametrize("implementation", ["threefry2x32", "rbg", "unsafe_rbg"])
 def test_key_flags_do_not_matter(implementation: str) -> None:
@@ -148,7 +149,7 @@ def test_high_word_is_a_known_number_where_it_can_be() -> None:
 NARROW = [np.uint8, np.int16, np.int32, np.uint32]
 
 
-@pytest.mark.in_turn(3)
+@pytest.mark.in_turn(5)
 @pytest.mark.parametrize(
     ("kind", "x64"),  # there are 64-bit integers only with x64
     [(kind, x64) for kind in NARROW for x64 in (False, True)] + [(np.int64, True), (np.uint64, True)],
@@ -216,6 +217,7 @@ def test_jit_vmap_and_scan_equal_the_plain_call() -> None:
     assert len(np.unique(rows)) == rows.size
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(jax.device_count() < 2, reason="needs several devices")
 def test_shards_equal_the_whole() -> None:
     n, size = jax.device_count(), 64 * jax.device_count()
@@ -436,6 +438,7 @@ def stream_statistics(streams: list[np.ndarray]) -> dict[str, np.ndarray]:
     return {name: np.array(z) for name, z in found.items()}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("count", "size"), [(4, 1 << 17), pytest.param(8, 1 << 20, id="full", marks=FULL)])
 def test_streams_of_related_keys_are_unrelated(count: int, size: int) -> None:
     results = stream_statistics(related_streams(random_words, count, size))
@@ -498,5 +501,6 @@ def test_mean_of_stochastic_rounding_is_unbiased(keys: int, size: int) -> None:
     assert not failures(results)
 
 
+@pytest.mark.slow
 def test_rounding_statistics_reject_a_poor_generator() -> None:
     assert failures(rounding_scores(multiply_counter, 2, 1 << 20))

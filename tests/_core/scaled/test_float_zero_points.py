@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import oracle
+import pytest
 
 import jchop as jc
 from jchop._bits import CARRIERS
@@ -51,6 +52,7 @@ def test_quotients_of_differences_are_exact(rng: np.random.Generator) -> None:
         assert got == [low, int(rest), more > 0, nu > 0], (a, b, c)
 
 
+@pytest.mark.slow
 def test_a_fit_compiles_in_seconds() -> None:
     """As one loop it takes the compiler of JAX 0.12 for CPUs a minute of processor time."""
     lowered = jax.jit(lambda x: jc.fit_scale(x, "uint8(group=4,zero_point=float)")).lower(jnp.zeros((64, 4)))

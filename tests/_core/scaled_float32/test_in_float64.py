@@ -1,5 +1,6 @@
 """Rounding in float64, the way of small arrays in programs of one CPU, beside the ways of all other programs."""
 
+import itertools
 from functools import partial
 
 import jax
@@ -45,10 +46,26 @@ def bits(x: jax.Array) -> np.ndarray:
     return np.asarray(x).view(f"u{x.dtype.itemsize}")
 
 
-@pytest.mark.in_turn(20)
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("text", FORMATS)
+#: With these cases each line of the two ways runs.
+SOME = {
+    ("int8(channel=0)", ":odd", "bfloat16"),
+    ("int4(group=16,scale=bfloat16)", ":stochastic", "float32"),
+    ("int8(group=32,scale=e8m0)", ":up", "bfloat16"),
+    ("int4(group=32,zero_point=integer)", ":nearest_away", "float32"),
+    ("mxfp8_e4m3", ":stochastic_b", "bfloat16"),
+    ("int8(group=16,scale=e4m3)", ":down", "float32"),
+    ("mxfp4", ":stochastic_equal", "float32"),
+    ("nvfp4", ":odd", "bfloat16"),
+    ("e4m3(group=16)", ":up", "float32"),
+    ("dynamic8", "", "bfloat16"),
+}
+EACH = [
+    pytest.param(*case, marks=() if case in SOME else pytest.mark.slow)
+    for case in itertools.product(FORMATS, MODES, ("float32", "bfloat16"))
+]
+
+
+@pytest.mark.parametrize(("text", "mode", "dtype"), EACH)
 def test_every_bit(text, mode, dtype):
     spec, x = jc.parse(text + mode), jnp.asarray(hard_numbers()).astype(dtype)
     if spec.rounding.stochastic and text in ("nf4", "dynamic8") and dtype == "bfloat16":
@@ -65,6 +82,7 @@ def test_every_bit(text, mode, dtype):
             np.testing.assert_array_equal(bits(a), bits(b))
 
 
+@pytest.mark.slow
 def test_the_program_is_short():
     """A third of the lines of the program of a large array."""
     x, large = (jax.ShapeDtypeStruct(shape, jnp.float32) for shape in ((256, 64), (1024, 256)))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from dataclasses import replace
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -71,12 +72,18 @@ def test_integers_by_panels(axis: int, left: str, text: str) -> None:
 
 
 def test_which_integers_are_multiplied_by_panels() -> None:
-    x, w = jnp.ones((3, 64)), jnp.ones((64, 8))
+    x, w = (jax.ShapeDtypeStruct(shape, jnp.float32) for shape in ((3, 64), (64, 8)))
 
     def chosen(left: str, right: str, stored: bool = True) -> bool:
-        rows, parts = coded(x, as_spec(left, "", scaled=True)), parts_of(jc.quantize(w, right))
-        block, parts = None if "all" in right else 16, parts if stored else replace(parts, stored=None)
-        return by_panels(rows, replace(parts.moved(jnp.transpose), block=block, stored=parts.stored), True)
+        found = []
+
+        def choose(x: Any, w: Any) -> None:
+            rows, parts = coded(x, as_spec(left, "", scaled=True)), parts_of(jc.quantize(w, right))
+            block, parts = None if "all" in right else 16, parts if stored else replace(parts, stored=None)
+            found.append(by_panels(rows, replace(parts.moved(jnp.transpose), block=block, stored=parts.stored), True))
+
+        jax.eval_shape(choose, x, w)
+        return found[0]
 
     row, groups = "int8(group=all)", "int4(group=16,axis=0)"
     assert chosen(row, groups) and chosen(row, "int4(group=all,axis=0)") and chosen(row, "int8(group=16,axis=0)")
@@ -105,6 +112,7 @@ def test_the_kernel_takes_stored_codes() -> None:
         np.testing.assert_allclose(_by_kernel(x, laid, jnp.float32), x @ jc.dequantize(stored), rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.in_turn(3)
 @pytest.mark.parametrize("text", ["int8(group=all,axis=0)", "int4(group=128,axis=0)", "nf4(group=128,axis=0)"])
 def test_weights_are_never_written_as_floats(text: str) -> None:

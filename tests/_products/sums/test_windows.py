@@ -80,6 +80,7 @@ def test_sums_are_those_of_integers(given: Any) -> None:
         np.testing.assert_array_equal(have, want.astype(np.float32), err_msg=name)
 
 
+@pytest.mark.slow
 def test_matrices_of_windows_are_the_same_sums() -> None:
     """As GPUs compute them; and images with more channels than one panel has."""
     rng, how = np.random.default_rng(0), Geometry((1,), ((1, 0),), (1,), (1,))
