@@ -22,7 +22,8 @@ def assembly_of(format: ElementFormat) -> tuple[str, ...] | None:
     """The PTX for each code in a byte; None for a format without one.
 
     An integer u is the last bits of 2^23 + u, or the bits before them of 2^23 + 2^8 u; one multiply-add gives its
-    value. A code of e2m1 is the last bits of the exponent and the first of the fraction of a number 2^126 times smaller.
+    value. A code of e2m1 is the last bits of the exponent, and the first of the fraction, of a number that is 2^126
+    times smaller.
     """
     if isinstance(format, IntegerFormat) and format.bits in (4, 8) and not format.narrow:
         make = _four_bits if format.bits == 4 else _eight_bits
