@@ -11,6 +11,8 @@ import ml_dtypes
 import numpy as np
 import oracle
 import pytest
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
 
 from jchop import _bits
 from jchop._bits import CARRIERS
@@ -100,3 +102,13 @@ def test_words(width: int) -> None:
             expected = [int(word) >> count for word in np.asarray(words)]
             assert _bits.shift_right(words, count).tolist() == expected
             assert _bits.shift_right(words, jnp.full(5, count, f"int{width}")).tolist() == expected
+
+
+@pytest.mark.skipif(jax.device_count() < 8, reason="needs eight (forced host) devices")
+def test_where_gives_all_operands_one_sharding() -> None:
+    mesh = jax.make_mesh((4, 2), ("a", "b"))  # with explicit axes
+    x, column = np.arange(32, dtype=np.int32).reshape(8, 4), np.arange(8).reshape(8, 1) % 2
+    placed = jax.device_put(x, NamedSharding(mesh, P("a", "b"))), jax.device_put(column, NamedSharding(mesh, P("a")))
+    got = jax.jit(lambda x, c: (_bits.where(c == 0, x, 7), _bits.where(x > 9, c, x)))(*placed)
+    np.testing.assert_array_equal(got[0], np.where(column == 0, x, 7))
+    np.testing.assert_array_equal(got[1], np.where(x > 9, column, x))
