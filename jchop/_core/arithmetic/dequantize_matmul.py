@@ -119,7 +119,7 @@ def decode_parts(packed: Array, format: ElementFormat, dtype: np.dtype) -> tuple
     words, bits = packed.astype(jnp.int32), format.bits
     codes = [words >> bits * part & low_mask(bits) for part in range(8 // bits)]
     narrow = dtype == jnp.bfloat16 and exact_in(format, "bfloat16")
-    values = [decode_elements(code, format, CARRIERS["float32"]) for code in codes]
+    values = [decode_elements(code, format, CARRIERS["float32"], short=True) for code in codes]
     return tuple(value.astype(jnp.bfloat16) if narrow else value for value in values)
 
 

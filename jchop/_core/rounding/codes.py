@@ -62,19 +62,21 @@ def encode_elements(values: Array, fmt: ElementFormat, carrier: Carrier) -> Arra
     return codes.astype(fmt.code_dtype)
 
 
-def decode_elements(codes: Array, fmt: ElementFormat, carrier: Carrier) -> Array:
+def decode_elements(codes: Array, fmt: ElementFormat, carrier: Carrier, *, short: bool = False) -> Array:
     """The values of codes, in `carrier`; a code that `fmt` does not use gives NaN.
 
     Args:
         codes: integers in [0, 2^bits), any dtype.
         fmt: as for `encode_elements`.
         carrier: a carrier that holds every value of `fmt`.
+        short: whether to take fewer operations, for codes that lie in registers. XLA's CPU backend unpacks codes once
+            for each use, and these operations use them more often.
     """
     codes = codes.astype(carrier.work)
     if isinstance(fmt, FloatFormat):
-        return _decode_float(codes, fmt, carrier)
+        return (_decode_short_float if short and _is_short(fmt, carrier) else _decode_float)(codes, fmt, carrier)
     if isinstance(fmt, UniformFormat):
-        return _decode_uniform(codes, fmt, carrier)
+        return (_decode_short_uniform if short and _is_short(fmt, carrier) else _decode_uniform)(codes, fmt, carrier)
     if isinstance(fmt, LogTakumFormat):
         return decode_log(codes, fmt, carrier)
     if isinstance(fmt, StringFormat):
@@ -87,8 +89,10 @@ def decode_elements(codes: Array, fmt: ElementFormat, carrier: Carrier) -> Array
     table = np.array(patterns, carrier.work)
     if len(table) > codebooks.COMPARE_ALL:
         bits = take(jnp.asarray(table), jnp.minimum(codes, len(table) - 1))
-    else:
+    elif short:
         bits = codebooks.pick_code(codes, [int(pattern) for pattern in table], fmt.bits)
+    else:
+        bits = codebooks.pick_level(codes, np.arange(1, len(table), dtype=carrier.work), table)
     return _bits.join(jnp.zeros_like(bits), bits, carrier)
 
 
@@ -128,8 +132,6 @@ def _decode_float(codes: Array, fmt: FloatFormat, carrier: Carrier) -> Array:
     width = fmt.bits - fmt.signed
     code = codes & _bits.low_mask(width)
     drop, lag = carrier.fraction - fmt.frac_bits, carrier.bias - fmt.bias
-    if _is_short(fmt, carrier):
-        return _decode_short_float(codes, code, fmt, carrier)
     if _all_normal(fmt, carrier):
         magnitude = _shifted(code, -drop) + (lag << carrier.fraction)
         small = _scaled(code, fmt.emin - fmt.frac_bits, carrier)
@@ -160,11 +162,14 @@ def _is_short(fmt: FloatFormat | UniformFormat, carrier: Carrier) -> bool:
     """Whether float32 or float64 has all values as normal numbers, and adds the ends of the format exactly."""
     if isinstance(fmt, FloatFormat) and not (fmt.zero and fmt.subnormals and fmt.nans != "negative_zero"):
         return False
+    if isinstance(fmt, UniformFormat) and fmt.signed and fmt.min_code > -(1 << fmt.bits - 1):  # an unused code
+        return False
     return carrier.width >= 32 and fmt.bits < carrier.fraction and _all_normal(fmt, carrier)
 
 
-def _decode_short_float(codes: Array, code: Array, fmt: FloatFormat, carrier: Carrier) -> Array:
+def _decode_short_float(codes: Array, fmt: FloatFormat, carrier: Carrier) -> Array:
     """`_decode_float` in a few operations: a subnormal number is 1.f times the least normal number, minus that."""
+    code = codes & _bits.low_mask(fmt.bits - fmt.signed)
     drop, lag = carrier.fraction - fmt.frac_bits, carrier.bias - fmt.bias
     bits = (code << drop) + (lag << carrier.fraction)
     above = lax.bitcast_convert_type(bits + (1 << carrier.fraction), jnp.dtype(carrier.name))
@@ -208,15 +213,17 @@ def _encode_uniform(sign: Array, magnitude: Array, fmt: UniformFormat, carrier: 
     return _bits.where(sign != 0, -count, count) & _bits.low_mask(fmt.bits)
 
 
+def _decode_short_uniform(codes: Array, fmt: UniformFormat, carrier: Carrier) -> Array:
+    """`_decode_uniform` without a conversion: 2^fraction + code, minus that power of two."""
+    lead, sign = 1 << carrier.fraction, (1 << fmt.bits - 1) if fmt.signed else 0
+    lifted = codes ^ sign | (carrier.bias + carrier.fraction << carrier.fraction)
+    number = lax.bitcast_convert_type(lifted, jnp.dtype(carrier.name))
+    number = number - jnp.asarray(float(lead + sign), number.dtype)
+    return number * jnp.asarray(2.0**-fmt.frac_bits, number.dtype) if fmt.frac_bits else number
+
+
 def _decode_uniform(codes: Array, fmt: UniformFormat, carrier: Carrier) -> Array:
     spare = carrier.work_width - fmt.bits
-    if _is_short(fmt, carrier) and not (fmt.signed and fmt.min_code > -(1 << fmt.bits - 1)):
-        # 2^fraction + code, minus that power of two, is a number without a conversion, which takes longer.
-        lead, sign = 1 << carrier.fraction, (1 << fmt.bits - 1) if fmt.signed else 0
-        lifted = codes ^ sign | (carrier.bias + carrier.fraction << carrier.fraction)
-        number = lax.bitcast_convert_type(lifted, jnp.dtype(carrier.name))
-        number = number - jnp.asarray(float(lead + sign), number.dtype)
-        return number * jnp.asarray(2.0**-fmt.frac_bits, number.dtype) if fmt.frac_bits else number
     count = (codes << spare) >> spare if fmt.signed else codes
     size = jnp.abs(count)
     if _all_normal(fmt, carrier):

@@ -174,7 +174,7 @@ def _reader(w: Coded, leading: bool, work: Any) -> tuple[int, Callable[[Any, int
             numbers = [decode_plain(part, fmt, stored.shape[1] if leading else size, carrier)]
         else:
             mask = jnp.uint8((1 << bits) - 1)
-            numbers = [decode_elements((part >> (bits * i)) & mask, fmt, carrier) for i in range(shared)]
+            numbers = [decode_elements((part >> (bits * i)) & mask, fmt, carrier, short=True) for i in range(shared)]
         return [(v + w.shift if w.shift else v).astype(work) for v in numbers]
 
     return shared, read

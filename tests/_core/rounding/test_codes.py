@@ -96,3 +96,22 @@ def test_packing_is_a_little_endian_bit_stream(bits, rng):
             stream = sum(int(code) << bits * i for i, code in enumerate(row))
             assert stored.tobytes() == stream.to_bytes(len(stored), "little")
         np.testing.assert_array_equal(unpack(jnp.asarray(packed), bits, count), codes)
+
+
+@pytest.mark.parametrize("name", ["float32", "float64"])
+def test_fewer_operations_give_the_same_values(name):
+    carrier, formats = CARRIERS[name], {text: fmt for text, fmt in of_carrier(name).items() if fmt.bits <= 8}
+    assert len(formats) > 20
+
+    @jax.jit
+    def both(codes: dict) -> list:
+        return [
+            {text: decode_elements(code, formats[text], carrier, short=short) for text, code in codes.items()}
+            for short in (True, False)
+        ]
+
+    with jax.enable_x64(True):
+        codes = {text: jnp.arange(1 << fmt.bits, dtype=fmt.code_dtype) for text, fmt in formats.items()}
+        short, long = jax.device_get(both(codes))
+    for text, values in short.items():
+        cases.assert_bits(values, values, cases.bits(long[text]), f"{text} in {name}")
