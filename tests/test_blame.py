@@ -453,11 +453,11 @@ def test_collectives_and_loops_of_shards(name: str) -> None:
     """Each shard has its own branches and turns of loops."""
     mesh = jax.make_mesh((4,), ("x",), axis_types=(AxisType.Auto,))
     fun = jax.shard_map(COLLECTIVES[name], mesh=mesh, in_specs=P("x"), out_specs=P("x"))
-    x, low = normal(5, 16), jc.emulate(fun, "e5m4")
+    # With 4 fraction bits the two largest numbers are equal, and share the derivative of the maximum.
+    x, low = normal(5, 16), jc.emulate(fun, "e5m5" if name == "pmax" else "e5m4")
     found = jc.blame(low, x)
     assert found.error > 0
-    # A quotient of two numbers of 4 fraction bits has errors of second order.
-    assert abs(found.unexplained) <= (0.05 if name == "pmax" else 0.01) * found.error
+    assert abs(found.unexplained) <= 0.01 * found.error
     if name != "while":
         assert found.error == pytest.approx(float(jnp.linalg.norm(jax.jit(low)(x) - jax.jit(fun)(x))), rel=1e-4)
 
