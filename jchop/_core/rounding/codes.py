@@ -69,8 +69,7 @@ def decode_elements(codes: Array, fmt: ElementFormat, carrier: Carrier, *, short
         codes: integers in [0, 2^bits), any dtype.
         fmt: as for `encode_elements`.
         carrier: a carrier that holds every value of `fmt`.
-        short: whether to take fewer operations, for codes that lie in registers. XLA's CPU backend unpacks codes once
-            for each use, and these operations use them more often.
+        short: whether to take fewer operations, for codes that lie in registers. Default False.
     """
     codes = codes.astype(carrier.work)
     if isinstance(fmt, FloatFormat):
