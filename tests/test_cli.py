@@ -39,7 +39,7 @@ def error(capsys: pytest.CaptureFixture[str], *argv: str) -> str:
 
 
 def python(*argv: str, **options) -> subprocess.CompletedProcess:
-    # jaxlib 0.10.0 writes to standard error if it loads a compiled program on some machines.
+    # jaxlib writes to standard error if it loads a compiled program on some machines.
     environment = os.environ | {"PYTHONPATH": str(ROOT), "JAX_ENABLE_COMPILATION_CACHE": "false"}
     return subprocess.run([sys.executable, *argv], capture_output=True, timeout=120, env=environment, **options)
 

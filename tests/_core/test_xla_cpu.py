@@ -421,8 +421,6 @@ def test_every_quirk_has_a_guard() -> None:
 def test_the_quirk_is_there(quirk: Quirk, pytestconfig: pytest.Config) -> None:
     if pytestconfig.getoption("--unoptimized"):
         pytest.skip("quirks of optimized code")
-    if jax.__version_info__ < (0, 10, 2):
-        pytest.skip("quirks are recorded from JAX 0.10.2 on")
     there = GUARDS[quirk.name]()
     if VERSION in quirk.gone:
         assert not there, f"the quirk {quirk.name} is back on jaxlib {VERSION}: say so in QUIRKS"

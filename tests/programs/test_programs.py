@@ -134,10 +134,7 @@ def transformed(found: Program, low: Callable[[Any], Any]) -> dict[str, Transfor
 
 @pytest.mark.in_turn(3)
 @pytest.mark.parametrize("spec", ["bfloat16", pytest.param("e5m10:stochastic", marks=slow)])
-@pytest.mark.parametrize(
-    "name",  # JAX 0.10.0 has no batched index of a reference
-    [name if name in QUICK and name != "jax.new_ref" else pytest.param(name, marks=slow) for name in PROGRAMS],
-)
+@pytest.mark.parametrize("name", [name if name in QUICK else pytest.param(name, marks=slow) for name in PROGRAMS])
 def test_it_can_be_transformed(name: str, spec: str) -> None:
     """Traced only: so every rule for a transformation is found. The shapes are those of the plain function."""
     found = program(name)
