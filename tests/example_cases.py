@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -18,5 +19,9 @@ def load(name: str) -> Any:
     spec = importlib.util.spec_from_file_location(name, SCRIPTS[name])
     assert spec and spec.loader
     module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
+    sys.modules[name] = module  # where dataclasses of Python 3.11 look for the names of annotations
+    try:
+        spec.loader.exec_module(module)
+    finally:
+        del sys.modules[name]
     return module

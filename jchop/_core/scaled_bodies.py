@@ -247,8 +247,8 @@ def _fit(x: Array, view: Array, groups: Groups, plan: Plan, branch_allowed: bool
         largest = largest_of(_bits.split(view, plan.compute)[1], groups.axes, plan.compute, maximum)
         scales = Scales(groups.expand(fit_levels(groups.squeeze(largest), plan)))
     else:
-        scales = choose_scales(view, groups.axes, plan, tensor, maximum, branch_allowed)
-    scales, zero = select.held(scales), materialize_per_group(zero)
+        scales = choose_scales(view, groups.axes, plan, tensor, maximum, branch_allowed, select.rounds_in_float64(plan))
+    scales, zero = select.held(scales, plan), materialize_per_group(zero)
 
     def stored() -> Stored:
         own = groups.squeeze(store_scales(scales, plan))
@@ -263,7 +263,7 @@ def _fit(x: Array, view: Array, groups: Groups, plan: Plan, branch_allowed: bool
     if plan.of_scales is None:
         return _Fitted(scales, zero, lambda: _held(stored(), stored_zero()))
     parts = lax.optimization_barrier(_quantize_scales(lax.optimization_barrier(stored()), plan.of_scales))
-    return _Fitted(select.held(_load(parts, groups, plan)), zero, lambda: _held(parts, stored_zero()))
+    return _Fitted(select.held(_load(parts, groups, plan), plan), zero, lambda: _held(parts, stored_zero()))
 
 
 def _held(stored: Stored, zero: Array | None) -> tuple[Stored, Array | None]:
@@ -276,7 +276,7 @@ def _loaded(arrays: Sequence[Array], groups: Groups, plan: Plan) -> _Fitted:
     zero = None if zeros is None else groups.expand(zeros)
     if zero is not None and plan.fmt.zero_point == "float":
         zero = float_zero_points.load_zero(zero, plan)
-    return _Fitted(select.held(_load(stored, groups, plan)), zero, lambda: (stored, zeros))
+    return _Fitted(select.held(_load(stored, groups, plan), plan), zero, lambda: (stored, zeros))
 
 
 def _load(stored: Stored, groups: Groups, plan: Plan) -> Scales:

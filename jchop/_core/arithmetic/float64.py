@@ -19,7 +19,7 @@ from jchop import _bits
 from jchop._bits import CARRIERS
 from jchop._core.arithmetic.ranges import Range
 from jchop._core.rounding.modes import draw
-from jchop.formats import FloatFormat
+from jchop.formats import FloatFormat, binary32
 from jchop.rounding import Overflow, Rounding
 from jchop.spec import Spec
 
@@ -62,6 +62,12 @@ def narrow(x: Array) -> Array:
     return lax.bitcast_convert_type(bits, jnp.float32)
 
 
+def bits_of(x: Array) -> Array:
+    """The bits of positive numbers, rounded to float32."""
+    with jax.enable_x64(True):
+        return lax.bitcast_convert_type(narrow(x), jnp.int32)
+
+
 def word_of(x: Array) -> Array:
     """The bits of float64 numbers."""
     return lax.bitcast_convert_type(x, jnp.int64)
@@ -92,14 +98,29 @@ def quotient(magnitude: Array, divisor: Fraction, fmt: FloatFormat, other: Array
         Magnitude bits of float32; infinity for numbers above its range.
     """
     with jax.enable_x64(True):
-        x = _bits.by(lax.mul, positive(magnitude), float(1 / divisor))
-        x = x if other is None else x * (1 / positive(other))
-        x = _settled(x)
-        if fmt.frac_bits < _NARROW.fraction:
-            lead = _bits.by(lax.mul, spacing(x, fmt), LEAD)
-            x = lax.sub(lax.add(x, lead), lead)
+        whole = fmt.frac_bits == _NARROW.fraction  # then `narrow` is the rounding
+        x = _near(magnitude, divisor, other, fmt) if whole else quotient_number(magnitude, divisor, fmt, other)
         subnormal = fmt.emin - fmt.frac_bits < 1 - _NARROW.bias
         return lax.bitcast_convert_type(narrow(x) if subnormal else _to(x, jnp.float32), jnp.int32)
+
+
+def quotient_number(magnitude: Array, divisor: Fraction, fmt: FloatFormat, other: Array | None = None) -> Array:
+    """`quotient` as numbers of float64, finite for finite magnitudes."""
+    with jax.enable_x64(True):
+        x = _near(magnitude, divisor, other, fmt)
+        lead = _bits.by(lax.mul, spacing(x, fmt), LEAD)
+        return lax.sub(lax.add(x, lead), lead)
+
+
+def _near(magnitude: Array, divisor: Fraction, other: Array | None, fmt: FloatFormat) -> Array:
+    """Quotients; settled, if one may be in the middle of two numbers of a format.
+
+    No binary32 number is an odd integer, other than 1, times such a middle, not even a subnormal one.
+    """
+    x = _bits.by(lax.mul, positive(magnitude), float(1 / divisor))
+    if other is None and fmt == binary32 and divisor.denominator == 1 and divisor.numerator % 2 and divisor > 1:
+        return x
+    return _settled(x if other is None else x * (1 / positive(other)))
 
 
 def _settled(x: Array) -> Array:

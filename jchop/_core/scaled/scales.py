@@ -9,10 +9,11 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from fractions import Fraction
-from functools import cached_property, lru_cache, partial
+from functools import cached_property, lru_cache, partial, reduce
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
 from jchop import _bits
@@ -226,14 +227,17 @@ class Scales:
     """The scales of the blocks of a tile, with length 1 along the axes of a block.
 
     Args:
-        value: the exponents if all scales are powers of two, else the magnitude bits of finite positive numbers.
+        value: the exponents if all scales are powers of two, else the magnitude bits of finite positive numbers; these
+            numbers themselves, if they were found in float64.
         nan: whether each scale is NaN instead; None: none is.
         tensor: magnitude bits of the tensor's scale, if the rule has one; then the scales are the products of both.
+        pair: float64 divisors of the elements, and their inverses, computed once for each group, if there are any.
     """
 
     value: Array
     nan: Array | None = None
     tensor: Array | None = None
+    pair: tuple[Array, Array] | None = None
 
 
 def all_in_safe_range(scales: Scales, plan: Plan) -> Array:
@@ -253,6 +257,7 @@ def choose_scales(
     tensor: Array | None = None,
     maximum: Callable[..., Array] = jnp.max,
     branch_allowed: bool = False,
+    numbers: bool = False,
 ) -> Scales:
     """The scales of blocks.
 
@@ -263,6 +268,7 @@ def choose_scales(
         tensor: for a rule with a scale of the tensor, its bits, int32.
         maximum: a function with the arguments of `jnp.max`. Default: `jnp.max`.
         branch_allowed: whether the program may branch on the sizes of numbers, which is faster on a CPU. Default False.
+        numbers: whether to find float64 numbers, if `_divides_in_float64` holds. Default False.
     """
     compute = plan.compute
     sign, magnitude = _bits.split(x, compute)
@@ -280,7 +286,11 @@ def choose_scales(
             )
         else:
             ends = (largest,)
-        value, beyond = quotients_by_scale(tuple(ends), tensor, plan)
+        ends, numbers = tuple(ends), numbers and not plan.is_power
+        if numbers and all(_divides_in_float64(divisor, plan.scale, plan, tensor) for divisor in plan.divisors):
+            value, beyond = _numbers_by_scale(ends, tensor, plan)
+        else:
+            value, beyond = quotients_by_scale(ends, tensor, plan)
     if not plan.fmt.nan_block:
         return Scales(value, None, tensor)
     return Scales(value, beyond | (maximum(magnitude, axis=axis, keepdims=True) >= compute.inf), tensor)
@@ -359,6 +369,19 @@ def quotients_by_scale(
     return settle(bits, empty, plan)
 
 
+def _numbers_by_scale(ends: tuple[Array, ...], tensor: Array | None, plan: Plan) -> tuple[Array, Array]:
+    """`quotients_by_scale` in float64: numbers that are in the range of the scales."""
+    with jax.enable_x64(True):
+        pairs = zip(ends, plan.divisors, strict=True)
+        number = reduce(lax.max, (float64.quotient_number(end, over, plan.scale, tensor) for end, over in pairs))
+        low, zero, high = np.array(plan.scale_bits, np.uint32).view(np.float32).astype(np.float64)
+        empty = _bits.by(lax.eq, reduce(lax.bitwise_or, ends), 0)
+        beyond = _bits.by(lax.gt, number, high)
+        if min(plan.divisors) < 1 or plan.scale != binary32 or tensor is not None:  # else no quotient is above
+            number = _bits.by(lax.min, number, high)
+        return _bits.where(empty, zero, _bits.by(lax.max, number, low)), beyond
+
+
 def settle(bits: Array, empty: Array, plan: Plan) -> tuple[Array, Array]:
     """The value of `Scales` for rounded quotients, or for zeros if a block is empty; and whether they overflowed."""
     low, zero, high = plan.scale_bits
@@ -393,7 +416,7 @@ def _short_quotient(largest: Array, divisor: Fraction, spec: Spec, plan: Plan) -
     """
     (count, exponent), carrier = divisor_parts(divisor), plan.compute
     fmt = spec.format
-    if isinstance(fmt, FloatFormat) and _divides_in_float64(count, fmt, plan):
+    if isinstance(fmt, FloatFormat) and _divides_in_float64(divisor, fmt, plan):
         return float64.quotient(largest, divisor, fmt)
     own = spec.format == _OWN[carrier.name]
     if not (is_short(count, carrier) and (own or _rounds_odd(spec.format, carrier))):
@@ -404,9 +427,10 @@ def _short_quotient(largest: Array, divisor: Fraction, spec: Spec, plan: Plan) -
     return bits
 
 
-def _divides_in_float64(divisor: int, fmt: FloatFormat, plan: Plan) -> bool:
-    """Whether `float64.quotient` gives the quotients by a divisor of as many bits as this number."""
-    return plan.float64 and plan.compute.width == 32 and float64.can_divide(divisor.bit_length(), fmt)
+def _divides_in_float64(divisor: Fraction, fmt: FloatFormat, plan: Plan, tensor: Array | None = None) -> bool:
+    """Whether `float64.quotient` gives the quotients by a divisor, and by a tensor's scale if there is one."""
+    bits = divisor_parts(divisor)[0].bit_length() + (0 if tensor is None else TENSOR_SCALE.frac_bits + 1)
+    return plan.float64 and plan.compute.width == 32 and float64.can_divide(bits, fmt)
 
 
 def _rounds_odd(fmt: ElementFormat, carrier: Carrier) -> bool:
@@ -421,7 +445,7 @@ def _rounds_odd(fmt: ElementFormat, carrier: Carrier) -> bool:
 def _over_tensor(largest: Array, tensor: Array, divisor: Fraction, plan: Plan) -> Array:
     """Magnitudes divided by the divisor and the tensor's scale, rounded once."""
     compute, (count, exponent) = plan.compute, divisor_parts(divisor)
-    if _divides_in_float64(count << TENSOR_SCALE.frac_bits + 1, plan.scale, plan):
+    if _divides_in_float64(divisor, plan.scale, plan, tensor):
         return float64.quotient(largest, divisor, plan.scale, tensor)
     whole = jnp.full_like(largest, count)
     product = divisor_of_product(whole, count.bit_length(), exponent, tensor, TENSOR_SCALE.frac_bits, compute)
@@ -512,7 +536,7 @@ def load_scales(stored: Array, plan: Plan, tensor: Array | None = None) -> Scale
 def scale_magnitude(scales: Scales, plan: Plan) -> Array:
     """The magnitude bits of scales, without the tensor's scale."""
     if not plan.is_power:
-        return scales.value
+        return float64.bits_of(scales.value) if scales.value.dtype == jnp.float64 else scales.value
     return _power_bits(scales.value, plan)
 
 

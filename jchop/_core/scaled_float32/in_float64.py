@@ -8,7 +8,7 @@ exact float32 arithmetic has. But each takes twice as long, so it is for small a
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import jax
 import jax.numpy as jnp
@@ -21,6 +21,7 @@ from jchop._core.arithmetic.float64 import LEAD, narrow, positive, spacing, wide
 from jchop._core.rounding.modes import AWAY_FROM_ZERO, Between, Draw, draw
 from jchop._core.scaled.scales import TENSOR_SCALE, Plan, Scales, scale_magnitude
 from jchop._core.scaled_float32 import floats, integers
+from jchop._core.xla_cpu import materialize_per_group
 from jchop.formats import FloatFormat, UniformFormat
 from jchop.rounding import Rounding
 
@@ -47,12 +48,34 @@ def _scale_bits(plan: Plan) -> int:
     return own + TENSOR_SCALE.frac_bits + 1 if plan.rule.tensor_scale else own
 
 
+def held(scales: Scales, plan: Plan) -> Scales:
+    """Scales with a `pair` of divisors and inverses.
+
+    One division of both gives the pair: a compiler repeats no division for each element, and one loop is compiled.
+    """
+    with jax.enable_x64(True):
+        value = _scales(scales, plan)
+        shape = (2, *value.shape)
+        first = lax.broadcasted_iota(jnp.int32, shape, 0) == 0
+        both = lax.broadcast_in_dim(value, shape, tuple(range(1, len(shape))))
+        pair = _bits.where(first, both, 1.0) / _bits.where(first, 1.0, both)
+        return replace(scales, nan=materialize_per_group(scales.nan), pair=(pair[0], pair[1]))
+
+
 def _scales(scales: Scales, plan: Plan) -> Array:
     """Scales, times the quantum of integers and fixed point."""
-    fmt, value = plan.element.format, positive(scale_magnitude(scales, plan))
+    fmt, value = plan.element.format, scales.value
+    value = value if value.dtype == jnp.float64 else positive(scale_magnitude(scales, plan))
     value = value if scales.tensor is None else value * positive(scales.tensor)
     places = fmt.frac_bits if isinstance(fmt, UniformFormat) else 0
     return value * 2.0**-places if places else value
+
+
+def _pair(scales: Scales, plan: Plan) -> tuple[Array, Array]:
+    if scales.pair is not None:
+        return scales.pair
+    value = _scales(scales, plan)
+    return value, lax.div(np.float64(1), value)
 
 
 # -- rounding ----------------------------------------------------------------------------------------------------------
@@ -82,13 +105,13 @@ def _round_whole(
     fmt, mode = plan.element.format, plan.element.rounding
     assert isinstance(fmt, UniformFormat)
     nearest = mode in integers.NEAREST
-    value = _scales(scales, plan)
+    value, inverse = _pair(scales, plan)
     number = wide(x)
     # The signs of the scales are a zero that no compiler knows: quirk constants_of_sums_combined.
     none = lax.convert_element_type(_bits.by(lax.shift_right_logical, word_of(value), 63), jnp.float64)
     shift = 0 if zero is None else zero.astype(jnp.float64)
     top, bottom = (float(end) - shift for end in (fmt.max_code + (not nearest), fmt.min_code - (not nearest)))
-    t = lax.mul(number, lax.div(np.float64(1), value))
+    t = lax.mul(number, inverse)
     t = jnp.maximum(_bits.where(t < top, t, top), bottom)  # NaN counts as the largest number
     lifted = _bits.by(lax.add, none, LEAD)
     lifted = lifted if zero is None else shift + lifted
@@ -136,8 +159,8 @@ def _round_float(x: Array, scales: Scales, plan: Plan, word: Array | None) -> tu
     fmt, mode = plan.element.format, plan.element.rounding
     assert isinstance(fmt, FloatFormat)
     nearest = mode in integers.NEAREST
-    value, number = _scales(scales, plan), jnp.abs(wide(x))
-    t = number * (1 / value)
+    (value, inverse), number = _pair(scales, plan), jnp.abs(wide(x))
+    t = number * inverse
     t = _bits.where(t < float(fmt.max), t, float(fmt.max))
     unit = spacing(t, fmt)
     lead = unit * LEAD

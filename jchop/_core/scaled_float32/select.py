@@ -33,8 +33,10 @@ def prefers_float64(x: Array, plan: Plan) -> bool:
     return x.size <= MOST_IN_FLOAT64 or not any(way.applies(plan) for way in (integers, floats, thresholds, codebooks))
 
 
-def held(scales: Scales) -> Scales:
+def held(scales: Scales, plan: Plan) -> Scales:
     """Scales, computed once for each group."""
+    if rounds_in_float64(plan):
+        return in_float64.held(scales, plan)
     return Scales(*materialize_per_group((scales.value, scales.nan, scales.tensor)))
 
 

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from fractions import Fraction
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+import oracle
 import pytest
 
 import jchop as jc
@@ -105,3 +107,26 @@ def test_operands_may_have_more_bits_than_the_format() -> None:
     assert float64.computes("div", spec, (Range(-20, 19, 20), Range(-20, 19, 20)))
     assert not float64.computes("div", spec, (whole, whole))
     assert float64.computes("sqrt", spec, (whole,))
+
+
+@pytest.mark.parametrize("text", ["binary32", "bfloat16", "e4m3"])
+@pytest.mark.parametrize("divisor", ["127", "123", "255/2", "6", "448", "3/4"])
+def test_quotients_by_a_constant_are_rounded_once(divisor: str, text: str, rng: np.random.Generator) -> None:
+    """At products of the divisor and the middles of numbers of the format, beside them, and for small numbers."""
+    over, fmt = Fraction(divisor), jc.parse(text).format
+    assert isinstance(fmt, FloatFormat) and float64.can_divide(over.numerator.bit_length(), fmt)
+    odd = 2 * rng.integers(0, 1 << fmt.frac_bits, 200) + 1
+    units = np.concatenate([np.full(50, fmt.emin - fmt.frac_bits), rng.integers(fmt.emin, fmt.emax - 1, 150)]) - 1
+    with np.errstate(over="ignore"):
+        middles = (odd * float(over) * np.exp2(units - fmt.frac_bits * (np.arange(200) > 49))).astype(np.float32)
+    near = middles[middles < np.inf].view(np.int32)[:, None] + np.arange(-1, 2)
+    magnitudes = np.concatenate([np.maximum(near, 0).ravel(), np.arange(500), rng.integers(0, 255 << 23, 100)])
+    known, x = oracle.describe(fmt), magnitudes.astype(np.int32)
+    exact = [Fraction(float(v)) / over for v in x.view(np.float32)]
+    inside = np.array([v <= oracle.largest(known) for v in exact])
+    want = [float(oracle.round_exact(known, v, "nearest_even")) for v in np.array(exact)[inside]]  # type: ignore[arg-type]
+    assert inside.sum() > 500
+    for found in (float64.quotient, float64.quotient_number):
+        got = np.asarray(jax.jit(lambda x, found=found: found(x, over, fmt))(x))
+        got = (got.view(np.float32) if got.dtype == np.int32 else got)[inside]
+        np.testing.assert_array_equal(got.astype(np.float64), want)
