@@ -51,7 +51,8 @@ def never(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
 
 def sizes_of(plan: Any) -> list[int | str]:
     """The lengths of chains, and the names of what stands alone."""
-    return [len(part.steps) if isinstance(part, _chain.Chain) else part.name for part in _chain.parts_of(plan)]
+    parts: Any = _chain.parts_of(plan, plan.steps)
+    return [len(part.steps) if isinstance(part, _chain.Chain) else part.name for part in parts]
 
 
 def numbers(kind: str, seed: int = 0) -> np.ndarray:

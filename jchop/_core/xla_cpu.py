@@ -24,6 +24,7 @@ __all__ = [
     "compute_after",
     "computed_once",
     "entry_of",
+    "hidden",
     "is_short_float",
     "materialize_per_group",
     "maximum",
@@ -143,6 +144,12 @@ QUIRKS: tuple[Quirk, ...] = (
         "A body is compiled as a call (`apart` in `_kernels/primitive.py`); a chain of operations has one result "
         "(`_emulate/_chain.py`); a packed leaf is made in a branch (`optim/_state.py`); seeds are divided by 1 "
         "(`computed_once`).",
+    ),
+    Quirk(
+        "constants_enter_calls",
+        "A constant operand is written into the function that is called, so calls that differ only in constants are "
+        "compiled one by one.",
+        "The number of a draw is behind a barrier (`hidden`).",
     ),
     Quirk(
         "maximum_along_rows_is_scalar",
@@ -265,6 +272,11 @@ def computed_once(numbers: Sequence[Array]) -> tuple[Array, ...]:
     """
     together = _divided(jnp.stack(numbers))
     return lax.optimization_barrier(tuple(together[place] for place in range(len(numbers))))
+
+
+def hidden(number: int) -> Array:
+    """A constant of a traced program as an operand (uint32). Quirk `constants_enter_calls`."""
+    return lax.optimization_barrier(jnp.uint32(number))
 
 
 @jax.custom_jvp

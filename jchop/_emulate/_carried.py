@@ -19,7 +19,7 @@ from jchop.spec import Spec
 
 Array = jax.Array
 
-__all__ = ["below", "carried", "neighbour", "rounded", "toward", "word_of"]
+__all__ = ["below", "carried", "neighbour", "rounded", "toward"]
 
 
 #: The first draw number of imaginary parts.
@@ -54,15 +54,10 @@ def rounded(x: Array, spec: Spec, seeds: Seeds | None, number: int) -> Array:
     if jnp.iscomplexobj(x):
         parts = ((lax.real(x), number), (lax.imag(x), number + _IMAGINARY))
         return lax.complex(*(rounded(part, spec, seeds, n) for part, n in parts))
-    return round_value(x, spec, word_of(spec, seeds, x, number))
-
-
-def word_of(spec: Spec, seeds: Seeds | None, like: Any, number: int) -> Array | None:
-    """A random word for each element, if the spec draws."""
     if not draws(spec):
-        return None
+        return round_value(x, spec)
     assert seeds is not None
-    return seeds.words(like, number)
+    return round_value(x, spec, seeds.draw(jax.typeof(x), number))
 
 
 def neighbour(step: Step, seeds: Seeds | None, args: list[Any]) -> list[Any]:

@@ -21,6 +21,7 @@ from jchop._emulate._rules import EXACT
 from jchop._emulate._step import Step
 from jchop._kernels.chain import LEAST_TRIED, chain_op
 from jchop._program.bind import straight_through
+from jchop._program.repeats import Turns
 from jchop._program.seeds import Seeds, varying
 from jchop._program.step import Plan
 from jchop._settings import compiled
@@ -64,27 +65,29 @@ class _Static:
     spec: Spec
 
 
-def parts_of(plan: Plan) -> Iterator[Step | Chain]:
-    """The steps of a plan, some of them as chains.
+def parts_of(plan: Plan, parts: Sequence[Step | Turns]) -> Iterator[Step | Chain | Turns]:
+    """The parts of a plan, some of them as chains.
 
     Consecutive equations of one kind are one chain, or none. A chain with several results would compute each result
     from the start. A chain among other equations would keep the compiler from fusing them.
     """
-    last = {id(v): i for i, step in enumerate(plan.steps) for v in step.eqn.invars}
-    last |= {id(v): len(plan.steps) for v in plan.jaxpr.outvars}
+    last = {id(v): i for i, part in enumerate(parts) for v in part.operands}
+    last |= {id(v): len(parts) for v in plan.jaxpr.outvars}
     end = 0
-    for kind, together in groupby(plan.steps, _kind):
-        steps = tuple(together)
+    for kind, together in groupby(parts, _kind):
+        steps: Any = tuple(together)
         end += len(steps)
-        wanted = [v for step in steps for v in step.eqn.outvars if last.get(id(v), -1) >= end]
+        wanted = [v for step in steps for v in step.results if last.get(id(v), -1) >= end]
         if kind is not None and len(steps) >= _LEAST_LINKS and len(wanted) == 1:
             yield _chain(steps, wanted[0])
         else:
             yield from steps
 
 
-def _kind(step: Step) -> Any:
+def _kind(step: Step | Turns) -> Any:
     """A key that the steps of one chain share; None for a step that cannot be in a chain."""
+    if isinstance(step, Turns):
+        return None
     spec = step.choice.spec
     if step.kind != "exact" or spec is None or any(step.rounds) or EXACT[step.name] not in ELEMENTWISE:
         return None
@@ -119,7 +122,9 @@ def run_chain(chain: Chain, seeds: Seeds | None, operands: Sequence[Any]) -> Arr
         places = tuple(place[id(v)] for v in step.eqn.invars)
         links.append((EXACT[step.name], places, known, step.result_number))
     static = _Static(tuple(tasks), tuple(links), made[0].aval.shape, place[id(chain.result)], spec)
-    drawn = list(seeds.of(made[0].aval)) if seeds is not None and draws(spec) else []
+    drawn: list[Any] = []
+    if seeds is not None and draws(spec):
+        drawn = [*seeds.of(made[0].aval), jnp.uint32(0) if seeds.shift is None else seeds.shift]
     return _run(static, [jnp.asarray(x) for x in operands], drawn)
 
 

@@ -60,7 +60,8 @@ def emulate(
     ``jax.grad(emulate(fun, spec))`` differentiates in the carrier, at the rounded values, with the identity as the
     derivative of rounding (straight-through). ``emulate(jax.grad(fun), spec)`` computes the derivative in the
     arithmetic of `spec`. Put `jax.jit` around the result, as around any function: without it, the operations run one
-    after the other. An eager call traces `fun` once for arguments of the same shapes, dtypes and other values, and
+    after the other. With it, equations that repeat, such as those of unrolled layers, are compiled once, as a loop that
+    gives the same bits. An eager call traces `fun` once for arguments of the same shapes, dtypes and other values, and
     again if `fun` reads an object that has changed: in its closure, its defaults or globals. Objects of classes may
     change unseen, so a function that reads such objects is traced in every call, in much less time than the first call
     takes.

@@ -23,8 +23,9 @@ from jchop._emulate._perform import Task, perform, power_draws
 from jchop._emulate._step import Step
 from jchop._program.bind import bind
 from jchop._program.control import as_jax
-from jchop._program.run import Runner
-from jchop._program.seeds import Seeds
+from jchop._program.repeats import Turns, run_turns, with_turns
+from jchop._program.run import Runner, interpret
+from jchop._program.seeds import Draw, Seeds
 from jchop._program.step import REMAT_CALLS, Plan
 
 Array = jax.Array
@@ -43,15 +44,17 @@ class Emulation(Runner):
         self.max_turns = max_turns
 
     def parts(self, plan: Plan) -> Iterable[Any]:
-        """The steps, some of them as chains."""
-        return parts_of(plan)
+        """The steps, repeated ones as loops, and some as chains. A warning of `max_turns` names a line of each turn."""
+        return parts_of(plan, plan.steps if self.max_turns is not None else with_turns(plan))
 
     def taken(self, step: Step, seeds: Seeds | None, args: list[Any]) -> list[Any]:
         """The operands of a step, with those rounded that the plan marks."""
         return with_rounded_operands(step, seeds, args)
 
-    def run(self, part: Step | Chain, seeds: Seeds | None, args: list[Any]) -> list[Any]:
-        """The results of one equation or chain, given its operands before they are rounded."""
+    def run(self, part: Step | Chain | Turns, seeds: Seeds | None, args: list[Any]) -> list[Any]:
+        """The results of one equation, chain or loop, given its operands before they are rounded."""
+        if isinstance(part, Turns):
+            return run_turns(part, seeds, args, partial(interpret, self))
         if isinstance(part, Chain):
             return [run_chain(part, seeds, args)]
         own = None if seeds is None else seeds.like(*(v.aval for v in part.eqn.outvars))
@@ -79,7 +82,7 @@ class Eager(Emulation):
     def parts(self, plan: Plan) -> Iterable[Any]:
         """The steps, some of them as chains."""
         if id(plan.steps) not in self._parts:
-            self._parts[id(plan.steps)] = list(parts_of(plan))
+            self._parts[id(plan.steps)] = list(parts_of(plan, plan.steps))
         return self._parts[id(plan.steps)]
 
     def control(self, step: Step, seeds: Seeds | None, args: list[Any]) -> list[Any]:
@@ -141,13 +144,13 @@ def _performed(step: Step, seeds: Seeds | None, args: list[Any]) -> list[Any]:
     return perform(step.task, [as_jax(x) for x in args], drawn)
 
 
-def _drawn(step: Step, seeds: Seeds) -> list[Array]:
-    """A word array for each rounding of the results."""
+def _drawn(step: Step, seeds: Seeds) -> list[Draw]:
+    """A draw for each rounding of the results."""
     first = step.result_number
     outs = [v.aval for v in step.eqn.outvars if is_float(v.aval)]
     if step.kind == "power":
         outs = outs * power_draws(step.eqn.params["y"])
-    return [seeds.words(aval, first + i) for i, aval in enumerate(outs)]
+    return [seeds.draw(aval, first + i) for i, aval in enumerate(outs)]
 
 
 def _extremum(step: Step, seeds: Seeds | None, args: list[Any]) -> list[Any]:

@@ -19,13 +19,15 @@ from jax import lax
 from jchop._bits import CARRIERS
 from jchop._core.arithmetic.basic import Range, range_of
 from jchop._core.arithmetic.operations import draws, operation, operation_carrier
+from jchop._core.elementary.rounded import elementary, rounds
 from jchop._core.rounding.elements import round_elements
 from jchop._emulate._known import Known, is_float
 from jchop._emulate._rules import EXACT
-from jchop._kernels.elementary import elementary_op, rounds
+from jchop._kernels.elementary import elementary_op
 from jchop._kernels.operation import operation_on_device
 from jchop._kernels.primitive import make_op
 from jchop._program.bind import bind, straight_through
+from jchop._program.seeds import Draw
 from jchop._settings import compiled
 from jchop.spec import Spec
 
@@ -66,29 +68,44 @@ class Task:
         return _RUNS[self.kind](self, args, list(drawn))
 
 
-def perform(task: Task, args: Sequence[Array], drawn: Sequence[Array] = ()) -> list[Any]:
-    """The results of a task, given a random word array for each rounding that draws."""
+def perform(task: Task, args: Sequence[Array], drawn: Sequence[Array | Draw] = ()) -> list[Any]:
+    """The results of a task, given a draw for each rounding that draws, or its words."""
     out = _perform(task, list(args), list(drawn))
     return list(out) if task.primitive.multiple_results else [out]
 
 
 @partial(compiled, static_argnums=0)
-def _perform(task: Task, args: list[Array], drawn: list[Array]) -> Any:
-    apart = task.kind == "exact" and (task.apart or max(math.prod(x.shape) for x in args) >= LEAST_APART)
-    run = _run_apart if apart else Task.run
+def _perform(task: Task, args: list[Array], drawn: list[Any]) -> Any:
+    run = _run_apart if _is_apart(task, args, drawn) else _run
     return straight_through(partial(run, task), task.plain, args, drawn)
 
 
-def _run_apart(task: Task, args: Sequence[Array], drawn: Sequence[Array]) -> Array:
-    return _operation_op(*args, *drawn, task=task, count=len(args))
+def _is_apart(task: Task, args: Sequence[Array], drawn: Sequence[Any]) -> bool:
+    if task.kind == "elementary":  # without draws it is an operation by itself
+        return bool(drawn) and _is_rounded(task, args)
+    return task.kind == "exact" and (task.apart or max(math.prod(x.shape) for x in args) >= LEAST_APART)
 
 
-def _body(*arrays: Array, task: Task, count: int) -> Array:
-    return task.run(arrays[:count], arrays[count:])
+def _run(task: Task, args: Sequence[Array], drawn: Sequence[Any]) -> Any:
+    return task.run(args, [one.words() if isinstance(one, Draw) else one for one in drawn])
 
 
-#: Compiled apart, because XLA would compile and compute an operation once for each use.
+def _run_apart(task: Task, args: Sequence[Array], drawn: Sequence[Any]) -> Array:
+    if task.kind == "elementary":
+        leaves, tree = jax.tree.flatten((_stretched(args), list(drawn)))
+        return _elementary_op(*leaves, task=task, tree=tree)
+    leaves, tree = jax.tree.flatten((list(args), list(drawn)))
+    return _operation_op(*leaves, task=task, tree=tree)
+
+
+def _body(*leaves: Array, task: Task, tree: Any) -> Array:
+    return _run(task, *jax.tree.unflatten(tree, leaves))
+
+
+#: Compiled apart, because XLA would compile and compute an operation once for each use. The words of its draws are made
+#: in it, and not by a loop of their own.
 _operation_op = make_op("jchop_operation", _body, apart=True)
+_elementary_op = make_op("jchop_elementary", _body, like_first=True, apart=True)
 
 
 def _exact(task: Task, args: Sequence[Array], drawn: list[Array]) -> Array:
@@ -138,10 +155,19 @@ def power_draws(exponent: int) -> int:
 
 def _elementary(task: Task, args: Sequence[Array], drawn: list[Array]) -> Any:
     """The exact value if `rounds` has the function and format, else the carrier's result; rounded once."""
-    if rounds(task.primitive.name, task.spec) and all(map(is_float, args)):
-        operands = jnp.broadcast_arrays(*args)  # JAX's primitives of two operands stretch axes of size 1
-        return elementary_op(*operands, *drawn[:1], name=task.primitive.name, spec=task.spec)
+    if _is_rounded(task, args):
+        run = elementary if drawn else elementary_op  # with draws it is compiled apart already
+        return run(*_stretched(args), *drawn[:1], name=task.primitive.name, spec=task.spec)
     return _made(task, args, drawn)
+
+
+def _is_rounded(task: Task, args: Sequence[Array]) -> bool:
+    return rounds(task.primitive.name, task.spec) and all(map(is_float, args))
+
+
+def _stretched(args: Sequence[Array]) -> list[Array]:
+    """Operands of one shape: primitives of two operands stretch axes of size 1."""
+    return list(jnp.broadcast_arrays(*args))
 
 
 def _made(task: Task, args: Sequence[Array], drawn: list[Array]) -> Any:
@@ -189,11 +215,26 @@ _RUNS: dict[str, Callable[..., Any]] = {
 # -- rounding ----------------------------------------------------------------------------------------------------------
 
 
-def _round(x: Array, spec: Spec, word: Array | None) -> Array:
+def _round(x: Array, spec: Spec, word: Any) -> Array:
     return round_elements(x, spec, CARRIERS[x.dtype.name], word)
 
 
 @partial(compiled, static_argnums=1)
-def round_value(x: Array, spec: Spec, word: Array | None = None) -> Array:
-    """`x` rounded; the derivative is the identity's."""
-    return straight_through(lambda args, word: _round(args[0], spec, word), lambda x: x, [x], word)
+def round_value(x: Array, spec: Spec, word: Array | Draw | None = None) -> Array:
+    """`x` rounded, given a draw or its words if the spec draws; the derivative is the identity's."""
+    run = _round_apart if isinstance(word, Draw) else _round
+    return straight_through(lambda args, word: run(args[0], spec, word), lambda x: x, [x], word)
+
+
+def _round_apart(x: Array, spec: Spec, draw: Draw) -> Array:
+    leaves, tree = jax.tree.flatten(draw)
+    return _round_op(x, *leaves, spec=spec, tree=tree)
+
+
+def _round_body(x: Array, *leaves: Array, spec: Spec, tree: Any) -> Array:
+    return _round(x, spec, jax.tree.unflatten(tree, leaves).words())
+
+
+#: Compiled apart for the same reasons. Roundings of arrays of one shape differ in the numbers of their draws, which are
+#: operands, so XLA's CPU backend compiles one of them.
+_round_op = make_op("jchop_rounded", _round_body, like_first=True, apart=True)

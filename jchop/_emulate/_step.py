@@ -49,9 +49,19 @@ class Step(step.Step):
     draw: Draw | None = None
     apart: bool = False
 
+    def alike(self, other: Any) -> bool:
+        """Whether a step of an equal equation has the same arithmetic; the steps of their programs aside."""
+        mine, its = ((each.choice, each.rounds, each.apart, _kept(each.draw)) for each in (self, other))
+        return super().alike(other) and mine == its
+
     @cached_property
     def task(self) -> Task:
         """Its static data; its results must be rounded."""
         assert self.choice.spec is not None
         params = tuple(sorted(self.eqn.params.items()))
         return Task(self.eqn.primitive, params, self.kind, self.choice.spec, self.known, self.apart)
+
+
+def _kept(draw: Draw | None) -> Any:
+    """The facts about a draw that a run of its step reads."""
+    return None if draw is None else (draw.leaves, draw.calls)

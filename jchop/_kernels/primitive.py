@@ -292,11 +292,39 @@ def _lower(
     if call.name == "stablehlo.reshape":
         call = call.operands[0].owner
     if new and "callee" in call.attributes:  # else a sharding constraint follows the call
-        # JAX writes a constant for each use: a third of the lines are repetitions.
+        # JAX writes a constant and its broadcast for each use: half of the lines are repetitions.
         remove = passmanager.PassManager.parse("func.func(cse)", module.context)
         for function in _functions_of(module.symbol_table, ir.FlatSymbolRefAttr(call.attributes["callee"]).value, {}):
+            _write_arrays(function.operation)
             remove.run(function.operation)
     return out
+
+
+def _write_arrays(function: Any) -> None:
+    """Writes a broadcast constant as a constant array, which is one operation and not two."""
+    broadcasts = []
+
+    def look(operation: Any) -> Any:
+        if operation.name == "stablehlo.broadcast_in_dim":
+            maker = operation.operands[0].owner
+            if getattr(maker, "name", None) == "stablehlo.constant":  # and no argument of a block
+                broadcasts.append(operation)
+        return ir.WalkResult.ADVANCE
+
+    function.walk(look)
+    for operation in broadcasts:
+        value, (kind,) = ir.DenseElementsAttr(operation.operands[0].owner.attributes["value"]), operation.results.types
+        if value.is_splat:
+            array = ir.DenseElementsAttr.get_splat(kind, value.get_splat_value())
+            constant = ir.Operation.create(
+                "stablehlo.constant",
+                results=[kind],
+                attributes={"value": array},
+                loc=operation.location,
+                ip=ir.InsertionPoint(operation),
+            )
+            operation.results[0].replace_all_uses_with(constant.results[0])
+            operation.erase()
 
 
 def _functions_of(table: Any, name: str, found: dict[str, Any]) -> Iterable[Any]:

@@ -10,7 +10,7 @@ from jax.extend.core import Literal
 
 from jchop._program.step import jaxpr_of
 
-__all__ = ["same_program"]
+__all__ = ["same_constant", "same_param", "same_program"]
 
 
 def same_program(one: Any, other: Any) -> bool:
@@ -47,10 +47,11 @@ def _read(place: dict[Any, Any], ones: Sequence[Any], others: Sequence[Any]) -> 
 def _same_atom(place: dict[Any, Any], a: Any, b: Any) -> bool:
     if not isinstance(a, Literal):
         return not isinstance(b, Literal) and place.get(a) is b
-    return isinstance(b, Literal) and a.aval == b.aval and _same_constant(a.val, b.val)
+    return isinstance(b, Literal) and a.aval == b.aval and same_constant(a.val, b.val)
 
 
-def _same_constant(a: Any, b: Any) -> bool:
+def same_constant(a: Any, b: Any) -> bool:
+    """Whether two constants have the same bits. False in case of doubt."""
     if a is b:
         return True
     if type(a) is not type(b) or not isinstance(a, np.ndarray | np.generic | bool | int | float | complex):
@@ -65,14 +66,15 @@ def _same_eqn(place: dict[Any, Any], a: Any, b: Any) -> bool:
         and _read(place, a.invars, b.invars)
         and str(a.source_info.name_stack) == str(b.source_info.name_stack)
         and a.params.keys() == b.params.keys()
-        and all(_same_param(value, b.params[name]) for name, value in a.params.items())
+        and all(same_param(value, b.params[name]) for name, value in a.params.items())
         and a.ctx == b.ctx
         and a.effects == b.effects
         and _bound(place, a.outvars, b.outvars)
     )
 
 
-def _same_param(a: Any, b: Any) -> bool:
+def same_param(a: Any, b: Any) -> bool:
+    """Whether two parameters of one name are equal. False in case of doubt."""
     if a is b:
         return True
     if type(a) is not type(b):
@@ -82,9 +84,9 @@ def _same_param(a: Any, b: Any) -> bool:
         pairs = zip(constants, others, strict=False)
         return len(constants) == len(others) and all(x is y for x, y in pairs) and same_program(one, other)
     if isinstance(a, tuple | list):
-        return len(a) == len(b) and all(map(_same_param, a, b))
+        return len(a) == len(b) and all(map(same_param, a, b))
     if isinstance(a, dict):
-        return a.keys() == b.keys() and all(_same_param(value, b[key]) for key, value in a.items())
+        return a.keys() == b.keys() and all(same_param(value, b[key]) for key, value in a.items())
     try:
         return bool(a == b)
     except (TypeError, ValueError):

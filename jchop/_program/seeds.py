@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -11,41 +11,51 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.core import Tracer
 
 from jchop._core.arithmetic.operations import fold_seeds
 from jchop._core.rounding.random_bits import flat_index, random_words
-from jchop._core.xla_cpu import computed_once
+from jchop._core.xla_cpu import computed_once, hidden
 from jchop._settings import compiled
 
 Array = jax.Array
 
-__all__ = ["Seeds", "varying"]
+__all__ = ["Draw", "Seeds", "varying"]
 
 #: The first number for shards; smaller numbers belong to the equations of a program.
 _SHARDS = 1 << 31
 
 
-@partial(jax.tree_util.register_dataclass, data_fields=["six"], meta_fields=["axes"])
+@partial(jax.tree_util.register_dataclass, data_fields=["six", "shift"], meta_fields=["axes"])
 @dataclass(frozen=True)
 class Seeds:
     """The six words of `seed_words`, and axes of a mesh. Values that vary over these axes draw different words.
 
     A value that is the same on every shard must have the same rounded value there. A value that varies draws different
-    words on each shard.
+    words on each shard. If `shift` is not None, the numbers of all draws are larger by it, modulo 2^32: a loop over
+    equal steps has the steps of one turn.
     """
 
     six: tuple[Array, ...]
     axes: tuple[str, ...] = ()
+    shift: Array | None = None
+
+    def moved(self, shift: Array) -> Seeds:
+        """The seeds whose draws have larger numbers."""
+        return replace(self, shift=shift if self.shift is None else self.shift + shift)
+
+    def _at(self, number: Array | int) -> Any:
+        """The number of a draw."""
+        return _word(number) if self.shift is None else _word(number) + self.shift
 
     def turn(self, number: Array | int, step: Array | int = 0) -> Seeds:
         """The seeds of turn `step` of the program with the number."""
-        at = (x if isinstance(x, Array) else np.uint32(x) for x in (number, step))
-        return Seeds(_fold(self.six, *at), self.axes)
+        return Seeds(_fold(self.six, self._at(number), _word(step)), self.axes)
 
     def within(self, axes: tuple[str, ...], typed: bool) -> Seeds:
         """The seeds of a shard. If types do not show variation (`typed` is False), all values draw by shard."""
         if typed:
-            return Seeds(self.six, (*self.axes, *axes))
+            return replace(self, axes=(*self.axes, *axes))
         return self.turn(0, lax.axis_index(axes))
 
     def of(self, *like: Any) -> tuple[Array, ...]:
@@ -56,12 +66,38 @@ class Seeds:
 
     def like(self, *avals: Any) -> Seeds:
         """The seeds for values of these types; they draw by shard wherever the types say so."""
-        return Seeds(self.of(*avals)) if self.axes else self
+        return Seeds(self.of(*avals), shift=self.shift) if self.axes else self
+
+    def draw(self, aval: Any, number: int) -> Draw:
+        """The draw of a word for each element of an array of this type."""
+        traced = isinstance(self.six[0], Tracer)
+        return Draw(self.of(aval), hidden(number) if traced else _word(number), self.shift, aval.shape, aval.dtype)
 
     def words(self, like: Any, number: int) -> Array:
         """A word for each element of an array, or of an array with the shape and type of `like`."""
         value = like if isinstance(like, Array) else None
-        return _words(self.of(like), np.uint32(number), value, like.shape, like.dtype)
+        return _words(self.of(like), self._at(number), value, like.shape, like.dtype)
+
+
+@partial(jax.tree_util.register_dataclass, data_fields=["six", "number", "shift"], meta_fields=["shape", "dtype"])
+@dataclass(frozen=True)
+class Draw:
+    """The seeds and the number of a draw: its words are made where they are used, and need not be in memory."""
+
+    six: tuple[Array, ...]
+    number: Any
+    shift: Array | None
+    shape: tuple[int, ...]
+    dtype: Any
+
+    def words(self) -> Array:
+        """A word for each element."""
+        number = self.number if self.shift is None else self.number + self.shift
+        return _words(self.six, number, None, self.shape, self.dtype)
+
+
+def _word(number: Any) -> Any:
+    return number if isinstance(number, Array) else np.uint32(number)
 
 
 #: The number is an operand, so that calls with other numbers share a function of a program, or a compiled program.

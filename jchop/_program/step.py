@@ -79,6 +79,10 @@ class Step:
         """The number of the rounding of its first result."""
         return self.number + len(self.eqn.invars)
 
+    def alike(self, other: Any) -> bool:
+        """Whether a step of an equal equation is treated in the same way; the steps of their programs aside."""
+        return (self.kind, self.known, self.out) == (other.kind, other.known, other.out)
+
 
 @dataclass(frozen=True)
 class Plan:

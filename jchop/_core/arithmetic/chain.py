@@ -21,8 +21,8 @@ from jchop import _bits
 from jchop._bits import CARRIERS
 from jchop._core.arithmetic import subnormal_scaling
 from jchop._core.arithmetic.basic import Range, range_of
-from jchop._core.arithmetic.operations import draws, operation, words
-from jchop._core.rounding.random_bits import SEEDS
+from jchop._core.arithmetic.operations import draws, operation
+from jchop._core.rounding.random_bits import SEEDS, flat_index, random_words
 from jchop.spec import Spec
 
 Array = jax.Array
@@ -63,7 +63,7 @@ def chain_body(*arrays: Array, links: tuple[Link, ...], shape: tuple[int, ...], 
 
     Args:
         arrays: float32, of one shape, or 0-d; values of their specs, infinities or NaN. For a stochastic spec the six
-            words of `seed_words` follow.
+            words of `seed_words` follow, and a uint32 that is added to the numbers of the operations.
         links: the operations in their order.
         shape: the shape of every result.
         result: the index of the chain's result among the arrays and the results of all operations.
@@ -78,13 +78,14 @@ def chain_body(*arrays: Array, links: tuple[Link, ...], shape: tuple[int, ...], 
 
 
 def words_of(seeds: Sequence[Array], shape: tuple[int, ...], number: int) -> Array:
-    """The random words of operation `number`."""
-    return words(seeds, jnp.zeros(shape, jnp.float32), number)
+    """The random words of operation `number`, given six seeds and a number that is added to it."""
+    low, high = flat_index(shape)
+    return random_words(seeds[:SEEDS], low, seeds[SEEDS] + jnp.uint32(number) + jnp.uint32(high))
 
 
 def _parted(arrays: Sequence[Array], spec: Spec) -> tuple[list[Array], Sequence[Array]]:
     """The operands, and the words of the seeds, if there are any."""
-    count = len(arrays) - (SEEDS if draws(spec) else 0)
+    count = len(arrays) - (SEEDS + 1 if draws(spec) else 0)
     return list(arrays[:count]), arrays[count:]
 
 

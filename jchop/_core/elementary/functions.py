@@ -20,6 +20,7 @@ from jchop import _bits
 from jchop._core.elementary import numbers, pairs
 from jchop._core.elementary.pairs import Pair, constant, single
 from jchop._core.elementary.parts import FIRST_ORDER, SECOND_ORDER, Argument, Value, power_of_two
+from jchop._core.rounding.bins import take
 
 Array = jax.Array
 
@@ -320,7 +321,7 @@ def _quarters(x: Argument) -> tuple[Pair, Array]:
     integer, in 96 bits.
     """
     place = _bits.clip(x.exponent - 23, numbers.LEAST_PLACE, numbers.MOST_PLACE) - numbers.LEAST_PLACE
-    first, second, third = (jnp.asarray(word).at[place].get(mode="promise_in_bounds") for word in numbers.turns())
+    first, second, third = (take(jnp.asarray(word), place) for word in numbers.turns())
     count = (x.significand * 2.0**23).astype(jnp.uint32)
     (high, low), (lower, lowest) = _long_product(second, count), _long_product(third, count)
     middle = low + lower
@@ -471,7 +472,7 @@ def _error(size: Array) -> tuple[Pair, Pair, Array, Array]:
     table = numbers.scaled_error()
 
     def word(of: Any) -> Array:
-        return jnp.asarray(of).at[jnp.minimum(index, len(of) - 1)].get(mode="promise_in_bounds")
+        return take(jnp.asarray(of), jnp.minimum(index, len(of) - 1))
 
     terms = tuple(Pair(word(c.hi), word(c.lo) if n < 8 else None) for n, c in enumerate(table))
     scaled = pairs.polynomial(single(large - middle), terms, 8)

@@ -18,6 +18,7 @@ from jchop._core.elementary import numbers, pairs
 from jchop._core.elementary.functions import angle_of, eighth_power, eighths
 from jchop._core.elementary.pairs import Pair, constant, single
 from jchop._core.elementary.parts import FIRST_ORDER, SECOND_ORDER, Argument, Value, power_of_two
+from jchop._core.rounding.bins import take
 
 Array = jax.Array
 
@@ -152,7 +153,7 @@ def _binary_logarithm(x: Argument) -> tuple[Array, tuple[Array, ...], Pair]:
     n = x.exponent + (c == 2).astype(x.exponent.dtype) + (i >= numbers.LOG_HALVED).astype(x.exponent.dtype)
     t = pairs.divide(single(x.significand - c), single(c))
     more = pairs.multiply(t, pairs.polynomial(t, numbers.logarithm(), 2))
-    words = tuple(jnp.asarray(word).at[i].get(mode="promise_in_bounds") for word in numbers.logarithms())
+    words = tuple(take(jnp.asarray(word), i) for word in numbers.logarithms())
     return n.astype(jnp.float32), words, more
 
 

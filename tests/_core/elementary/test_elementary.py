@@ -13,9 +13,12 @@ import oracle_elementary as exact
 import oracle_math
 import pytest
 from elementary_table import FORMATS, NAMES, arguments, bits, words, wrong
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
 from oracle_matmul import How, rounded
 
 import jchop as jc
+from jchop._core.elementary.functions_of_two import FUNCTIONS_OF_TWO
 from jchop._core.elementary.rounded import FUNCTIONS, elementary
 
 EVERY = 61  # of how many arguments the default run takes one
@@ -33,6 +36,17 @@ def test_every_result_is_the_true_one_rounded_once(name: str, text: str) -> None
 @pytest.mark.parametrize("name", FUNCTIONS)
 def test_some_results_are_the_true_ones_rounded_once(name: str) -> None:
     assert wrong(name, "bfloat16", EVERY) == NONE_WRONG
+
+
+@pytest.mark.parametrize("name", [*FUNCTIONS, *FUNCTIONS_OF_TWO])
+def test_explicit_sharding(name: str) -> None:
+    """Tables are read at indexes that are sharded."""
+    mesh = jax.make_mesh((1,), ("rows",), axis_types=(AxisType.Explicit,))
+    spec, operands = jc.Spec("bfloat16"), 2 if name in FUNCTIONS_OF_TWO else 1
+    with jax.set_mesh(mesh):
+        x = jax.device_put(np.ones((4, 3), np.float32), NamedSharding(mesh, P("rows", None)))
+        out = jax.eval_shape(partial(elementary, name=name, spec=spec), *[x] * operands)
+    assert out.shape == (4, 3) and jax.typeof(out).sharding.spec == P("rows", None)
 
 
 def test_the_oracle_rounds_as_the_oracle_of_all_formats_does() -> None:

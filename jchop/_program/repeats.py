@@ -1,0 +1,344 @@
+"""Repeated steps of a plan, such as the layers of an unrolled network, found and run as a loop: compiled once.
+
+The plan stays as it is, so reports and eager calls see every equation. Each turn draws the random words of its own
+steps, so the loop has the results of the steps one after the other, bit for bit.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.extend.core import Literal
+
+from jchop._core.xla_cpu import is_short_float
+from jchop._program.control import as_jax, strong
+from jchop._program.same import same_constant, same_param, same_program
+from jchop._program.seeds import Seeds, varying
+from jchop._program.step import Plan, Step
+
+Array = jax.Array
+
+__all__ = ["Turns", "run_turns", "with_turns"]
+
+#: The fewest equations that a loop must save, and that a turn must have: a turn of a loop costs about a microsecond.
+_LEAST_SAVED, _LEAST_TURN = 64, 16
+#: The most equations in a turn, and the most places that are tried for the start of one loop.
+_LONGEST, _TRIES = 4096, 32
+#: The most bytes of the operands that a loop stacks: they are a copy, which exists until the loop ends.
+_MOST_BYTES = 1 << 29
+
+
+class _Program(NamedTuple):
+    """The variables of a body, in place of a jaxpr."""
+
+    constvars: tuple[Any, ...]
+    invars: tuple[Any, ...]
+    outvars: tuple[Any, ...]
+
+
+@dataclass(frozen=True)
+class Turns:
+    """Consecutive steps that are the same steps several times: the turns of a loop.
+
+    Args:
+        body: the steps of turn 1. Its arguments are the fixed operands, the carried values, and an entry of each
+            column; its results the next carried values and an entry of each stack.
+        length: the number of turns.
+        stride: the random draws of a turn.
+        fixed: the operands that are the same in every turn.
+        start: the carried values before turn 0; None for a value that no turn reads.
+        columns: for each operand that differs between turns, one for each turn.
+        carried: for each carried value, the variable of its result in the last turn.
+        stacks: for each stacked result, its variables in all turns.
+        results: the variables that are read after the loop.
+        eqn: the first equation.
+    """
+
+    body: Plan
+    length: int
+    stride: int
+    fixed: tuple[Any, ...]
+    start: tuple[Any, ...]
+    columns: tuple[tuple[Any, ...], ...]
+    carried: tuple[Any, ...]
+    stacks: tuple[tuple[Any, ...], ...]
+    results: tuple[Any, ...]
+    eqn: Any
+
+    @property
+    def operands(self) -> tuple[Any, ...]:
+        """The variables and literals that it reads."""
+        return (*self.fixed, *(v for v in self.start if v is not None), *(v for row in self.columns for v in row))
+
+
+def run_turns(
+    part: Turns, seeds: Seeds | None, args: Sequence[Any], interpret: Callable[[Plan, Any, list[Any]], list[Any]]
+) -> list[Any]:
+    """The results of a loop, given its operands; `interpret` runs the body."""
+    taken = iter(args)
+    fixed = [next(taken) for _ in part.fixed]
+    start = [_zeros(v) if at is None else next(taken) for at, v in zip(part.start, part.carried, strict=True)]
+    columns = [jnp.stack([as_jax(next(taken)) for _ in row]) for row in part.columns]
+
+    def turn(carry: tuple[list[Any], Array], row: list[Any]) -> tuple[tuple[list[Any], Array], list[Any]]:
+        values, count = carry
+        # The steps have the numbers of turn 1; the difference is taken modulo 2^32.
+        own = None if seeds is None else seeds.moved((count - jnp.uint32(1)) * jnp.uint32(part.stride))
+        out = strong(interpret(part.body, own, [*fixed, *values, *row]))
+        return (out[: len(values)], count + jnp.uint32(1)), out[len(values) :]
+
+    (last, _), stacks = lax.scan(turn, (strong(start), jnp.uint32(0)), columns, length=part.length)
+    wanted, found = set(part.results), dict(zip(part.carried, last, strict=True))
+    for row, stack in zip(part.stacks, stacks, strict=True):
+        found |= {v: stack[t] for t, v in enumerate(row) if v in wanted and v not in found}
+    return [found[v] for v in part.results]
+
+
+def _zeros(v: Any) -> Array:
+    return jnp.zeros(v.aval.shape, v.aval.dtype)
+
+
+# -- search ------------------------------------------------------------------------------------------------------------
+
+
+def with_turns(plan: Plan) -> list[Any]:
+    """The steps of a plan, and in place of repeated ones `Turns`."""
+    if sum(1 for _ in plan.walk()) < _LEAST_SAVED + _LEAST_TURN:
+        return list(plan.steps)
+    ordered = replace(plan, steps=_ordered(plan))
+    sizes = [1 + sum(1 for inner in step.inner for _ in inner.walk()) for step in ordered.steps]
+    kinds, total = np.asarray(_kinds(ordered.steps)), np.concatenate([[0], np.cumsum(sizes)])
+    parts = _search(ordered, kinds, total, 0, len(kinds))
+    return parts if any(isinstance(part, Turns) for part in parts) else list(plan.steps)
+
+
+def _ordered(plan: Plan) -> tuple[Any, ...]:
+    """The steps, those that take parts of an array right after the step that makes it.
+
+    Layers may take parts of one array at other places each, which are static. Before the loop these are other values.
+    """
+    after: list[list[Any]] = [[] for _ in range(len(plan.steps) + 1)]
+    place: dict[Any, int] = {}  # of the step that made a value; 0 for arguments
+    for i, step in enumerate(plan.steps, 1):
+        at = i
+        if step.name in _TAKING:
+            at = max((place.get(v, 0) for v in step.operands if not isinstance(v, Literal)), default=0)
+        after[at].append(step)
+        place.update(dict.fromkeys(step.results, at))
+    return tuple(step for steps in after for step in steps)
+
+
+#: The primitives that take a part of an array.
+_TAKING = frozenset(("slice", "squeeze", "dynamic_slice", "split", "unstack"))
+
+
+def _search(plan: Plan, kinds: np.ndarray, total: np.ndarray, begin: int, end: int) -> list[Any]:
+    """The parts of the steps from `begin` to `end`."""
+    for first, size, length in _candidates(kinds, total, begin, end):
+        part = _turns(plan, first, size, length)
+        if part is not None:
+            before = _search(plan, kinds, total, begin, first)
+            return [*before, part, *_search(plan, kinds, total, first + size * length, end)]
+    return list(plan.steps[begin:end])
+
+
+def _candidates(kinds: np.ndarray, total: np.ndarray, begin: int, end: int) -> list[tuple[int, int, int]]:
+    """The first step of a loop, the steps of a turn, and the turns; those first that save most."""
+    found = []
+    for size in range(1, min((end - begin) // 2, _LONGEST) + 1):
+        equal = np.concatenate([[False], kinds[begin : end - size] == kinds[begin + size : end], [False]])
+        edges = np.flatnonzero(equal[1:] != equal[:-1])
+        for first, last in zip(edges[::2] + begin, edges[1::2] + begin, strict=True):
+            for skipped in (0, size, *range(1, min(size, _TRIES))):
+                place, length = int(first + skipped), int(last - first - skipped) // size + 1
+                turn = total[place + size] - total[place] if length > 1 else 0
+                saved = total[place + size * length] - total[place + size] if length > 1 else 0
+                if turn >= _LEAST_TURN and saved >= _LEAST_SAVED:
+                    found.append((-saved, size, place, length))
+    return [(place, size, length) for _, size, place, length in sorted(found)[: 4 * _TRIES]]
+
+
+def _kinds(steps: Sequence[Step]) -> list[int]:
+    """A number for each step; steps with one number are the same step on other variables."""
+    seen: dict[Any, list[tuple[Step, int]]] = {}
+    numbers = []
+    for i, step in enumerate(steps):
+        alike = seen.setdefault((step.name, step.kind, *(str(v.aval) for v in step.results)), [])
+        number = next((number for other, number in alike if _same_step(step, other)), None)
+        if number is None:
+            number = i
+            alike.append((step, i))
+        numbers.append(number)
+    return numbers
+
+
+def _same_step(one: Step, other: Step) -> bool:
+    a, b = one.eqn, other.eqn
+    return (
+        a.primitive is b.primitive
+        and not a.effects
+        and not b.effects
+        and a.ctx == b.ctx
+        and [_type(v) for v in a.invars] == [_type(v) for v in b.invars]
+        and [_type(v) for v in a.outvars] == [_type(v) for v in b.outvars]
+        and not any(varying(v.aval) for v in (*a.invars, *a.outvars))
+        and a.params.keys() == b.params.keys()
+        and all(same_param(value, b.params[name]) for name, value in a.params.items())
+        and _same_facts(one, other)
+    )
+
+
+def _type(v: Any) -> Any:
+    return v.aval.strip_weak_type() if hasattr(v.aval, "strip_weak_type") else v.aval
+
+
+def _same_facts(one: Step, other: Step) -> bool:
+    """Whether two steps of equal equations are treated alike, and the steps of their programs too."""
+    return one.alike(other) and len(one.inner) == len(other.inner) and all(map(_same_plan, one.inner, other.inner))
+
+
+def _same_plan(one: Plan, other: Plan) -> bool:
+    return (
+        same_program(one.jaxpr, other.jaxpr)
+        and all(map(same_constant, one.consts, other.consts))
+        and one.out == other.out
+        and all(map(_same_facts, one.steps, other.steps))
+    )
+
+
+# -- one loop ----------------------------------------------------------------------------------------------------------
+
+
+def _turns(plan: Plan, first: int, size: int, length: int) -> Turns | None:
+    """The loop over `length` turns of `size` steps; None if a turn reads from another turn than itself and the last."""
+    end = first + length * size
+    turns = [plan.steps[place : place + size] for place in range(first, end, size)]
+    stride = turns[1][0].number - turns[0][0].number
+    numbers = [[step.number - t * stride for step in turn] for t, turn in enumerate(turns)]
+    flow = _Flow(turns)
+    steps = [flow.step(row) for row in zip(*turns, strict=True)]
+    if any(row != numbers[0] for row in numbers) or None in steps or flow.bytes > _MOST_BYTES:
+        return None
+    after = {v for step in plan.steps[end:] for v in step.operands if not isinstance(v, Literal)}
+    after |= {v for v in plan.jaxpr.outvars if not isinstance(v, Literal)}
+    read = {v: at for v, at in flow.made.items() if v in after}
+    # Results of earlier turns are stacked; those of the last one are carried, if the carry can begin as zeros.
+    stacked = {
+        at[1:] for v, at in read.items() if at[0] < length - 1 or (at[1:] not in flow.carried and not _is_plain(v))
+    }
+    last = {at[1:] for at in read.values()} - stacked
+    carried = [*flow.carried, *sorted(last - flow.carried.keys())]
+    if any(_is_short(turns[0][j].results[k]) for j, k in stacked):
+        return None
+    results = [turns[1][j].results[k] for j, k in (*carried, *sorted(stacked))]
+    arguments = [*flow.fixed, *(turns[0][j].results[k] for j, k in carried), *(v for v, _ in flow.columns)]
+    return Turns(
+        body=Plan(_Program((), tuple(arguments), tuple(results)), (), tuple(steps), (None,) * len(results)),
+        length=length,
+        stride=stride,
+        fixed=tuple(flow.fixed),
+        start=tuple(flow.carried.get(at) for at in carried),
+        columns=tuple(row for _, row in flow.columns),
+        carried=tuple(turns[-1][j].results[k] for j, k in carried),
+        stacks=tuple(tuple(turn[j].results[k] for turn in turns) for j, k in sorted(stacked)),
+        results=tuple(read),
+        eqn=turns[0][0].eqn,
+    )
+
+
+class _Flow:
+    """Where the operands of turns come from.
+
+    The body is turn 1, whose variables tell values of turn 0 from those that are known before the loop.
+    """
+
+    def __init__(self, turns: Sequence[Sequence[Step]]) -> None:
+        #: The turn, the step and the result of each variable.
+        self.made = {
+            v: (t, j, k)
+            for t, turn in enumerate(turns)
+            for j, step in enumerate(turn)
+            for k, v in enumerate(step.results)
+        }
+        self.fixed: list[Any] = []
+        #: The operand of turn 0 for each carried value, by the step and the result that the next turn reads.
+        self.carried: dict[tuple[int, ...], Any] = {}
+        #: Variables of the body, each with the operands of all turns.
+        self.columns: list[tuple[Any, tuple[Any, ...]]] = []
+        self._rows: dict[Any, tuple[Any, ...]] = {}
+
+    @property
+    def bytes(self) -> int:
+        """The bytes of all columns."""
+        return sum(math.prod(v.aval.shape) * v.aval.dtype.itemsize for _, row in self.columns for v in row)
+
+    def step(self, row: Sequence[Step]) -> Step | None:
+        """The step of the body, for the steps at one place of all turns."""
+        operands = [self._operand(each) for each in zip(*(step.operands for step in row), strict=True)]
+        if any(v is None for v in operands):
+            return None
+        same = all(a is b for a, b in zip(operands, row[1].operands, strict=True))
+        return row[1] if same else replace(row[1], eqn=row[1].eqn.replace(invars=operands))
+
+    def _operand(self, row: tuple[Any, ...]) -> Any:
+        """The operand of the body, for the operands of all turns; None if a loop cannot have it."""
+        places: list[Any] = [None if isinstance(v, Literal) else self.made.get(v) for v in row]
+        if _one_place(places):
+            return row[1]
+        known = row[1] in self._rows if not isinstance(row[1], Literal) else False
+        if places[0] is None and _one_place(places[1:]):
+            self.carried[places[1][1:]] = row[0]
+            return self._taken(row)
+        if any(at is not None for at in places):
+            return None
+        if all(_same_operand(v, row[0]) for v in row):
+            if isinstance(row[0], Literal):
+                return row[0]
+            self.fixed += [] if known else [row[0]]
+            return self._taken(row)
+        if any(_is_short(v) for v in row):
+            return None
+        if isinstance(row[1], Literal):
+            self.columns.append((_variable(row[1].aval), row))
+            return self.columns[-1][0]
+        self.columns += [] if known else [(row[1], row)]
+        return self._taken(row)
+
+    def _taken(self, row: tuple[Any, ...]) -> Any:
+        """The variable of turn 1, if it stands for no other operands."""
+        other = self._rows.setdefault(row[1], row)
+        return row[1] if all(map(_same_operand, row, other)) else None
+
+
+def _one_place(places: Sequence[Any]) -> bool:
+    """Whether each value is made in its own turn, and all by the same step."""
+    return all(at is not None and at == (t, *places[0][1:]) for t, at in enumerate(places))
+
+
+def _same_operand(a: Any, b: Any) -> bool:
+    both = isinstance(a, Literal) and isinstance(b, Literal)
+    return a is b or (both and _type(a) == _type(b) and same_constant(a.val, b.val))
+
+
+def _variable(aval: Any) -> Any:
+    (v,) = jax.make_jaxpr(lambda x: x)(jax.ShapeDtypeStruct(aval.shape, aval.dtype)).jaxpr.invars
+    return v
+
+
+def _is_plain(v: Any) -> bool:
+    """Whether zeros of its shape and dtype have its type: it is no key, and no axis has an explicit sharding."""
+    sharding = getattr(v.aval, "sharding", None)
+    sharded = sharding is not None and any(part is not None for part in sharding.spec)
+    return not sharded and not jnp.issubdtype(v.aval.dtype, jax.dtypes.extended)
+
+
+def _is_short(v: Any) -> bool:
+    """Whether a value is of 8 bits: XLA's CPU backend converts a stack of such numbers in each turn."""
+    return is_short_float(v.aval) and v.aval.dtype.itemsize == 1

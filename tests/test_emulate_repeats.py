@@ -1,0 +1,497 @@
+"""Repeated equations of a program, such as unrolled layers, which `jc.emulate` runs as a loop: the same bits."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import oracle_matmul
+import oracle_program
+import pytest
+from emulate_cases import KEY
+from jax import lax
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import jchop as jc
+from jchop._core.arithmetic.operations import fold_seeds, words
+from jchop._core.rounding.random_bits import seed_words
+from jchop._emulate import _chain, _interpret
+from jchop._emulate._rules import make_settings
+from jchop._emulate._trace import trace
+from jchop._program.repeats import Turns, with_turns
+
+X = np.linspace(0.5, 1.5, 12, dtype=np.float32).reshape(3, 4)
+WEIGHTS = [np.float32(np.random.default_rng(i).normal(size=(4, 4)) / 3) for i in range(12)]
+
+
+def loops_of(fun: Callable[..., Any], *args: Any, spec: str = "bfloat16") -> list[tuple[int, int]]:
+    """The turns, and the steps of a turn, of the loops of a program."""
+    plan = trace(fun, make_settings(jc.Spec(spec), None, None, "raise"), args, {}).plan
+    return [(part.length, len(part.body.steps)) for part in with_turns(plan) if isinstance(part, Turns)]
+
+
+def bits(tree: Any) -> list[np.ndarray]:
+    return [np.ascontiguousarray(leaf).view(np.uint8) for leaf in jax.tree.leaves(jax.tree.map(np.asarray, tree))]
+
+
+def assert_same(one: Any, other: Any) -> None:
+    assert jax.tree.structure(one) == jax.tree.structure(other)
+    for a, b in zip(bits(one), bits(other), strict=True):
+        np.testing.assert_array_equal(a, b)
+
+
+@pytest.fixture
+def unrolled(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """A function, compiled with every equation where it stands."""
+
+    def compiled(fun: Callable[..., Any]) -> Callable[..., Any]:
+        def run(*args: Any) -> Any:
+            with monkeypatch.context() as patch:
+                patch.setattr(_interpret, "with_turns", lambda plan: list(plan.steps))
+                return fun(*args)
+
+        return jax.jit(run)
+
+    return compiled
+
+
+# -- what is found -----------------------------------------------------------------------------------------------------
+
+
+def layer(x: Any, w: Any) -> Any:
+    """Twelve equations and more."""
+    y = x - jnp.mean(x, axis=-1, keepdims=True)
+    y = jnp.tanh(y @ w) * jax.nn.sigmoid(x) + 0.5
+    return x + y / (1 + jnp.abs(y)) * jnp.sqrt(y * y + 1)
+
+
+def layers(x: Any, weights: Any) -> Any:
+    for w in weights:
+        x = layer(x, w)
+    return x
+
+
+def test_layers_are_one_loop() -> None:
+    ((length, steps),) = loops_of(layers, X, WEIGHTS)
+    assert length == 12 and length * steps == len(jax.make_jaxpr(layers)(X, WEIGHTS).eqns)
+
+
+def shared(x: Any, w: Any) -> Any:
+    """One weight for all, and a number that differs."""
+    for i in range(8):
+        x = layer(x, w) * (0.5 + i)
+    return x
+
+
+def from_a_number(x: Any) -> Any:
+    """A carried value that begins as a constant."""
+    total = 0.0
+    for i in range(8):
+        x = layer(x, jnp.float32(WEIGHTS[i]))
+        total = total + jnp.max(x)
+    return total, x
+
+
+def all_results(x: Any, weights: Any) -> Any:
+    """Results of each layer are read after the loop."""
+    seen = []
+    for w in weights[:8]:
+        x = layer(x, w)
+        seen.append(jnp.sum(x))
+    return jnp.stack(seen), seen[2], x
+
+
+def first_is_kept(x: Any, weights: Any) -> Any:
+    """A result of the first layer is an operand of all others, so the loop begins with the second."""
+    first = x = layer(x, weights[0])
+    for w in weights[1:9]:
+        x = layer(x, w) + first
+    return x
+
+
+def two_back(x: Any, weights: Any) -> Any:
+    """A layer reads the two before it: a turn has two layers."""
+    before = x
+    for w in weights:
+        x, before = layer(x, w) + before, x
+    return x
+
+
+def a_third_back(x: Any, weights: Any) -> Any:
+    """A layer reads the third before it: a turn has three layers."""
+    seen = [x, x, x]
+    for w in weights:
+        seen.append(layer(seen[-1], w) * seen[-3])
+    return seen[-1]
+
+
+def mirrored(x: Any, weights: Any) -> Any:
+    """Down, and up with the results of the way down in reverse order."""
+    seen = []
+    for w in weights[:6]:
+        x = layer(x, w)
+        seen.append(x)
+    for w, y in zip(weights[6:], reversed(seen), strict=True):
+        x = layer(x * y, w) - y
+    return x
+
+
+def inner_programs(x: Any, weights: Any) -> Any:
+    """Calls, loops and branches in each turn."""
+    call = jax.jit(layer)
+    for w in weights[:6]:
+        x = call(x, w)
+        x = lax.fori_loop(0, 3, lambda i, y: y * 0.5 + jnp.sin(y), x)
+        x = lax.cond(x[0, 0] > 0, jnp.cos, lambda y: y * y, x)
+        x = jax.checkpoint(lambda y: y / (1 + y * y))(x)
+    return x
+
+
+def parts_of_stacks(x: Any, stacked: Any, tables: Any) -> Any:
+    """The weights of all layers in one array, of which each layer takes a part."""
+    for i in range(8):
+        x = layer(x, stacked[i]) + tables[0, 4 * i : 4 * i + 4]
+    return x
+
+
+def random_draws(x: Any, weights: Any, key: Any) -> Any:
+    """Dropout with a key for each layer."""
+    for w, own in zip(weights[:6], jax.random.split(key, 6), strict=True):
+        x = layer(x, w) * jax.random.bernoulli(own, 0.75, x.shape) + jax.random.normal(own, x.shape)
+    return x
+
+
+def of_integers(x: Any, weights: Any) -> Any:
+    """Carried integers, conditions, and a sort. The first layer has a condition that is a constant."""
+    count, on = jnp.int32(0), True
+    for w in weights[:8]:
+        x = jnp.sort(layer(x, w), axis=-1)
+        on = on & (x > -4)
+        count = count + jnp.argmax(x[0]).astype(jnp.int32)
+    return x, count, on
+
+
+def algebra(x: Any, weights: Any) -> Any:
+    """Factorizations, cumulative sums, powers, convolutions, complex numbers, functions of jchop."""
+    for w in weights[:5]:
+        a = x.T @ x + 2 * jnp.eye(4)
+        x = jnp.linalg.solve(a, x.T).T @ w + jnp.cumsum(x, axis=0) ** 3
+        x = x / (1 + jnp.abs(x)) + jnp.convolve(x[0], w[0], mode="same")
+        z = lax.complex(x, x * 0.5)
+        x = jc.math.exp(-jnp.abs((z * z).real), "e5m6") + jnp.prod(x, axis=-1, keepdims=True)
+    return x
+
+
+FOUND: dict[str, tuple[Callable[..., Any], tuple[Any, ...], list[int]]] = {
+    "shared": (shared, (X, WEIGHTS[0]), [8]),
+    "from a number": (from_a_number, (X,), [8]),
+    "all results": (all_results, (X, WEIGHTS), [8]),
+    "the first is kept": (first_is_kept, (X, WEIGHTS), [8]),
+    "two back": (two_back, (X, WEIGHTS), [6]),
+    "mirrored": (mirrored, (X, WEIGHTS), [6, 6]),
+    "inner programs": (inner_programs, (X, WEIGHTS), [6]),
+    "parts of stacks": (parts_of_stacks, (X, np.stack(WEIGHTS), np.linspace(0, 1, 32)[None].astype(np.float32)), [8]),
+    "random draws": (random_draws, (X, WEIGHTS, KEY), [6]),
+    "integers": (of_integers, (X, WEIGHTS), [7]),
+    "algebra": (algebra, (X, WEIGHTS), [5]),
+    "a third back": (a_third_back, (X, WEIGHTS), [4]),
+}
+
+
+@pytest.mark.parametrize("name", FOUND)
+def test_turns_of_loops(name: str) -> None:
+    fun, args, lengths = FOUND[name]
+    assert [length for length, _ in loops_of(fun, *args)] == lengths
+
+
+def test_short_programs_stay_as_they_are() -> None:
+    assert loops_of(layers, X, WEIGHTS[:3]) == []
+    assert loops_of(lambda x: [x * i for i in range(60)], X) == []
+
+
+def test_turns_of_one_equation_are_joined() -> None:
+    def steps(x: Any) -> Any:
+        for _ in range(100):
+            x = x * 1.25
+        return x
+
+    assert loops_of(steps, X) == [(6, 16)]
+
+
+def test_rules_tell_layers_apart() -> None:
+    def named(x: Any, weights: Any) -> Any:
+        for i, w in enumerate([*weights, *weights]):
+            with jax.named_scope(f"layer_{i}"):
+                x = layer(x, w)
+        return x
+
+    def lengths(rules: Any) -> list[int]:
+        plan = trace(named, make_settings(jc.Spec("bfloat16"), rules, None, "raise"), (X, WEIGHTS), {}).plan
+        return [part.length for part in with_turns(plan) if isinstance(part, Turns)]
+
+    assert lengths(None) == [24]
+    assert lengths({"layer_12": "binary16"}) == [12, 10]  # the layer after it takes binary16
+
+
+def test_large_weights_are_not_copied() -> None:
+    def lengths(count: int) -> list[int]:
+        """Of layers whose eight weights have `count` numbers each."""
+        found: list[int] = []
+
+        def look(x: Any, weights: Any) -> Any:
+            found.extend(length for length, _ in loops_of(reduced, x, weights))
+            return x
+
+        jax.eval_shape(look, X, [jax.ShapeDtypeStruct((4, count // 4), jnp.float32)] * 8)
+        return found
+
+    def reduced(x: Any, weights: Any) -> Any:
+        for w in weights:
+            x = layer(x, WEIGHTS[0] * jnp.max(w))
+        return x
+
+    assert lengths(1 << 24) == [8] and lengths(1 << 26) == []
+
+
+def test_effects_and_their_order_stay() -> None:
+    def printing(x: Any, weights: Any) -> Any:
+        for w in weights:
+            x = layer(x, w)
+            jax.debug.print("{}", x[0, 0])
+        return x
+
+    assert loops_of(printing, X, WEIGHTS) == []
+
+
+# -- their numbers -----------------------------------------------------------------------------------------------------
+
+SPECS = ["bfloat16", "e4m3:saturate", "e5m10:stochastic", "bfloat16:stochastic"]
+
+
+@pytest.mark.in_turn(16)
+@pytest.mark.parametrize("spec", SPECS)
+@pytest.mark.parametrize("name", ["layers", *FOUND])
+def test_the_same_numbers_as_one_by_one(name: str, spec: str) -> None:
+    fun, args, _ = FOUND.get(name, (layers, (X, WEIGHTS), []))
+    low = jc.emulate(fun, spec, key=KEY)
+    assert_same(jax.jit(low)(*args), low(*args))
+
+
+ACCUMULATIONS = [
+    jc.MatmulSpec(accumulate="bfloat16:stochastic", order="sequential"),
+    jc.MatmulSpec(accumulate="e8m9:stochastic", product="bfloat16:stochastic", order="pairwise"),
+]
+
+
+@pytest.mark.in_turn(2)
+@pytest.mark.parametrize("how", ACCUMULATIONS, ids=["sequential", "pairwise"])
+def test_sums_that_draw(how: jc.MatmulSpec) -> None:
+    low = jc.emulate(layers, "bfloat16:stochastic", accumulate=how, key=KEY)
+    assert_same(jax.jit(low)(X, WEIGHTS), low(X, WEIGHTS))
+
+
+def test_against_exact_rationals() -> None:
+    """The oracle's interpreter walks the plan equation by equation, and draws under the number of each."""
+
+    def steps(x: Any, ys: Any) -> Any:
+        for y in ys:
+            x = (x * y + 0.75) / (x - 3.0) + jnp.sqrt(x * x + y)
+            x = x * 0.5 - y / (x + 1.5) + jnp.square(x - y) * 0.25
+        return x
+
+    x, ys = (
+        np.linspace(0.5, 1.0, 5, dtype=np.float32),
+        list(np.linspace(0.25, 0.75, 40, dtype=np.float32).reshape(8, 5)),
+    )
+    mode = "stochastic"
+    spec = jc.Spec("bfloat16", rounding=mode)
+    machine = oracle_program.Machine(
+        oracle_matmul.How(oracle_program.oracle.ieee(8, 7), mode),
+        lambda seeds, shape, number: np.asarray(words(seeds, jnp.zeros(shape, jnp.float32), number)),
+        fold_seeds,
+    )
+    program = trace(steps, make_settings(spec, None, None, "raise"), (x, ys), {})
+    assert any(isinstance(part, Turns) for part in with_turns(program.plan))
+    entry = fold_seeds(seed_words(KEY), 0)
+    entered = [machine.rounded(oracle_program.values(v), v.shape, entry, i) for i, v in enumerate(program.values)]
+    want = machine.run(program.plan, fold_seeds(seed_words(KEY), 1), entered)
+    np.testing.assert_array_equal(jax.jit(jc.emulate(steps, spec, key=KEY))(x, ys), want[0])
+
+
+def test_chains_of_a_loop_draw_their_own_words(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_chain, "LEAST_TRIED", 1)
+
+    def chained(x: Any, ys: Any) -> Any:
+        for y in ys:
+            for _ in range(9):
+                x = x * y + 0.5
+            x = jnp.max(x) - x
+        return x
+
+    low = jc.emulate(chained, "bfloat16:stochastic", key=KEY)
+    ys = list(np.linspace(0.5, 0.9, 6, dtype=np.float32))
+    assert loops_of(chained, X, ys) == [(6, 20)]
+    got = jax.jit(low)(X, ys)
+    monkeypatch.setattr(_chain, "LEAST_TRIED", 1 << 40)
+    assert_same(got, jc.emulate(chained, "bfloat16:stochastic", key=KEY)(X, ys))
+
+
+@pytest.mark.in_turn(10)
+@pytest.mark.parametrize("spec", ["bfloat16", "bfloat16:stochastic"])
+@pytest.mark.parametrize("name", ["layers", "all results", "mirrored", "inner programs", "two back"])
+def test_derivatives(name: str, spec: str, unrolled: Callable[..., Any]) -> None:
+    """Within the roundings of float32: the straight-through derivative is computed in the carrier."""
+    fun, args, _ = FOUND.get(name, (layers, (X, WEIGHTS), []))
+
+    def loss(*args: Any) -> Any:
+        return sum(jnp.sum(leaf) for leaf in jax.tree.leaves(jc.emulate(fun, spec, key=KEY)(*args)))
+
+    both = jax.value_and_grad(loss, argnums=(0, 1))
+    got, want = jax.jit(both)(*args), unrolled(both)(*args)
+    assert_same(got[0], want[0])
+    jax.tree.map(partial(np.testing.assert_allclose, rtol=1e-4, atol=1e-5), got[1], want[1])
+    tangents = jax.tree.map(np.ones_like, args)
+    along = lambda *args: jax.jvp(loss, args, tangents)  # noqa: E731
+    jax.tree.map(partial(np.testing.assert_allclose, rtol=1e-4), jax.jit(along)(*args), unrolled(along)(*args))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("spec", ["bfloat16", "e4m3:saturate", "bfloat16:stochastic"])
+def test_emulated_derivatives(spec: str, unrolled: Callable[..., Any]) -> None:
+    """The way back reads the results of the way forward in reverse order."""
+    low = jc.emulate(jax.grad(lambda x, weights: jnp.sum(layers(x, weights)), argnums=(0, 1)), spec, key=KEY)
+    assert [length for length, _ in loops_of(jax.grad(lambda x: jnp.sum(layers(x, WEIGHTS))), X)] != []
+    assert_same(jax.jit(low)(X, WEIGHTS), unrolled(low)(X, WEIGHTS))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("spec", ["bfloat16", "bfloat16:stochastic"])
+def test_batches(spec: str, unrolled: Callable[..., Any]) -> None:
+    xs, keys = np.stack([X, X * 2, -X]), jax.random.split(KEY, 3)
+    low = jc.emulate(layers, spec, key=KEY)
+    many = jax.vmap(low, in_axes=(0, None))
+    assert_same(jax.jit(many)(xs, WEIGHTS), unrolled(many)(xs, WEIGHTS))
+    assert_same(jax.jit(many)(xs, WEIGHTS)[1], low(xs[1], WEIGHTS))
+    keyed = jax.vmap(lambda x, key: low(x, WEIGHTS, key=key))
+    assert_same(jax.jit(keyed)(xs, keys)[2], low(xs[2], WEIGHTS, key=keys[2]))
+    inside = jc.emulate(jax.vmap(layers, in_axes=(0, None)), spec, key=KEY)
+    assert_same(jax.jit(inside)(xs, WEIGHTS), inside(xs, WEIGHTS))
+
+
+@pytest.mark.parametrize("spec", ["bfloat16", "bfloat16:stochastic"])
+def test_explicit_sharding(spec: str) -> None:
+    """A result of the last layer that no other reads has no value before the loop."""
+
+    def last(x: Any, weights: Any) -> Any:
+        y = x
+        for w in weights:
+            y = layer(x, w)
+            x = jnp.tanh(y) - 0.5
+        return x, y
+
+    mesh, low = jax.make_mesh((1,), ("rows",), axis_types=(AxisType.Explicit,)), jc.emulate(last, spec, key=KEY)
+    with jax.set_mesh(mesh):
+        x = jax.device_put(X, NamedSharding(mesh, P("rows", None)))
+        traced = jax.jit(low).trace(x, [jax.device_put(w, NamedSharding(mesh, P())) for w in WEIGHTS])
+    assert [v.sharding.spec for v in jax.tree.leaves(traced.jaxpr.out_avals)] == [P("rows", None)] * 2
+    assert any(eqn.primitive.name == "scan" for eqn in traced.jaxpr.eqns)
+
+
+def test_a_limit_of_turns_keeps_each_line() -> None:
+    """With `max_turns` a warning names the line of the loop that was ended, so each has its own place."""
+
+    def rising(x: Any) -> Any:
+        for _ in range(6):
+            x = lax.while_loop(lambda y: jnp.max(y) < 4, lambda y: y + 0.001, layer(x, WEIGHTS[0]))
+        return x
+
+    with pytest.warns(RuntimeWarning, match=r"test_emulate_repeats\.py"):
+        jax.jit(jc.emulate(rising, "bfloat16", max_turns=3))(X)
+        jax.effects_barrier()
+    assert "while" in jax.jit(jc.emulate(layers, "bfloat16")).lower(X, WEIGHTS).as_text()
+    assert "while" not in jax.jit(jc.emulate(layers, "bfloat16", max_turns=3)).lower(X, WEIGHTS).as_text()
+
+
+def test_layers_cost_nothing_more_to_compile() -> None:
+    def lines(count: int, spec: str) -> int:
+        low = jc.emulate(layers, spec, key=KEY)
+        return str(jax.jit(low).lower(X, [WEIGHTS[0]] * count).compile().as_text()).count("\n")
+
+    assert lines(24, "e4m3") <= 1.5 * lines(8, "e4m3")
+
+
+# -- any program -------------------------------------------------------------------------------------------------------
+
+OPERATIONS: list[Callable[[Any, Any], Any]] = [
+    lambda a, b: a + b,
+    lambda a, b: a - b,
+    lambda a, b: a * b,
+    lambda a, b: a / (2 + jnp.abs(b)),
+    lambda a, b: jnp.tanh(a) + b,
+    lambda a, b: jnp.maximum(a, b),
+    lambda a, b: jnp.where(a > b, a, b * 0.5),
+    lambda a, b: a @ b.T @ b / 64,
+    lambda a, b: a - jnp.mean(b, axis=-1, keepdims=True),
+]
+
+
+def any_program(seed: int) -> Callable[..., Any]:
+    """Repeated blocks, whose operands are of the same block, of those before, weights, numbers, or the argument."""
+    draw = random.Random(seed)
+    count, size, back = draw.randint(6, 9), draw.randint(14, 22), draw.choice([1, 1, 1, 2, 3])
+    block = []
+    for j in range(size):
+        block.append((draw.choice(OPERATIONS), [_source(draw, j, size, back) for _ in range(2)]))
+    wanted = [(draw.randrange(count), draw.randrange(size)) for _ in range(4)]
+
+    def run(x: Any, weights: Any) -> Any:
+        blocks: list[list[Any]] = []
+        for t in range(count):
+            made: list[Any] = []
+
+            def read(source: tuple[str, int, int], t: int = t, made: list[Any] = made) -> Any:
+                kind, i, age = source
+                if kind == "own":
+                    return made[i]
+                if kind == "before":
+                    return blocks[t - age][i] if t >= age else x
+                return {"weight": weights[(t + i) % len(weights)][:3], "start": x * 1, "number": jnp.float32(i + t)}[
+                    kind
+                ]
+
+            for operation, sources in block:
+                a, b = map(read, sources)
+                made.append(jnp.clip(operation(jnp.broadcast_to(a, (3, 4)), jnp.broadcast_to(b, (3, 4))), -8.0, 8.0))
+            blocks.append(made)
+        return blocks[-1][-1], [blocks[t][j] for t, j in wanted]
+
+    return run
+
+
+def _source(draw: random.Random, j: int, size: int, back: int) -> tuple[str, int, int]:
+    kind = draw.choice(["own", "own", "own", "before", "before", "weight", "start", "number"])
+    if kind == "own" and not j:
+        kind = "before"
+    return kind, draw.randrange(j if kind == "own" else size), draw.randint(1, back)
+
+
+SEEDS = [pytest.param(seed, marks=[] if seed < 2 else [pytest.mark.slow]) for seed in range(32)]
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_any_repeated_program(seed: int, unrolled: Callable[..., Any]) -> None:
+    fun, spec = any_program(seed), ("bfloat16:stochastic", "e4m3")[seed % 2]
+    low = jc.emulate(fun, spec, key=KEY)
+    assert_same(jax.jit(low)(X, WEIGHTS), unrolled(low)(X, WEIGHTS))
+
+
+@pytest.mark.slow
+def test_most_such_programs_are_loops() -> None:
+    found = [bool(loops_of(any_program(seed), X, WEIGHTS)) for seed in range(20)]
+    assert sum(found) >= 12, found
