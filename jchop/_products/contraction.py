@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -12,6 +13,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from jchop._arguments import OWN_SCOPE, own_results
+from jchop._kernels.settled import settled
 from jchop._products.codes import Coded, block_of, check_codes, coded, codes_of, in_own_shape, parts_of
 from jchop._products.layout import check_axes, round_in, same_transposed, turned
 from jchop._products.product import Conv, Dot, Flipped, Product, Ragged
@@ -132,11 +134,22 @@ def contract(
     right = rounded
     if right is None:
         right = round_in(product.forward.right, w, how.right, keys.right, keys.right_gradient)
+    if isinstance(_inner(product), Dot) and not how.codes and how.matmul is None:
+        left, right = _vectors_apart(product, left, right)
     if not how.backward and not how.codes:
         return product(left, right, *extra)
     full = lax.stop_gradient((x if _anew_left(how) else None, w if takes_anew(how) else None))
     both = _operands_by_codes(product, x, w, how, keys, left_codes, codes) if how.codes else None
     return _product(product, how, left, right, full, (keys, extra, both))
+
+
+def _vectors_apart(product: Product, x: Array, w: Array) -> tuple[Array, Array]:
+    """Both operands; the other one of a single row or column is read from memory (quirk `sums_ordered_by_fusion`)."""
+    rows, columns = (
+        math.prod(v.shape[axis] for axis in layout.kept)
+        for v, layout in ((x, product.forward.left), (w, product.forward.right))
+    )
+    return (settled(x) if columns == 1 else x), (settled(w) if rows == 1 else w)
 
 
 def _operands_by_codes(

@@ -126,6 +126,7 @@ def test_training_packing_and_plain_arrays_agree_bit_for_bit(dtype: str) -> None
 SAME = {
     "linear": (lambda rngs: nnx.Linear(784, 500, rngs=rngs), (8, 784)),
     "square": (lambda rngs: nnx.Linear(64, 64, rngs=rngs), (64,)),
+    "column": (lambda rngs: nnx.Linear(64, 1, rngs=rngs), (16, 64)),
     "heads": (lambda rngs: nnx.LinearGeneral(64, (4, 16), rngs=rngs), (2, 8, 64)),
     "joined": (lambda rngs: nnx.LinearGeneral((4, 16), 64, axis=(-2, -1), rngs=rngs), (2, 8, 4, 16)),
     "einsum": (lambda rngs: nnx.Einsum("btd,dhk->bthk", (64, 4, 16), (4, 16), rngs=rngs), (2, 8, 64)),
@@ -159,6 +160,26 @@ def test_a_hundred_layers_train_and_serve_the_same_numbers_under_jit(name: str, 
             for mode in ("qat", "ptq")
         )
         np.testing.assert_array_equal(trained, packed)
+
+
+@pytest.mark.parametrize(("out", "shape"), [(64, (64,)), (48, (1, 64)), (1, (16, 64))])
+def test_one_row_or_column_trains_and_serves_the_same_numbers(out: int, shape: tuple[int, ...]) -> None:
+    """A compiler fuses the arithmetic of a matrix with its product by a vector (`sums_ordered_by_fusion`)."""
+    graph, params = nnx.split(nnx.Linear(64, out, rngs=nnx.Rngs(0)))
+    leaves, tree = jax.tree.flatten(params)
+
+    def of_key(key: Any, mode: Any) -> Any:
+        *keys, last = jax.random.split(key, len(leaves) + 1)
+        drawn = [jax.random.normal(key, v.shape) for key, v in zip(keys, leaves, strict=True)]
+        layer = nnx.merge(graph, jax.tree.unflatten(tree, drawn))
+        return jc.nn.quantize(layer, jc.Rule(weight="e4m3"), mode)(jax.random.normal(last, shape))
+
+    keys = jax.random.split(jax.random.key(0), 20)
+    trained, packed = (
+        jax.jit(lambda keys, mode=mode: jax.lax.map(lambda key: of_key(key, mode), keys))(keys)
+        for mode in ("qat", "ptq")
+    )
+    np.testing.assert_array_equal(trained, packed)
 
 
 LAYERS = {
