@@ -185,7 +185,8 @@ class DequantizeMatmulGpuTiling:
         tiles = _GPU_TILES["float32" if problem.itemsize == 4 else "bfloat16"]
         rows, columns, depth, warps = next((tile for tile in tiles if problem.m <= tile[0]), tiles[-1])
         depth = max(depth // 4, 16) if problem.selects else depth
-        block_n, block_k = max(min(columns // problem.parts, 128), 16), min(depth, _power(problem.group))
+        block_n = max(min(columns // problem.parts, 128, _power(problem.width)), 16)
+        block_k = min(depth, _power(problem.group))
         if problem.m > rows:
             return cls(rows, block_n, block_k, 1, warps)
         splits = min(_PROGRAMS // -(-problem.width // block_n), problem.k // (_STEPS_OF_A_SPLIT * block_k))
