@@ -11,9 +11,12 @@ from jchop.gradients import CustomJvp
 
 Array = jax.Array
 
-__all__ = ["settled"]
+__all__ = ["settled", "settled_on_cpu"]
 
 _settled_op = make_op("jchop_settled", jax.lax.optimization_barrier, like_first=True, apart=True)
+_on_cpu_op = make_op(
+    "jchop_settled_on_cpu", lambda x: x, like_first=True, single_cpu=jax.lax.optimization_barrier, apart=True
+)
 
 
 @CustomJvp
@@ -29,3 +32,14 @@ def settled(x: Array) -> Array:
 @settled.defjvp
 def _settled_jvp(primals: Any, tangents: Any) -> tuple[Array, Array]:
     return settled(*primals), tangents[0]
+
+
+@CustomJvp
+def settled_on_cpu(x: Array) -> Array:
+    """`settled` in programs for one CPU, `x` in others: a GPU may decode a matrix in the loop of its product."""
+    return _on_cpu_op(x)
+
+
+@settled_on_cpu.defjvp
+def _settled_on_cpu_jvp(primals: Any, tangents: Any) -> tuple[Array, Array]:
+    return settled_on_cpu(*primals), tangents[0]

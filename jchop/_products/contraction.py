@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from jchop._arguments import OWN_SCOPE, own_results
-from jchop._kernels.settled import settled
+from jchop._kernels.settled import settled_on_cpu
 from jchop._products.codes import Coded, block_of, check_codes, coded, codes_of, in_own_shape, parts_of
 from jchop._products.layout import check_axes, round_in, same_transposed, turned
 from jchop._products.product import Conv, Dot, Flipped, Product, Ragged
@@ -149,7 +149,7 @@ def _vectors_apart(product: Product, x: Array, w: Array) -> tuple[Array, Array]:
         math.prod(v.shape[axis] for axis in layout.kept)
         for v, layout in ((x, product.forward.left), (w, product.forward.right))
     )
-    return (settled(x) if columns == 1 else x), (settled(w) if rows == 1 else w)
+    return (settled_on_cpu(x) if columns == 1 else x), (settled_on_cpu(w) if rows == 1 else w)
 
 
 def _operands_by_codes(
