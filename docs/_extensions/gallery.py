@@ -18,11 +18,13 @@ from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
+from threading import Lock
 from typing import Any
 
 DOCS = Path(__file__).resolve().parents[1]
 ROOT, FOLDER, EXAMPLES = DOCS.parent, DOCS / "gallery", DOCS.parent / "examples"
 WORKERS, LIMIT = 2, 600  # scripts at once; seconds of each
+PARSING = Lock()  # CPython 3.11 counts the depth of `ast.parse` for all threads together
 
 
 @dataclass(frozen=True)
@@ -67,7 +69,8 @@ def examples(table: Path = DOCS / "gallery.toml") -> list[Example]:
 
 def needed(script: Path) -> list[Path]:
     """A script and the others beside it that it imports, the imported ones first."""
-    tree = ast.parse(script.read_text(encoding="utf-8"))
+    with PARSING:
+        tree = ast.parse(script.read_text(encoding="utf-8"))
     names = [node.module or "" for node in tree.body if isinstance(node, ast.ImportFrom)]
     names += [alias.name for node in tree.body if isinstance(node, ast.Import) for alias in node.names]
     beside = [path for name in names if (path := script.parent / f"{name}.py").exists()]
