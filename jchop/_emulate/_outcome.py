@@ -200,7 +200,10 @@ def _check(step: Step, spec: Spec | None, aval: Any, exact: bool) -> None:
     if spec is None or not is_number(aval):
         return
     dtype = _PART.get(aval.dtype.name, aval.dtype)
-    if exact:
-        check_operation(spec, dtype)
-    else:
-        require_carrier(spec, CARRIERS[dtype.name])
+    try:
+        if exact:
+            check_operation(spec, dtype)
+        else:
+            require_carrier(spec, CARRIERS[dtype.name])
+    except ValueError as error:
+        raise ValueError(f"primitive {step.name!r} ({step.place}): {error}") from error

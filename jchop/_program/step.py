@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from jchop._arguments import OWN_RESULT, OWN_SCOPE
+from jchop._program.source import source_of
 
 __all__ = [
     "CALLS",
@@ -63,6 +64,11 @@ class Step:
     def name(self) -> str:
         """The name of the primitive."""
         return self.eqn.primitive.name
+
+    @property
+    def place(self) -> str:
+        """The file and line that it comes from; its scope if JAX knows none; else "no source"."""
+        return source_of(self.eqn.source_info) or self.scope or "no source"
 
     @property
     def operands(self) -> Sequence[Any]:

@@ -54,9 +54,8 @@ def text_of_stop(
     source = _source_of_condition(step, compared)
     values = [_values(one, goes_on, *map(np.asarray, pair)) for one, pair in zip(compared, operands, strict=True)]
     said = "; ".join(dict.fromkeys(values))
-    return f"a while loop was stopped {when}; its condition at {source}{_code(source)} still holds" + (
-        f": {said}" if said else ""
-    )
+    place = f" at {source}{_code(source)}" if source else f" (scope {step.scope!r})" if step.scope else ""
+    return f"a while loop was stopped {when}; its condition{place} still holds" + (f": {said}" if said else "")
 
 
 def _source_of_condition(step: Step, compared: Sequence[Step]) -> str:

@@ -157,9 +157,12 @@ class _Machine:
     def rounded(self, x: Any) -> Any:
         return self.format.round(x) if _is_float(x) else np.asarray(x)
 
-    def run(self, closed: Any, args: Sequence[Any], consts: Sequence[Any] | None = None) -> list[Any]:
-        jaxpr, own = _jaxpr(closed)
-        env = dict(zip([*jaxpr.constvars, *jaxpr.invars], [*(consts or own), *args], strict=True))
+    def run(self, closed: Any, args: Sequence[Any]) -> list[Any]:
+        jaxpr, constants = _jaxpr(closed)
+        if any(jnp.issubdtype(v.aval.dtype, jax.dtypes.extended) for v in (*jaxpr.constvars, *jaxpr.invars)):
+            raise NotCovered("a key")
+        values = [*map(self.rounded, constants), *args]
+        env = dict(zip([*jaxpr.constvars, *jaxpr.invars], values, strict=True))
 
         def read(v: Any) -> Any:
             """A variable; a constant rounded, unless it is an infinity that only bounds."""
@@ -181,6 +184,8 @@ class _Machine:
             if params["new_dtype"] != np.float32:
                 raise NotCovered(name)
             return [self.rounded(np.asarray(args[0], np.float64))]
+        if any(jnp.issubdtype(v.aval.dtype, jax.dtypes.extended) for v in eqn.outvars):
+            raise NotCovered(name)
         plain = not any(_is_float(v.aval) for v in eqn.outvars if hasattr(v.aval, "dtype"))
         if not plain and name not in _COMPUTED and name not in _MOVED:
             raise NotCovered(name)
@@ -245,8 +250,5 @@ def emulated(fun: Callable[..., Any], fmt: Format, args: Sequence[Any]) -> list[
     leaves = jax.tree.leaves(args)
     if not all(hasattr(x, "dtype") and x.dtype in (np.float32, np.int32, bool) for x in leaves):
         raise NotCovered("arguments")
-    closed = jax.make_jaxpr(fun)(*args)
     machine = _Machine(fmt)
-    jaxpr, consts = _jaxpr(closed)
-    del jaxpr
-    return machine.run(closed, [machine.rounded(x) for x in leaves], [machine.rounded(x) for x in consts])
+    return machine.run(jax.make_jaxpr(fun)(*args), [machine.rounded(x) for x in leaves])

@@ -178,7 +178,8 @@ SCIPY = [
     row("jax.scipy.stats.mode", V, smooth=False),
     row("jax.scipy.stats.sem", V),
     of("jax.scipy.stats.gaussian_kde", lambda data, at: jax.scipy.stats.gaussian_kde(data).evaluate(at), V, W),
-    *(row(f"jax.scipy.linalg.{name}", S, twice=False) for name in ("expm", "lu", "polar", "cho_factor")),
+    *(row(f"jax.scipy.linalg.{name}", S, twice=False) for name in ("expm", "lu", "cho_factor")),
+    row("jax.scipy.linalg.polar", S, twice=False, backward=False),
     *(row(f"jax.scipy.linalg.{name}", S, smooth=False) for name in ("schur", "sqrtm", "hessenberg")),
     row("jax.scipy.linalg.solve", S, V[:5]),
     row("jax.scipy.linalg.solve_triangular", S, V[:5]),
@@ -328,7 +329,8 @@ LAX = [
     of("jax.lax.conv_general_dilated grouped", lambda x, w: lax.conv_general_dilated(
         x, w, (2,), "SAME", feature_group_count=2), normal(1, 4, 9), normal(4, 2, 3)),
     of("jax.lax.conv_transpose", lambda x, w: lax.conv_transpose(x, w, (2,), "SAME"), normal(1, 5, 2), normal(3, 2, 3)),
-    of("jax.lax.ragged_dot", lambda a, b: lax.ragged_dot(a, b, jnp.array([2, 3])), normal(5, 3), normal(2, 3, 4)),
+    of("jax.lax.ragged_dot", lambda a, b: lax.ragged_dot(a, b, jnp.array([2, 3])), normal(5, 3), normal(2, 3, 4),
+       twice=False, batched=False),
     of("jax.lax.batch_matmul", lax.batch_matmul, normal(2, 3, 4), normal(2, 4, 3)),
     of("jax.lax.top_k", lambda x: lax.top_k(x, 3)[0], V),
     of("jax.lax.approx_max_k", lambda x: lax.approx_max_k(x, 2)[0], V),
@@ -439,8 +441,8 @@ EXPERIMENTAL = [
     sparse("BCOO transpose", lambda a, x, y: (a.T @ x) * y, V[:5], W[:5]),
     sparse("BCOO dot sparse", lambda a, x: (a @ a.T).todense() * x, V[:5]),
     sparse("BCSR matvec", lambda a, x: a @ x, V[:5], kind="BCSR"),
-    sparse("CSR matvec", lambda a, x: a @ x, V[:5], kind="CSR", smooth=False),
-    sparse("COO matvec", lambda a, x: a @ x, V[:5], kind="COO", smooth=False),
+    sparse("CSR matvec", lambda a, x: a @ x, V[:5], kind="CSR", smooth=False, batched=False),
+    sparse("COO matvec", lambda a, x: a @ x, V[:5], kind="COO", smooth=False, batched=False),
     sparse("sparsify", lambda a, x: _function("jax.experimental.sparse.sparsify")(
         lambda a, x: jnp.sum(a @ x * 1.1))(a, x), V[:5]),
 ]  # fmt: skip

@@ -23,9 +23,11 @@ class Program:
         make: gives the function and its arguments; it imports the package.
         packages: those that it needs beside JAX.
         smooth: whether derivatives by the first argument are of interest.
+        backward: whether the function has derivatives of reverse mode in JAX.
         twice: whether second derivatives exist in JAX.
         forward: whether the function has derivatives of forward mode in JAX.
-        alone: why vmap of the function itself is not possible in JAX, if so.
+        batched: whether JAX has rules for a batch of it.
+        alone: why vmap of the function itself is not possible in JAX, if so, though it is possible after `emulate`.
     """
 
     name: str
@@ -34,6 +36,8 @@ class Program:
     smooth: bool = True
     twice: bool = True
     forward: bool = True
+    backward: bool = True
+    batched: bool = True
     alone: str = ""
 
     @property

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import jax
@@ -33,6 +34,16 @@ POISONED = {
     "numpyro.Dirichlet": "the same",
     "numpyro.LKJ": "the same",
 }
+#: Programs whose results come from Python; `emulate` leaves them as they are.
+OF_PYTHON = ("jax.pure_callback",)
+#: Programs that `emulate` refuses in a format, and its words.
+REFUSED = {
+    (name, spec): "convert_element_type.*bfloat16, which cannot hold every result of .*cast x to .*float32"
+    for name in ("jax.numpy.bfloat16 inside",)
+    for spec in ("e5m10", "e5m10:stochastic")
+}
+#: Programs with a loop that never ends in a format, as its counter is rounded; they are stopped, which is a warning.
+ENDLESS = {("jax.scipy.special.hyp2f1", "e4m3:saturate"): "16.0 < 240.0"}
 slow = pytest.mark.slow
 every = pytest.mark.parametrize(
     ("name", "spec"),
@@ -51,25 +62,40 @@ def program(name: str) -> Program:
     return found
 
 
-def check_values(got: Any, want: Any, spec: str) -> None:
+def check_values(name: str, got: Any, want: Any, spec: str) -> None:
     """The structure, shapes and dtypes of the function, and values of the format."""
     assert jax.tree.structure(got) == jax.tree.structure(want)
     for x, y in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
         if hasattr(y, "dtype"):
             assert (x.shape, x.dtype) == (y.shape, y.dtype)
     for x in floats_of(got):
-        if x.dtype.itemsize >= 4:
+        if x.dtype.itemsize >= 4 and name not in OF_PYTHON:
             np.testing.assert_array_equal(jc.round_to_format(x, spec.split(":")[0]), x)
+
+
+def run(name: str, spec: str, compiled: bool) -> tuple[Any, Any]:
+    """The values of a program, which are checked, and the carrier's; None if it is refused."""
+    fun, args = program(name).make()
+    stopped = ENDLESS.get((name, spec))
+    low: Callable[..., Any] = jc.emulate(fun, spec, key=KEY, max_turns=500 if stopped else None)
+    low = jax.jit(low) if compiled else low
+    if refused := REFUSED.get((name, spec)):
+        with pytest.raises(ValueError, match=refused):
+            low(*args)
+        return None, None
+    with pytest.warns(RuntimeWarning, match=stopped) if stopped else nullcontext():
+        got = jax.block_until_ready(low(*args))
+        jax.effects_barrier()
+    want = jax.jit(fun)(*args)
+    check_values(name, got, want, spec)
+    return got, want
 
 
 @pytest.mark.in_turn(6)
 @every
 def test_it_runs(name: str, spec: str) -> None:
     """Compiled; in bfloat16, whose range is float32's, nothing becomes an infinity or a NaN."""
-    fun, args = program(name).make()
-    want = jax.jit(fun)(*args)
-    got = jax.jit(lambda *args: jc.emulate(fun, spec, key=KEY)(*args))(*args)
-    check_values(got, want, spec)
+    got, want = run(name, spec, compiled=True)
     if spec == "bfloat16" and name not in POISONED:
         for x, y in zip(floats_of(got), floats_of(want), strict=True):
             assert not np.any(np.isfinite(y) & ~np.isfinite(np.asarray(x, np.float64)))
@@ -79,8 +105,7 @@ def test_it_runs(name: str, spec: str) -> None:
 @pytest.mark.parametrize("spec", SPECS)
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_it_runs_as_it_is_called(name: str, spec: str) -> None:
-    fun, args = program(name).make()
-    check_values(jc.emulate(fun, spec, key=KEY)(*args), jax.jit(fun)(*args), spec)
+    run(name, spec, compiled=False)
 
 
 # -- transformations ---------------------------------------------------------------------------------------------------
@@ -117,16 +142,18 @@ def transformed(found: Program, low: Callable[[Any], Any]) -> dict[str, Transfor
     if not args:
         return {}
     pairs, every = [jnp.stack([x, x * 0.75]) for x in args], tuple(range(len(args)))
-    out: dict[str, Transformed] = {"vmap(emulate)": (jax.vmap(low(fun)), pairs)}
-    if not found.alone:
+    out: dict[str, Transformed] = {}
+    if found.batched:
+        out["vmap(emulate)"] = jax.vmap(low(fun)), pairs
+    if found.batched and not found.alone:
         out["emulate(vmap)"] = low(jax.vmap(fun)), pairs
-    if found.smooth:
+    if found.smooth and found.backward:
         out["grad(emulate)"] = jax.grad(loss(low(fun)), every), args
         out["emulate(grad)"] = low(jax.grad(loss(fun), every)), args
     if found.smooth and found.forward:
         out["jvp(emulate)"] = (lambda *x: jax.jvp(low(fun), x, x)), args
         out["emulate(jvp)"] = low(lambda *x: jax.jvp(fun, x, x)), args
-    if found.smooth and found.twice:
+    if found.smooth and found.backward and found.twice:
         out["hessian"] = hessian(low(fun), found.forward), args
         out["emulate(hessian)"] = low(hessian(fun, found.forward)), args
     return out
@@ -140,8 +167,13 @@ def test_it_can_be_transformed(name: str, spec: str) -> None:
     found = program(name)
     for kind, (fun, args) in transformed(found, lambda f: jc.emulate(f, spec, key=KEY)).items():
         plain, _ = transformed(found, lambda f: f)[kind]
-        got, want = jax.eval_shape(fun, *args), jax.eval_shape(plain, *args)
-        assert jax.tree.map(jnp.shape, got) == jax.tree.map(jnp.shape, want), kind
+        want = jax.eval_shape(plain, *args)
+        if refused := REFUSED.get((name, spec)):
+            with pytest.raises(ValueError, match=refused):
+                jax.eval_shape(fun, *args)
+            continue
+        got = jax.eval_shape(fun, *args)
+        assert list(map(jnp.shape, jax.tree.leaves(got))) == list(map(jnp.shape, jax.tree.leaves(want))), kind
 
 
 @pytest.mark.slow

@@ -19,7 +19,6 @@ from jchop._emulate._reports.shards import Axes, at_row, bound, untyped
 from jchop._emulate._step import Step
 from jchop._program.control import as_jax
 from jchop._program.seeds import Seeds
-from jchop._program.source import source_of
 from jchop._settings import compiled
 
 __all__ = ["Node", "Share", "Tape"]
@@ -189,7 +188,7 @@ class Tape(Beside):
         lost = [entry for entry in self.entries if not math.isfinite(found.get(_key(entry), Share()).contribution)]
         if lost:
             step = next(filter(_overflows, self.entries), lost[0]).step
-            name = f"{step.name} ({_place(step)})" if isinstance(step, Step) else step
+            name = f"{step.name} ({step.place})" if isinstance(step, Step) else step
             raise ValueError(
                 f"the result of {name} is not finite although the output is, so the error of the output has no parts; "
                 "take a format with more range or digits there, as rules={...: None} of jchop.emulate"
@@ -214,7 +213,7 @@ class Tape(Beside):
         try:
             pulled = _pulled(equation, low, wide, given)
         except NotImplementedError as error:
-            raise NotImplementedError(f"blame needs the derivative of {step.name} ({_place(step)}): {error}") from error
+            raise NotImplementedError(f"blame needs the derivative of {step.name} ({step.place}): {error}") from error
         for i, cotangent in zip(moved, pulled, strict=True):
             result[i] = cotangent
         return result
@@ -308,7 +307,3 @@ def _difference(low: Any, same: Any) -> np.ndarray:
     alike = (low == same) | (np.isnan(low) & np.isnan(same))
     with np.errstate(invalid="ignore"):
         return np.where(alike, 0, low - same)
-
-
-def _place(step: Step) -> str:
-    return source_of(step.eqn.source_info, "") or step.scope or "no source"
