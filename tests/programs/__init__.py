@@ -2,9 +2,9 @@
 
 from programs.of_jax import JAX
 from programs.of_packages import PACKAGES
-from programs.program import Program, floats_of, named
+from programs.program import Program, equations, floats_of, named
 
-__all__ = ["PROGRAMS", "Program", "floats_of"]
+__all__ = ["PROGRAMS", "Program", "equations", "floats_of"]
 
 #: Every program by its name.
 PROGRAMS: dict[str, Program] = named([*JAX, *PACKAGES])

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import Literal
 
-__all__ = ["Format", "NotCovered", "emulated"]
+__all__ = ["Carrier", "Format", "NotCovered", "emulated"]
 
 
 class NotCovered(Exception):
@@ -39,6 +39,20 @@ class Format:
         largest = (2 - 2.0**-self.fraction) * 2.0**bias
         rounded = np.where(np.abs(rounded) > largest, np.copysign(np.inf, x), rounded)
         return np.where(np.isfinite(x), np.copysign(rounded, x), x)
+
+
+@dataclass(frozen=True)
+class Carrier:
+    """The numbers of a dtype itself: each operation is a program of its own, and nothing is rounded.
+
+    It has no names of primitives that it covers: JAX has them all.
+    """
+
+    dtype: Any
+
+    def round(self, x: Any) -> np.ndarray:
+        """The numbers."""
+        return np.asarray(x)
 
 
 #: Operands rounded, the operation in float64, its results rounded.
@@ -152,7 +166,11 @@ def _wide(value: Any) -> Any:
 
 @dataclass(frozen=True)
 class _Machine:
-    format: Format
+    format: Format | Carrier
+
+    @property
+    def own(self) -> bool:
+        return isinstance(self.format, Carrier)
 
     def rounded(self, x: Any) -> Any:
         return self.format.round(x) if _is_float(x) else np.asarray(x)
@@ -174,18 +192,20 @@ class _Machine:
 
     def equation(self, eqn: Any, args: list[Any]) -> list[Any]:
         name, params = eqn.primitive.name, eqn.params
+        if any(jnp.issubdtype(v.aval.dtype, jax.dtypes.extended) for v in eqn.outvars if hasattr(v.aval, "dtype")):
+            raise NotCovered(name)
         if name in _CALLS:
             return self.run(params.get("jaxpr", params.get("call_jaxpr")), args)
         if name in ("scan", "while", "cond"):
             return getattr(self, f"_{name}")(params, args)
+        if self.own:
+            return self.bound(eqn, args, wide=False)
         if name == "integer_pow":
             return [self.power(args[0], params["y"])]
         if name == "convert_element_type" and jnp.issubdtype(params["new_dtype"], jnp.floating):
             if params["new_dtype"] != np.float32:
                 raise NotCovered(name)
             return [self.rounded(np.asarray(args[0], np.float64))]
-        if any(jnp.issubdtype(v.aval.dtype, jax.dtypes.extended) for v in eqn.outvars):
-            raise NotCovered(name)
         plain = not any(_is_float(v.aval) for v in eqn.outvars if hasattr(v.aval, "dtype"))
         if not plain and name not in _COMPUTED and name not in _MOVED:
             raise NotCovered(name)
@@ -199,7 +219,7 @@ class _Machine:
         """The primitive in float64; in float32, where it computes nothing and values of the format fit."""
         params = {key: _wide(value) if wide else value for key, value in eqn.params.items()}
         dtypes = [_wide(v.aval.dtype) if wide else v.aval.dtype for v in eqn.invars]
-        with jax.enable_x64(wide):
+        with jax.enable_x64(wide or jax.config.read("jax_enable_x64")):
             operands = [jnp.asarray(x, dtype) for x, dtype in zip(args, dtypes, strict=True)]
             out = eqn.primitive.bind(*operands, **eqn.primitive.get_bind_params(params))
             return [np.asarray(x) for x in (out if eqn.primitive.multiple_results else [out])]
@@ -245,10 +265,10 @@ class _Machine:
         return [*carry, *(np.stack(column) for column in zip(*rows, strict=True))]
 
 
-def emulated(fun: Callable[..., Any], fmt: Format, args: Sequence[Any]) -> list[Any]:
+def emulated(fun: Callable[..., Any], fmt: Format | Carrier, args: Sequence[Any]) -> list[Any]:
     """The leaves of ``fun(*args)``, every operation rounded; `NotCovered` for primitives without a line."""
-    leaves = jax.tree.leaves(args)
-    if not all(hasattr(x, "dtype") and x.dtype in (np.float32, np.int32, bool) for x in leaves):
+    leaves, floats = jax.tree.leaves(args), fmt.dtype if isinstance(fmt, Carrier) else np.float32
+    if not all(hasattr(x, "dtype") and x.dtype in (floats, np.int32, bool) for x in leaves):
         raise NotCovered("arguments")
     machine = _Machine(fmt)
     return machine.run(jax.make_jaxpr(fun)(*args), [machine.rounded(x) for x in leaves])

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-__all__ = ["Program", "floats_of", "named", "names", "normal", "positive", "unit"]
+__all__ = ["Program", "equations", "floats_of", "named", "names", "normal", "positive", "unit"]
 
 
 @dataclass(frozen=True)
@@ -77,6 +77,15 @@ def floats_of(tree: Any) -> list[Any]:
         elif jnp.issubdtype(leaf.dtype, jnp.complexfloating):
             found += [jnp.real(leaf), jnp.imag(leaf)]
     return found
+
+
+def equations(jaxpr: Any) -> Iterator[Any]:
+    """The equations of a jaxpr, and of those within it."""
+    for eqn in getattr(jaxpr, "jaxpr", jaxpr).eqns:
+        yield eqn
+        for inner in jax.tree.leaves(list(eqn.params.values()), is_leaf=lambda x: hasattr(x, "eqns")):
+            if hasattr(inner, "eqns"):
+                yield from equations(inner)
 
 
 def names(text: str) -> list[str]:

@@ -12,8 +12,9 @@ import numpy as np
 import pytest
 
 import jchop as jc
-from programs import PROGRAMS, Program, floats_of
-from programs.numpy_interpreter import Format, NotCovered, emulated
+from programs import PROGRAMS, Program, equations, floats_of
+from programs.numpy_interpreter import Carrier, Format, NotCovered, emulated
+from programs.program import names
 
 pytestmark = [pytest.mark.programs, pytest.mark.filterwarnings("ignore")]  # warnings of other packages
 
@@ -199,8 +200,13 @@ def test_second_derivatives_through_loops(order: Callable[..., Any]) -> None:
 # -- values ------------------------------------------------------------------------------------------------------------
 
 
+def bits(x: Any) -> Any:
+    return jax.random.key_data(x) if jnp.issubdtype(jnp.result_type(x), jax.dtypes.prng_key) else x
+
+
 def differing(got: Any, want: Any) -> int:
-    pairs = zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True)
+    """The number of elements that differ."""
+    pairs = zip(map(bits, jax.tree.leaves(got)), map(bits, jax.tree.leaves(want)), strict=True)
     return sum(int(np.sum(~np.isclose(np.asarray(x), np.asarray(y), 0, 0, equal_nan=True))) for x, y in pairs)
 
 
@@ -220,3 +226,61 @@ def test_another_interpreter_gives_the_same_bits(name: str) -> None:
         pytest.skip(f"no line for {why}")
     got = jax.jit(lambda *args: jc.emulate(fun, "bfloat16")(*args))(*args)
     assert differing(got, want) <= INEXACT.get(name, 0)
+
+
+#: Primitives whose last bits in the carrier's own format may be others than those of a program of XLA, and why.
+OTHERWISE = {
+    "div": "XLA multiplies by the inverse of a number that divides an array",
+    **dict.fromkeys(
+        names("""cholesky custom_linear_solve eig eigh geqrf householder_product lu qr svd triangular_solve
+        tridiagonal_solve"""),
+        "an algorithm of jchop",
+    ),
+    **dict.fromkeys(
+        names("conv_general_dilated cumsum dot_general reduce_sum reduce_window_sum scatter-add"),
+        "the order of a sum depends on the operations beside it",
+    ),
+    **dict.fromkeys(
+        names("""acosh asinh atanh bessel_i0e bessel_i1e cbrt cosh digamma erf erf_inv erfc exp expm1 igamma igammac
+        lgamma log log1p logistic polygamma pow regularized_incomplete_beta sinh tan tanh zeta"""),
+        "XLA computes it by several operations, and joins products and sums of them as their neighbours allow",
+    ),
+}
+#: Formats and dtypes that are each other's, and the largest difference of results, relative to the largest of them.
+OWN = {"binary32": (np.float32, 1e-4), "binary64": (np.float64, 1e-12)}
+
+
+def wide(x: Any) -> Any:
+    """An argument in float64 if it is in float32."""
+    return jnp.asarray(x, jnp.float64) if isinstance(x, jax.Array) and x.dtype == np.float32 else x
+
+
+@slow
+@pytest.mark.parametrize("spec", OWN)
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_the_format_of_the_carrier_changes_nothing(name: str, spec: str) -> None:
+    """The bits are those of the compiled function, or of its operations one by one; others have a cause with a name."""
+    dtype, most = OWN[spec]
+    with jax.enable_x64(spec == "binary64"):
+        fun, args = program(name).make()
+        args = jax.tree.map(wide, args) if spec == "binary64" else args
+        try:
+            want = jax.jit(fun)(*args)
+        except TypeError:
+            pytest.skip("it refuses such arguments")
+        inside = list(equations(jax.make_jaxpr(fun)(*args)))
+        avals = [v.aval for eqn in inside for v in eqn.outvars if hasattr(v.aval, "dtype")]
+        if any(jnp.issubdtype(aval.dtype, jnp.floating) and aval.dtype != dtype for aval in avals):
+            pytest.skip("it has a dtype of its own")
+        got = jax.jit(jc.emulate(fun, spec, key=KEY))(*args)
+        if differing(got, want) == 0:
+            return
+        try:
+            if differing(got, emulated(fun, Carrier(dtype), args)) == 0:
+                return
+        except NotCovered:
+            pass
+    assert OTHERWISE.keys() & {eqn.primitive.name for eqn in inside}
+    for x, y in zip(floats_of(got), floats_of(want), strict=True):
+        scale = np.max(np.abs(y), initial=0, where=np.isfinite(y))
+        np.testing.assert_allclose(x, y, rtol=most, atol=most * scale)
