@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -242,6 +243,20 @@ def test_calls_of_python_are_left_alone() -> None:
 def test_errors_name_what_is_wrong(error: type[Exception], message: str, call: Callable[[], Any]) -> None:
     with pytest.raises(error, match=message):
         call()
+
+
+@pytest.mark.parametrize(
+    ("fun", "name"),
+    [
+        (lambda x: x * 3, "mul"),
+        (jnp.sin, "sin"),
+        (lambda x: x.astype(jnp.float32).astype(jnp.bfloat16), "convert_element_type"),
+    ],
+)
+def test_a_dtype_that_cannot_hold_the_format_is_found_at_a_line(fun: Callable[[Any], Any], name: str) -> None:
+    where = re.escape(f"primitive {name!r} ({__file__}:")
+    with pytest.raises(ValueError, match=rf"^{where}\d+\): .*bfloat16.* cast .*float32"):
+        jc.emulate(lambda x: fun(x), "e5m10")(jnp.ones(3, jnp.bfloat16))
 
 
 def test_arguments_that_are_no_arrays_reach_the_function() -> None:
