@@ -7,6 +7,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import ml_dtypes
 import numpy as np
 import pytest
 from jax import lax, random
@@ -101,6 +102,83 @@ def test_ends_that_are_excluded(spec: str, below_one: float, above: float) -> No
         np.testing.assert_array_equal(got, jnp.clip(rounded, least, largest))
     assert set(np.unique(one)) == {1.0}
     assert set(np.unique(none)) == {1.0, above}
+
+
+#: Draws of JAX, the distribution in `scipy.stats` and its arguments, and whether its ends are excluded, so that no draw
+#: is rounded to one of them.
+EXACT: dict[str, tuple[Callable[[jax.Array, tuple[int, ...]], Any], str, tuple[float, ...], bool]] = {
+    "uniform": (random.uniform, "uniform", (), True),
+    "normal": (random.normal, "norm", (), False),
+    "truncated_normal": (lambda key, n: random.truncated_normal(key, -1.0, 1.0, n), "truncnorm", (-1, 1), True),
+    "exponential": (random.exponential, "expon", (), False),
+    "laplace": (random.laplace, "laplace", (), False),
+    "logistic": (random.logistic, "logistic", (), False),
+    "gumbel": (random.gumbel, "gumbel_r", (), False),
+    "cauchy": (random.cauchy, "cauchy", (), False),
+    "rayleigh": (lambda key, n: random.rayleigh(key, 1.5, n), "rayleigh", (0, 1.5), False),
+    "weibull_min": (lambda key, n: random.weibull_min(key, 1.5, 2.0, n), "weibull_min", (2, 0, 1.5), False),
+    "pareto": (lambda key, n: random.pareto(key, 3.0, n), "pareto", (3,), False),
+    "lognormal": (lambda key, n: random.lognormal(key, 0.5, n), "lognorm", (0.5,), False),
+    "wald": (lambda key, n: random.wald(key, 1.0, n), "invgauss", (1,), False),
+    "triangular": (lambda key, n: random.triangular(key, 0.0, 0.5, 1.0, n), "triang", (0.5,), False),
+    "maxwell": (random.maxwell, "maxwell", (), False),
+    "gamma": (lambda key, n: random.gamma(key, 1.5, n), "gamma", (1.5,), False),
+    "beta": (lambda key, n: random.beta(key, 1.5, 3.0, n), "beta", (1.5, 3), False),
+    "t": (lambda key, n: random.t(key, 3.0, n), "t", (3,), False),
+}
+DTYPES = {
+    "bfloat16": ml_dtypes.bfloat16,
+    "binary16": np.float16,
+    "float8_e4m3": ml_dtypes.float8_e4m3,
+    "float8_e5m2": ml_dtypes.float8_e5m2,
+    "float8_e3m4": ml_dtypes.float8_e3m4,
+}
+
+
+def exact_distribution(law: Any, excluded: bool, dtype: Any) -> tuple[np.ndarray, np.ndarray]:
+    """The values of a format, its infinities too, and the probability that a number of a law is rounded to each."""
+    bits = np.dtype(f"uint{8 * np.dtype(dtype).itemsize}")
+    with np.errstate(all="ignore"):
+        codes = np.arange(2 ** (8 * bits.itemsize)).astype(bits).view(dtype).astype(np.float64)
+    values = np.unique(codes[np.isfinite(codes)])
+    overflow = values[-1] + (values[-1] - values[-2]) / 2
+    bounds = np.concatenate([[-overflow], (values[1:] + values[:-1]) / 2, [overflow]])
+    values = np.concatenate([[-np.inf], values, [np.inf]])
+    with np.errstate(all="ignore"):
+        chance = np.diff(np.concatenate([[0], law.cdf(bounds), [1]]))
+    if excluded:
+        low, high = (np.searchsorted(values, end) for end in law.support())
+        inside = np.clip(np.arange(len(values)), low if law.support()[0] == 0 else low + 1, high - 1)
+        chance = np.bincount(inside, chance, len(values))
+    return values, chance
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("spec", DTYPES)
+def test_moments_and_ends_of_the_exact_distributions(spec: str) -> None:
+    """Moments of x / (1 + |x|), as some laws have none of x, and both ends, within four standard deviations."""
+    from scipy import stats  # which takes a second
+
+    number = 100_000
+    fun = lambda key: {name: draw(key, (number,)) for name, (draw, *_) in EXACT.items()}  # noqa: E731
+    for name, draws in jax.jit(jc.emulate(fun, spec))(KEY).items():
+        _, law, parameters, excluded = EXACT[name]
+        values, chance = exact_distribution(getattr(stats, law)(*parameters), excluded, DTYPES[spec])
+        place = np.searchsorted(values, np.asarray(draws, np.float64))
+        np.testing.assert_array_equal(values[place], draws)
+        squashed = np.where(
+            np.isinf(values), np.sign(values), np.nan_to_num(values) / (1 + np.abs(np.nan_to_num(values)))
+        )
+        for power in (1, 2):
+            numbers = squashed**power
+            mean = numbers @ chance
+            deviation = ((numbers - mean) ** 2 @ chance / number) ** 0.5
+            assert abs(numbers[place].mean() - mean) < 4 * deviation, (name, power)
+        for tail, reached in ((np.cumsum(chance), np.less_equal), (np.cumsum(chance[::-1])[::-1], np.greater_equal)):
+            ends = np.flatnonzero(tail * number >= 25)
+            end = ends[0] if reached is np.less_equal else ends[-1]
+            count, p = np.sum(reached(place, end)), min(tail[end], 1.0)
+            assert abs(count - number * p) <= 4 * (number * p * (1 - p)) ** 0.5, (name, values[end])
 
 
 @pytest.mark.smoke
