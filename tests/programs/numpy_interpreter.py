@@ -243,11 +243,12 @@ class _Machine:
         first, fixed, carry = args[:test], args[test : test + body], args[test + body :]
         while True:
             go_on = np.asarray(self.run(params["cond_jaxpr"], [*first, *carry])[0])
-            if go_on.ndim:
-                raise NotCovered("a batch of loops")
-            if not go_on:
+            if not go_on.any():
                 return carry
-            carry = self.run(params["body_jaxpr"], [*fixed, *carry])
+            new = self.run(params["body_jaxpr"], [*fixed, *carry])
+            # In a batch of loops those that have ended keep their values.
+            lanes = [go_on.reshape(go_on.shape + (1,) * (np.ndim(x) - go_on.ndim)) for x in new]
+            carry = [np.where(lane, x, y) for lane, x, y in zip(lanes, new, carry, strict=True)]
 
     def _scan(self, params: Any, args: list[Any]) -> list[Any]:
         if "num_carry" in params:
@@ -267,7 +268,8 @@ class _Machine:
 
 def emulated(fun: Callable[..., Any], fmt: Format | Carrier, args: Sequence[Any]) -> list[Any]:
     """The leaves of ``fun(*args)``, every operation rounded; `NotCovered` for primitives without a line."""
-    leaves, floats = jax.tree.leaves(args), fmt.dtype if isinstance(fmt, Carrier) else np.float32
+    floats = fmt.dtype if isinstance(fmt, Carrier) else np.float32
+    leaves = [np.asarray(x, floats) if isinstance(x, float) else x for x in jax.tree.leaves(args)]
     if not all(hasattr(x, "dtype") and x.dtype in (floats, np.int32, bool) for x in leaves):
         raise NotCovered("arguments")
     machine = _Machine(fmt)

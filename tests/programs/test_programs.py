@@ -232,8 +232,8 @@ def test_another_interpreter_gives_the_same_bits(name: str) -> None:
 OTHERWISE = {
     "div": "XLA multiplies by the inverse of a number that divides an array",
     **dict.fromkeys(
-        names("""cholesky custom_linear_solve eig eigh geqrf householder_product lu qr svd triangular_solve
-        tridiagonal_solve"""),
+        names("""cholesky custom_linear_solve eig eigh fft geqrf householder_product linear_solve lu qr svd
+        triangular_solve tridiagonal_solve"""),
         "an algorithm of jchop",
     ),
     **dict.fromkeys(
@@ -266,8 +266,8 @@ def test_the_format_of_the_carrier_changes_nothing(name: str, spec: str) -> None
         args = jax.tree.map(wide, args) if spec == "binary64" else args
         try:
             want = jax.jit(fun)(*args)
-        except TypeError:
-            pytest.skip("it refuses such arguments")
+        except (TypeError, ValueError):
+            pytest.skip("JAX refuses its arguments in float64")
         inside = list(equations(jax.make_jaxpr(fun)(*args)))
         avals = [v.aval for eqn in inside for v in eqn.outvars if hasattr(v.aval, "dtype")]
         if any(jnp.issubdtype(aval.dtype, jnp.floating) and aval.dtype != dtype for aval in avals):

@@ -157,7 +157,8 @@ def qr(a: Any, spec: SpecLike, key: Array | None = None) -> Any:
     """The factors of a = q r by Householder reflections, with q formed (Higham, sections 19.1 to 19.3; LAPACK's signs).
 
     With x the part of a column on and below the diagonal: beta = -sign(x_0) ‖x‖, tau = (beta - x_0) / beta, v = x /
-    (x_0 - beta) except v_0 = 1, and I - tau v vᵀ is applied to the columns to the right.
+    (x_0 - beta) except v_0 = 1, and I - tau v vᵀ is applied to the columns to the right. A column that is zero below
+    the diagonal, such as the last one of a square matrix, is left as it is, with its sign (tau = 0).
 
     Args:
         a: float16, bfloat16, float32 or float64, shape (..., m, n) with m >= n. Rounded to `spec` first.
@@ -175,7 +176,7 @@ def qr(a: Any, spec: SpecLike, key: Array | None = None) -> Any:
         >>> import jchop as jc
         >>> q, r = jc.math.linalg.qr([[3.0, 1.0], [4.0, 2.0]], "bfloat16")
         >>> r.tolist()
-        [[-5.0, -2.203125], [0.0, -0.3984375]]
+        [[-5.0, -2.203125], [0.0, 0.3984375]]
     """
     a = as_array("a", a)
     if a.ndim < 2 or a.shape[-2] < a.shape[-1]:
