@@ -97,15 +97,15 @@ def factor_orthogonal(steps: Steps, a: Array) -> tuple[Array, Array]:
         now = steps.at(k)
         x = jnp.where(places >= k, a[:, k], 0)
         first = a[k, k]
-        nothing = ~jnp.any((x != 0) & (places > k))  # so in the last column of a square matrix
         beta = -jnp.copysign(now.norm(x), first)
+        below = jnp.any((x != 0) & (places > k))  # none in the last column of a square matrix
+        nothing = (beta == 0) | ~below
         tau = jnp.where(nothing, 0, now.div(now.sub(beta, first), beta))
         v = jnp.where(places > k, now.div(x, now.sub(first, beta)), (places == k).astype(a.dtype))
         v = jnp.where(nothing & (places != k), 0, v)
         r = _reflected(now, a, v, tau)
-        column = jnp.where(places == k, beta, jnp.where(places > k, 0, a[:, k]))
-        r = jnp.where(jnp.arange(n)[None, :] > k, r, a).at[:, k].set(column)
-        r = jnp.where(nothing, a, r)
+        column = jnp.where(places == k, jnp.where(nothing, first, beta), jnp.where(places > k, 0, a[:, k]))
+        r = jnp.where((jnp.arange(n)[None, :] > k) & ~nothing, r, a).at[:, k].set(column)
         return r, vs.at[k].set(v), taus.at[k].set(tau)
 
     start = (a, jnp.zeros((n, m), a.dtype), jnp.zeros(n, a.dtype))

@@ -498,6 +498,8 @@ def test_a_zero_column_and_a_zero_right_side() -> None:
     a = np.array([[1.0, 0.0], [0.0, 0.0]])
     q, r = linalg.qr(a, "bfloat16")
     np.testing.assert_array_equal(q @ r, a)
+    q, r = linalg.qr(np.array([[2.0**-6, 3.0], [2.0**-6, 1.0]]), "e4m3")  # its squares are 0: no reflection
+    np.testing.assert_array_equal((q, r), ([[1, 0], [0, 1]], [[2**-6, 3], [0, 1]]))
     x, norms = linalg.gmres(np.eye(2), np.zeros(2), "bfloat16", tol=0, restart=2, maxiter=1)
     assert not x.any() and not norms.any()
     x, _ = linalg.gmres(
