@@ -138,14 +138,13 @@ DTYPES = {
 def exact_distribution(law: Any, excluded: bool, dtype: Any) -> tuple[np.ndarray, np.ndarray]:
     """The values of a format, its infinities too, and the probability that a number of a law is rounded to each."""
     bits = np.dtype(f"uint{8 * np.dtype(dtype).itemsize}")
-    with np.errstate(all="ignore"):
+    with np.errstate(all="ignore"):  # NaN among the codes, and infinities within a distribution function
         codes = np.arange(2 ** (8 * bits.itemsize)).astype(bits).view(dtype).astype(np.float64)
-    values = np.unique(codes[np.isfinite(codes)])
-    overflow = values[-1] + (values[-1] - values[-2]) / 2
-    bounds = np.concatenate([[-overflow], (values[1:] + values[:-1]) / 2, [overflow]])
+        values = np.unique(codes[np.isfinite(codes)])
+        overflow = values[-1] + (values[-1] - values[-2]) / 2
+        below = law.cdf(np.concatenate([[-overflow], (values[1:] + values[:-1]) / 2, [overflow]]))
     values = np.concatenate([[-np.inf], values, [np.inf]])
-    with np.errstate(all="ignore"):
-        chance = np.diff(np.concatenate([[0], law.cdf(bounds), [1]]))
+    chance = np.diff(np.concatenate([[0], below, [1]]))
     if excluded:
         low, high = (np.searchsorted(values, end) for end in law.support())
         inside = np.clip(np.arange(len(values)), low if law.support()[0] == 0 else low + 1, high - 1)

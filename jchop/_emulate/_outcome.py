@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -56,13 +58,14 @@ def _accumulating(step: Step) -> Step:
     if how is None:
         return step
     carrier = operation_carrier(step.eqn.outvars[0].aval.dtype)
-    if how.order.aligned and step.name in _SUMS:
-        require_aligned(how, carrier)
-    else:
-        for name in ("product", "accumulate"):
-            require_operation(getattr(how, name), carrier, f"accumulate: {name}")
-    if how.operands is not None:
-        require_carrier(as_spec(how.operands, "operands"), carrier)
+    with _errors_at(step):
+        if how.order.aligned and step.name in _SUMS:
+            require_aligned(how, carrier)
+        else:
+            for name in ("product", "accumulate"):
+                require_operation(getattr(how, name), carrier, f"accumulate: {name}")
+        if how.operands is not None:
+            require_carrier(as_spec(how.operands, "operands"), carrier)
     return replace(step, out=_results(step, spec or how.accumulate))
 
 
@@ -200,10 +203,17 @@ def _check(step: Step, spec: Spec | None, aval: Any, exact: bool) -> None:
     if spec is None or not is_number(aval):
         return
     dtype = _PART.get(aval.dtype.name, aval.dtype)
-    try:
+    with _errors_at(step):
         if exact:
             check_operation(spec, dtype)
         else:
             require_carrier(spec, CARRIERS[dtype.name])
+
+
+@contextmanager
+def _errors_at(step: Step) -> Iterator[None]:
+    """Errors say the primitive and its line."""
+    try:
+        yield
     except ValueError as error:
         raise ValueError(f"primitive {step.name!r} ({step.place}): {error}") from error

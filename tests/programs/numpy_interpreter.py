@@ -43,10 +43,7 @@ class Format:
 
 @dataclass(frozen=True)
 class Carrier:
-    """The numbers of a dtype itself: each operation is a program of its own, and nothing is rounded.
-
-    It has no names of primitives that it covers: JAX has them all.
-    """
+    """The numbers of a dtype itself: nothing is rounded, and JAX computes each primitive as a program of its own."""
 
     dtype: Any
 
