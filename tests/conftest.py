@@ -43,6 +43,7 @@ import numpy as np  # noqa: E402
 import oracle  # noqa: E402
 import pytest  # noqa: E402
 from jax._src import compiler  # noqa: E402
+from jax._src.interpreters import mlir  # noqa: E402
 
 #: `JAX_PLATFORMS=cuda,cpu pytest ...` runs tests on a GPU; products that they compare with are of float32, not of tf32.
 ON_GPU = "cuda" in os.environ["JAX_PLATFORMS"]
@@ -88,7 +89,6 @@ def _compiled_code_dropped(_tests_of_module: Iterator[int]) -> Iterator[None]:
 _AS_USERS = (
     "_core/arithmetic/",
     "_core/elementary/",
-    "_core/scaled_float32/",
     "_core/test_xla_cpu.py",
     "_kernels/test_compile.py",
     "_kernels/test_partitioned.py",
@@ -123,6 +123,10 @@ def _without_fusion_emitters(options_of: Callable[..., Any]) -> Callable[..., An
         return options_of(*args, env_options_overrides=few | (env_options_overrides or {}), **more)
 
     return options
+
+
+#: JAX makes an MLIR context for each program and loads all dialects into it, which takes longer than most lowerings.
+mlir.make_ir_context = functools.cache(mlir.make_ir_context)
 
 
 if EMITTERS_CAN_BE_LEFT:

@@ -47,6 +47,7 @@ def lines_of_training(rule: jc.nn.Rule | None) -> int:
 INT8 = jc.nn.Rule(weight="int8(group=all)", activation="int8(group=all)", gradient="int8(group=all)")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("rule", "most"), [(INT8, 3_300), (jc.nn.recipe("nvfp4"), 7_200)], ids=["int8", "nvfp4"])
 @pytest.mark.in_turn(2)
 def test_a_training_step(rule: jc.nn.Rule, most: int) -> None:

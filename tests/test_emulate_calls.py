@@ -200,6 +200,7 @@ def test_nothing_is_held(monkeypatch: pytest.MonkeyPatch) -> None:
     assert fun() is None
 
 
+@pytest.mark.slow
 def test_copies_and_threads() -> None:
     low = jc.emulate(jnp.sin, "e5m2")
     want = low(X).tolist()

@@ -272,13 +272,14 @@ def test_effects_and_their_order_stay() -> None:
 # -- their numbers -----------------------------------------------------------------------------------------------------
 
 SPECS = ["bfloat16", "e4m3:saturate", "e5m10:stochastic", "bfloat16:stochastic"]
+LAYERS = (layers, (X, WEIGHTS[:6]), [6])  # enough for a loop; compiling them one by one takes seconds
 
 
-@pytest.mark.in_turn(16)
+@pytest.mark.in_turn(26)
 @pytest.mark.parametrize("spec", SPECS)
 @pytest.mark.parametrize("name", ["layers", *FOUND])
 def test_the_same_numbers_as_one_by_one(name: str, spec: str) -> None:
-    fun, args, _ = FOUND.get(name, (layers, (X, WEIGHTS), []))
+    fun, args, _ = FOUND.get(name, LAYERS)
     low = jc.emulate(fun, spec, key=KEY)
     assert_same(jax.jit(low)(*args), low(*args))
 
@@ -293,7 +294,7 @@ ACCUMULATIONS = [
 @pytest.mark.parametrize("how", ACCUMULATIONS, ids=["sequential", "pairwise"])
 def test_sums_that_draw(how: jc.MatmulSpec) -> None:
     low = jc.emulate(layers, "bfloat16:stochastic", accumulate=how, key=KEY)
-    assert_same(jax.jit(low)(X, WEIGHTS), low(X, WEIGHTS))
+    assert_same(jax.jit(low)(X, WEIGHTS[:6]), low(X, WEIGHTS[:6]))
 
 
 def test_against_exact_rationals() -> None:
@@ -347,7 +348,7 @@ def test_chains_of_a_loop_draw_their_own_words(monkeypatch: pytest.MonkeyPatch) 
 @pytest.mark.parametrize("name", ["layers", "all results", "mirrored", "inner programs", "two back"])
 def test_derivatives(name: str, spec: str, unrolled: Callable[..., Any]) -> None:
     """Within the roundings of float32: the straight-through derivative is computed in the carrier."""
-    fun, args, _ = FOUND.get(name, (layers, (X, WEIGHTS), []))
+    fun, args, _ = FOUND.get(name, LAYERS)
 
     def loss(*args: Any) -> Any:
         return sum(jnp.sum(leaf) for leaf in jax.tree.leaves(jc.emulate(fun, spec, key=KEY)(*args)))
@@ -403,6 +404,7 @@ def test_explicit_sharding(spec: str) -> None:
     assert any(eqn.primitive.name == "scan" for eqn in traced.jaxpr.eqns)
 
 
+@pytest.mark.slow
 def test_a_limit_of_turns_keeps_each_line() -> None:
     """With `max_turns` a warning names the line of the loop that was ended, so each has its own place."""
 
@@ -481,7 +483,7 @@ def _source(draw: random.Random, j: int, size: int, back: int) -> tuple[str, int
     return kind, draw.randrange(j if kind == "own" else size), draw.randint(1, back)
 
 
-SEEDS = [pytest.param(seed, marks=[] if seed < 2 else [pytest.mark.slow]) for seed in range(32)]
+SEEDS = [pytest.param(seed, marks=[] if seed == 1 else [pytest.mark.slow]) for seed in range(32)]
 
 
 @pytest.mark.parametrize("seed", SEEDS)

@@ -38,6 +38,7 @@ FLOATS = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.in_turn(5)
 @pytest.mark.parametrize(("text", "carrier", "coded", "fraction"), FLOATS)
 def test_codes_of_floats(text: str, carrier: type, coded: type, fraction: int) -> None:

@@ -128,6 +128,11 @@ def tree_of(module: str) -> ast.Module:
 
 
 @functools.cache
+def nodes_of(module: str) -> list[ast.AST]:
+    return list(ast.walk(tree_of(module)))
+
+
+@functools.cache
 def imported_names(module: str) -> list[tuple[int, str]]:
     """(line, absolute dotted name) of every import in a file, the names of `from` imports included."""
     return list(_imported_names(module))
@@ -141,7 +146,7 @@ def called(node: ast.Call) -> str:
 
 
 def _imported_names(module: str) -> Iterator[tuple[int, str]]:
-    for node in ast.walk(tree_of(module)):
+    for node in nodes_of(module):
         if isinstance(node, ast.Import):
             yield from ((node.lineno, alias.name) for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
@@ -174,12 +179,11 @@ def arrows(module: str) -> Iterator[tuple[int, str]]:
             yield line, target
 
 
+@functools.cache
 def annotation_lines(module: str) -> set[int]:
     """The lines under `if TYPE_CHECKING:`, which never run."""
     tests = {"TYPE_CHECKING", "typing.TYPE_CHECKING"}
-    blocks = [
-        node for node in ast.walk(tree_of(module)) if isinstance(node, ast.If) and ast.unparse(node.test) in tests
-    ]
+    blocks = [node for node in nodes_of(module) if isinstance(node, ast.If) and ast.unparse(node.test) in tests]
     return {line for node in blocks for line in range(node.lineno, (node.body[-1].end_lineno or 0) + 1)}
 
 
@@ -285,7 +289,7 @@ MODES_IN = {"rounding", "_core.rounding.modes", "_core.scaled_float32.integers"}
 def test_rounding_modes_are_told_apart_in_one_table() -> None:
     """Elsewhere a file may ask for a mode or two that it treats apart, but not list them all."""
     named = {
-        module: {node.attr for node in ast.walk(tree_of(module)) if is_mode(node)} - {"NEAREST_EVEN"}
+        module: {node.attr for node in nodes_of(module) if is_mode(node)} - {"NEAREST_EVEN"}
         for module in FILES
         if place_of(module) in ("_core", "_kernels", "rounding", "formats", "_linalg", "math", "storage", "_emulate")
     }
@@ -352,7 +356,7 @@ def test_one_file_asks_for_devices() -> None:
     faults = [
         f"{where(module, node.lineno)}: {ast.unparse(node)}"
         for module in others
-        for node in ast.walk(tree_of(module))
+        for node in nodes_of(module)
         if isinstance(node, ast.Attribute)
         and node.attr in DEVICE_NAMES
         and not (isinstance(node.value, ast.Name) and node.value.id in {"self", "sys"})

@@ -39,7 +39,9 @@ FACTS = {
 
 
 @pytest.mark.in_turn(3)
-@pytest.mark.parametrize("name", FACTS)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.slow if name.endswith("16") else ()) for name in FACTS]
+)
 def test_format_facts(name):
     fmt = {**cases.NAMED, **cases.P3109}[name]
     largest, normal, subnormal, inf, nan, negative_zero, count = FACTS[name]

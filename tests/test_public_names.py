@@ -133,6 +133,7 @@ def test_the_reference_page_has_no_stale_names() -> None:
             assert hasattr(importlib.import_module(module), name), f"docs/api.md names {module}.{name}"
 
 
+@pytest.mark.slow
 def test_modules_are_loaded_when_they_are_asked_for() -> None:
     names = ("formats", "math", "plot", "storage", "study")
     code = "import sys, jchop; print('jchop.plot' in sys.modules, 'plot' in dir(jchop), "

@@ -171,6 +171,7 @@ def run_fuzz(count: int, folder: Path, capsys: pytest.CaptureFixture[str], start
     return good
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(os.name != "posix", reason="needs SIGALRM")
 def test_mutated_files(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert 0 < run_fuzz(90, tmp_path, capsys) < 60

@@ -96,6 +96,7 @@ def assert_same_bits(fun, by: str, menu: list[str], mixes: int) -> None:
             np.testing.assert_array_equal(np.signbit(one) & ~np.isnan(one), np.signbit(two) & ~np.isnan(two))
 
 
+@pytest.mark.slow
 def test_formats_as_arguments_give_the_bits_of_emulate() -> None:
     assert_same_bits(straight, "equation", ["bfloat16", "e4m3"], 3)
 

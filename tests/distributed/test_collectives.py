@@ -98,6 +98,7 @@ def test_accumulators_in_rank_order(rng: np.random.Generator) -> None:
     same(found, np.stack([replay.psum(list(x), None, from_zero)] * 4))
 
 
+@pytest.mark.slow
 def test_the_other_collectives(rng: np.random.Generator) -> None:
     x = rng.standard_normal((4, 4, 16)).astype(np.float32)
     perm = [(0, 1), (1, 3), (3, 0)]

@@ -40,6 +40,8 @@ SHAPES = {
     "p3109 narrow": jc.p3109(10, 10, False),
 }
 
+LARGE = pytest.mark.slow  #: formats of more codes than 4,096
+
 
 def codes_of(fmt: jc.formats.ElementFormat) -> np.ndarray:
     """Every code that the format uses, NaN left out."""
@@ -65,7 +67,10 @@ def test_values_and_codes(fmt):
 
 
 @pytest.mark.in_turn(15)
-@pytest.mark.parametrize("name", [name for name, fmt in CATALOGUE.items() if fmt.bits <= 16])
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(name, marks=LARGE if f.bits > 12 else ()) for name, f in CATALOGUE.items() if f.bits <= 16],
+)
 def test_named_formats_are_closed(name):
     fmt = CATALOGUE[name]
     codes = codes_of(fmt)
@@ -75,7 +80,9 @@ def test_named_formats_are_closed(name):
     np.testing.assert_array_equal(fmt.decode(fmt.encode(values)), values)
 
 
-@pytest.mark.parametrize("fmt", SHAPES.values(), ids=SHAPES)
+@pytest.mark.parametrize(
+    "fmt", [pytest.param(fmt, marks=LARGE if fmt.bits > 12 else ()) for fmt in SHAPES.values()], ids=SHAPES
+)
 def test_facts_are_those_of_the_values(fmt):
     positive = [Fraction(value) for value in fmt.values() if value > 0]
     one = Fraction(2) ** fmt.emax

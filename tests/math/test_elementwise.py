@@ -321,13 +321,13 @@ def test_the_table_is_whole() -> None:
 
 
 #: The functions of one part are compiled together, so the default run takes those of the first part.
-PARTS = 18
+PARTS = 36
 IN_PARTS = [pytest.param(name, marks=pytest.mark.slow if i % PARTS else ()) for i, name in enumerate(NAMES)]
 
 
 @cache
 def transformed(part: int) -> dict[str, tuple[Any, Any, Any, Any]]:
-    """Of every eighteenth function in one program: itself, itself under vmap, jvp and vjp."""
+    """Of every 36th function in one program: itself, itself under vmap, jvp and vjp."""
 
     def of(name: str, key: jax.Array) -> tuple[Any, Any, Any, Any]:
         function, given = getattr(jc.math, name), example(name)
@@ -360,6 +360,7 @@ FLAT = {"floor", "ceil", "round", "trunc", "sign", "imag", "angle", "floor_divid
         "bitwise_xor"}  # fmt: skip
 
 
+@pytest.mark.in_turn(12)
 @pytest.mark.parametrize("name", IN_PARTS)
 def test_derivatives_are_those_of_the_function_at_the_rounded_operands(name: str) -> None:
     """Against differences in float64: the derivatives of the operands are added up, in both modes."""

@@ -367,6 +367,7 @@ def solved(a: Any, b: Any, name: str, text: str = "e5m7", key: Any = None) -> An
 SOLVERS = ["solve_triangular", "lu_solve", "cg", "gmres", "refine"]
 
 
+@pytest.mark.slow
 @pytest.mark.in_turn(8)
 @pytest.mark.parametrize("name", SOLVERS)
 def test_columns_and_batches_are_systems_of_their_own(name: str) -> None:

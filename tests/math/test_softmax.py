@@ -123,6 +123,7 @@ def test_sums_of_nothing_and_what_is_refused() -> None:
         jc.math.softmax(x, MatmulSpec(product="e5m2"))
 
 
+@pytest.mark.slow
 def test_draws_are_those_of_the_split_key() -> None:
     """As documented, with the differences, the exponentials, the sums and the quotients by themselves."""
     x, text = some(2, 4), "e5m4:stochastic"

@@ -69,7 +69,7 @@ CASES: list[dict[str, Any]] = [
 ]
 
 
-@pytest.mark.in_turn(15)
+@pytest.mark.in_turn(36)
 @pytest.mark.parametrize(
     ("kind", "spec", "case"),
     [(k, s, c) for k in KINDS for s in SPECS for c in CASES if k != "rolling" or "is_causal" not in c],

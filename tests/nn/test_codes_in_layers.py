@@ -53,6 +53,7 @@ def test_layers_train_and_serve_the_same_numbers(name: str, rule: str) -> None:
         np.testing.assert_array_equal(run(served, X), y)
 
 
+@pytest.mark.in_turn(2)
 @pytest.mark.parametrize("weight", ["int8(group=4)", "int4(group=all)"])
 def test_a_square_layer_trains_and_serves_the_same_numbers(weight: str) -> None:
     """Its matrix and the transpose have one shape."""

@@ -117,6 +117,7 @@ def test_merge_split_and_files(low: Any, packed: Any, tmp_path: Path) -> None:
     np.testing.assert_array_equal(jc.nn.load_lora(tmp_path, twin)["up"].lora_a[...], adapters["up"]["lora_a"])
 
 
+@pytest.mark.slow
 def test_all_merged_is_a_plain_module(low: Any, plain: Any, packed: Any) -> None:
     adapted, variables = add_lora(low, plain, LoraRule("up", rank=2), X, key=KEY)
     assert merge_lora(adapted, variables, X)[0] is low  # a weight that is not packed is still rounded in each call

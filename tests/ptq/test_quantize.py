@@ -78,6 +78,7 @@ def test_sign_round_gains_on_fresh_data(text: str) -> None:
     assert row.method == "sign_round" and row.after > row.before + 1.65 and row.damping == 0
 
 
+@pytest.mark.slow
 def test_the_result_is_what_pack_gives_but_for_codes() -> None:
     params, x, _ = outliers()
     rule = jc.Rule(weight="int4(group=32)")

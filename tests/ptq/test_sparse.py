@@ -69,6 +69,7 @@ def grouped_order(gram: np.ndarray, m: int) -> np.ndarray:
     return np.concatenate(sorted(groups.tolist(), key=lambda group: -max(gram[i, i] for i in group)))
 
 
+@pytest.mark.slow
 @pytest.mark.in_turn(9)
 @pytest.mark.parametrize("order", ["activation", "plain"])
 @pytest.mark.parametrize(("n", "m", "weight"), [(2, 4, "binary64"), (1, 8, "binary64"), (2, 4, "int4")])

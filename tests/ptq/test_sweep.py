@@ -80,6 +80,7 @@ def test_independent_inputs_are_rounded_to_nearest(text: str) -> None:
         np.testing.assert_array_equal(a, b)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("text", FORMATS)
 @pytest.mark.in_turn(16)
 def test_every_format_gains(text: str) -> None:

@@ -195,6 +195,7 @@ def test_transformations() -> None:
     np.testing.assert_array_equal(jc.dequantize(q, add_to=jnp.ones_like(wanted[0])), 1 + wanted[0])
 
 
+@pytest.mark.slow
 def test_files_and_what_is_shown(tmp_path: pathlib.Path) -> None:
     tree = {"w": jc.quantize(jnp.asarray(X), FORMATS[0]), "u": jc.quantize(X, FORMATS[6]), "b": jnp.ones(3)}
     jc.save_safetensors(tmp_path / "m.safetensors", tree)

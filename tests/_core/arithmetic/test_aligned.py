@@ -440,6 +440,7 @@ def test_sums_beyond_the_range_are_infinite_or_saturate() -> None:
     assert jc.math.matmul(-a, b, kept)[0, 0] == -np.finfo(F32).max
 
 
+@pytest.mark.slow
 def test_a_stochastic_accumulator_is_right_on_average() -> None:
     a, b = np.ones((4096, 2), F32), np.array([[1], [2.0**-12]], F32)
     spec = MatmulSpec("binary16", accumulate="e8m10:stochastic", order="aligned(2, 25)")

@@ -297,6 +297,7 @@ def fast_cases(mode: str, carrier: str, n: int, rng: np.random.Generator) -> Ite
         yield operation, operands, ranges, jc.Spec(result, rounding=mode)
 
 
+@pytest.mark.slow
 @pytest.mark.in_turn(12)
 @pytest.mark.parametrize("mode", ROUNDINGS_OF_FAST)
 def test_known_ranges(mode: str, rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -65,6 +65,7 @@ def words(name: str, spec: jc.Spec, args: list[np.ndarray], rng: np.random.Gener
     return np.where(np.arange(COUNT) % 2, drawn, np.clip(least, 0, (1 << 32) - 1).astype(np.uint32))
 
 
+@pytest.mark.in_turn(4)
 @pytest.mark.parametrize("name", ["div", "sqrt"])
 @pytest.mark.parametrize("text", SPECS)
 def test_the_bits_are_those_of_integers(text: str, name: str, rng: np.random.Generator) -> None:

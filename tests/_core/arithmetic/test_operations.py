@@ -85,7 +85,7 @@ EACH = [
 ]
 
 
-@pytest.mark.in_turn(2)
+@pytest.mark.in_turn(4)
 @pytest.mark.parametrize(("name", "text"), EACH)
 def test_operations_of_values_of_the_format(name: str, text: str, rng: np.random.Generator) -> None:
     """The ranges that are taken for granted are those of the format, so the cheap ways are what is tested here."""

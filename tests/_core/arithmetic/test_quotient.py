@@ -39,6 +39,7 @@ def value(bits: int, name: str) -> Fraction:
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.in_turn(2)
 @pytest.mark.parametrize("name", ["float32", "float64"])
 def test_quotients_are_exact(name: str, rng: np.random.Generator) -> None:

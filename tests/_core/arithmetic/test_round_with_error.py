@@ -70,6 +70,7 @@ FORMATS = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.in_turn(8)
 @pytest.mark.parametrize(("text", "fmt", "kind", "wide"), FORMATS)
 def test_at_the_words_that_decide(

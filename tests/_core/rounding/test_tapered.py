@@ -149,6 +149,7 @@ def test_codes_of_32_bits() -> None:
             np.testing.assert_array_equal(jc.round_to_format(np.asarray(values), fmt), np.asarray(values))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", ["nearest_even", "toward_zero", "up", "odd"])
 @pytest.mark.in_turn(5)
 def test_operations_are_rounded_once(mode: str) -> None:

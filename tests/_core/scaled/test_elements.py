@@ -273,6 +273,7 @@ def test_scales_are_read_back():
         np.testing.assert_array_equal(bits[~nan], cases.bits(expected[~nan].astype(np.float32)).astype(np.int32))
 
 
+@pytest.mark.slow
 @pytest.mark.in_turn(2)
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
 def test_elements_times_powers_of_two_below_the_normal_range(dtype):

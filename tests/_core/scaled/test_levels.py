@@ -44,6 +44,7 @@ def rows() -> np.ndarray:
     return x.astype(np.float32)
 
 
+@pytest.mark.slow
 def test_every_number_and_every_code() -> None:
     x = rows()
     q = jc.quantize(x, "hif4:nearest_away")

@@ -345,6 +345,7 @@ def test_many_levels() -> None:
     check_many_levels(element_of(jc.dynamic8), "nearest_even", 1600)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["dynamic8", pytest.param("udynamic8", marks=pytest.mark.slow)])
 def test_many_levels_beside_rationals(name: str) -> None:
     """Not beside the exact way of this package but beside an oracle that knows nothing of it."""

@@ -50,7 +50,7 @@ LEFT = [
 ]
 
 
-@pytest.mark.in_turn(28)
+@pytest.mark.in_turn(56)
 @pytest.mark.parametrize("text", [*INTEGERS, *FORMATS[:4]])
 @pytest.mark.parametrize("left", LEFT)
 @pytest.mark.parametrize("axis", [0, 1])
