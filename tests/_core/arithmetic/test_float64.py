@@ -110,6 +110,7 @@ def test_operands_may_have_more_bits_than_the_format() -> None:
     assert float64.computes("sqrt", spec, (whole,))
 
 
+@pytest.mark.in_turn(3)
 @pytest.mark.parametrize("text", ["binary32", "bfloat16", "e4m3"])
 @pytest.mark.parametrize("divisor", ["127", "123", "255/2", "6", "448", "3/4"])
 def test_quotients_by_a_constant_are_rounded_once(divisor: str, text: str, rng: np.random.Generator) -> None:

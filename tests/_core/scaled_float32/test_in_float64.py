@@ -46,17 +46,14 @@ def bits(x: jax.Array) -> np.ndarray:
     return np.asarray(x).view(f"u{x.dtype.itemsize}")
 
 
-#: With these cases each line of the two ways runs.
+#: By default; the others are slow.
 SOME = {
     ("int8(channel=0)", ":odd", "bfloat16"),
     ("int4(group=16,scale=bfloat16)", ":stochastic", "float32"),
     ("int8(group=32,scale=e8m0)", ":up", "bfloat16"),
     ("int4(group=32,zero_point=integer)", ":nearest_away", "float32"),
-    ("mxfp8_e4m3", ":stochastic_b", "bfloat16"),
-    ("int8(group=16,scale=e4m3)", ":down", "float32"),
     ("mxfp4", ":stochastic_equal", "float32"),
     ("nvfp4", ":odd", "bfloat16"),
-    ("e4m3(group=16)", ":up", "float32"),
     ("dynamic8", "", "bfloat16"),
 }
 EACH = [
