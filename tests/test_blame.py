@@ -239,6 +239,7 @@ def test_a_method_is_a_function() -> None:
 # -- plot --------------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_plot_has_a_bar_for_each_row_and_the_rest() -> None:
     plot = pytest.importorskip("jchop.plot")
     found = jc.blame(jc.emulate(pendulum, "bfloat16"), jnp.array([1.0, 0.0]))

@@ -91,6 +91,7 @@ def test_every_range_can_be_fitted(top: float, fmt: str) -> None:
     assert row.overflow == row.clipped == 0 and row.snr >= 10
 
 
+@pytest.mark.slow
 def test_extremes_of_float64_have_a_ratio() -> None:
     for size in (1e-300, 1e300):
         assert jc.compare(np.array([1.0, 0.3]) * size, ["e11m4"]).rows[0].snr == pytest.approx(

@@ -142,7 +142,7 @@ def test_modules_are_loaded_when_they_are_asked_for() -> None:
     assert run.stdout.split() == ["False", "True", *(f"jchop.{name}" for name in names)]
 
 
-@pytest.mark.in_turn(40)
+@pytest.mark.in_turn(80)
 @pytest.mark.parametrize("module", MODULES)
 def test_docstring_examples_run(module: str) -> None:
     """The examples of a public module stand on their own: they import what they use."""

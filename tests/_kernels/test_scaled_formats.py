@@ -263,6 +263,7 @@ def extremes() -> list[Any]:
     ]
 
 
+@pytest.mark.slow
 @pytest.mark.in_turn(54)
 @pytest.mark.parametrize(("rule", "scale", "turn"), extremes())
 def test_products_with_scales_of_extreme_groups(rule, scale, turn):
@@ -328,6 +329,7 @@ def test_zero_points_in_other_modes(kind, mode):
     check(f"int4(group=6,zero_point={kind}):{mode}", (30, 6), "float32", 3)
 
 
+@pytest.mark.slow
 @pytest.mark.in_turn(5)
 @pytest.mark.parametrize(
     "text",

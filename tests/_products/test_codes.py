@@ -90,6 +90,7 @@ def test_integers_are_summed_exactly_and_scaled_in_order(
     assert [[Fraction(float(v)) for v in row] for row in got] == want
 
 
+@pytest.mark.in_turn(3)
 @pytest.mark.parametrize("scale", ["binary32", "bfloat16", "binary16"])
 def test_scales_are_the_numbers_of_elements_one(scale: str) -> None:
     """Subnormal ones and NaN too; all others of a stored array are above zero."""
@@ -136,6 +137,7 @@ def test_products_of_stored_arrays() -> None:
     np.testing.assert_allclose(dx, np.broadcast_to(low.sum(1), x.shape), rtol=1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.in_turn(4)
 @pytest.mark.parametrize(
     "spec", ["nvfp4(axis=0)", "mxfp8_e4m3(axis=0)", "uint4(group=8,axis=0,zero_point=integer)", "float6_e3m2fn"]

@@ -188,6 +188,7 @@ def test_a_branch_that_is_not_taken_keeps_its_range() -> None:
     assert list(found.stats) == ["a_activation_range"]
 
 
+@pytest.mark.slow
 @pytest.mark.in_turn(198)
 @pytest.mark.parametrize("source", SOURCES, ids=lambda s: type(s).__name__)
 @pytest.mark.parametrize("name", CASES)

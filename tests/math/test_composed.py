@@ -111,6 +111,7 @@ def test_cross_products_have_the_axes_of_numpy(axes: Any, left: tuple[int, ...],
     np.testing.assert_array_equal(untyped.cross(a, b, "e8m15", **axes), jnp.cross(a, b, **axes))
 
 
+@pytest.mark.slow
 @pytest.mark.in_turn(12)
 @pytest.mark.parametrize("endpoint", [True, False])
 @pytest.mark.parametrize("text", HOWS)
@@ -139,6 +140,7 @@ def test_spaces_have_the_shapes_of_numpy() -> None:
     assert jc.math.linspace(np.float32(0), 2048, "bfloat16", num=1025)[259] == 520
 
 
+@pytest.mark.slow
 @pytest.mark.in_turn(6)
 @pytest.mark.parametrize("text", HOWS)
 def test_interpolation(text: str) -> None:

@@ -54,6 +54,7 @@ def test_dot_rounds_every_operation() -> None:
     assert jc.math.dot(a, b, "e5m5") != np.dot(a, b)
 
 
+@pytest.mark.slow
 def test_an_element_that_is_repeated_is_rounded_once() -> None:
     """Its random word is its own, not that of a copy."""
     spec = MatmulSpec("e4m2:stochastic")

@@ -377,6 +377,7 @@ def test_derivatives_are_those_of_the_function_at_the_rounded_operands(name: str
     np.testing.assert_allclose(push, np.real(slope), rtol=1e-3, atol=1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.in_turn(8)
 @pytest.mark.parametrize("name", ["frexp", "modf", "ldexp", "diff"])
 def test_transforms_of_the_others(name: str) -> None:

@@ -103,6 +103,7 @@ def test_in_the_carrier_they_are_those_of_jax() -> None:
         np.testing.assert_allclose(got, jax.nn.logsumexp(x, axis=axis, keepdims=True), rtol=1e-6)
 
 
+@pytest.mark.slow
 def test_infinities_nan_and_nothing() -> None:
     x = np.array([[np.inf, 1, 2], [-np.inf, 1, 1], [-np.inf] * 3, [np.nan, 1, 2]], np.float32)
     want = jax.nn.softmax(x, axis=-1)

@@ -193,6 +193,7 @@ LAYERS = {
 FORMATS = ["int8(group=all)", "int8(group=tensor)", "nf4(group=all)"]
 
 
+@pytest.mark.slow
 @pytest.mark.in_turn(30)
 @pytest.mark.parametrize(("name", "text"), [(name, text) for name in LAYERS for text in FORMATS])
 def test_packed_biases_are_those_of_training(name: str, text: str) -> None:

@@ -128,6 +128,7 @@ def test_bad_folders(tmp_path: Path) -> None:
         jc.ptq.quantize(network, RULE, params, batches, resume=folder)
 
 
+@pytest.mark.slow
 def test_reports_are_dicts_and_pictures() -> None:
     params, batches = squares()
     _, report = jc.ptq.quantize(two_layers, [jc.Rule("second"), RULE], params, batches, [])

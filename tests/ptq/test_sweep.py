@@ -98,6 +98,7 @@ def test_columns_with_large_inputs_come_first() -> None:
     assert errors[0] < 0.8 * errors[1] < 0.8 * errors[2]
 
 
+@pytest.mark.slow
 def test_strong_damping_rounds_to_nearest() -> None:
     w, gram = problem()
     plain, swept, _, _ = rounded(w, gram, "int4(group=16)", damping=1e30)

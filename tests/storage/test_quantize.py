@@ -286,6 +286,7 @@ def test_codes_of_scales_and_zero_points_that_no_fit_gives_are_refused() -> None
             jax.tree.map(same, jc.quantize(y, text, scale=scale, zero_point=zero).scale, scale)
 
 
+@pytest.mark.slow
 def test_other_dtypes_are_rounded_once() -> None:
     x = numbers((3, 37))
     q = jc.quantize(x, "int8(channel=0)")

@@ -214,6 +214,7 @@ def test_files_and_what_is_shown(tmp_path: pathlib.Path) -> None:
         check_parts(replace(tree["w"], places=None))
 
 
+@pytest.mark.slow
 @pytest.mark.in_turn(3)
 @pytest.mark.parametrize("text", [FORMATS[0], "int4(group=8,sparse=2:4)", "nf4(channel=0,sparse=2:4)"])
 def test_a_file_in_chunks_is_the_whole(tmp_path: pathlib.Path, text: str) -> None:

@@ -61,6 +61,7 @@ def test_the_rows_come_by_bits_and_a_format_comes_once(found: study.FunctionStud
     assert found.inputs == ("float32[4, 8]", "float32[4, 8]") and found.name == "model"
 
 
+@pytest.mark.slow
 def test_results_that_are_lost() -> None:
     rows = study.run_function(lambda x: x * 1000, X, formats=["e4m3fn", "half"], modes=["rne"]).rows
     assert rows[0].error == rows[0].worst_absolute == math.inf and rows[0].lost > 0.5
@@ -141,6 +142,7 @@ def words(*more: str) -> list[str]:
     return ["study", "own_module_of_study:apply", "--formats", "e5m2,half", "--modes", "rne", *more]
 
 
+@pytest.mark.slow
 def test_the_command_runs_a_function_with_its_own_imports(capsys: pytest.CaptureFixture[str], work: Path) -> None:
     assert main(words("--data", "data.npz", "--out", "a")) == 0
     printed = capsys.readouterr().out

@@ -348,6 +348,7 @@ def digest(x: Any) -> str:
     return hashlib.sha256(np.asarray(x, F32).tobytes()).hexdigest()[:12]
 
 
+@pytest.mark.slow
 @pytest.mark.in_turn(2)
 @pytest.mark.parametrize(("unit", "expected"), [("volta", "4d529eb8c2cf"), ("ampere", "6bd842b2e484")])
 def test_published_digests(unit: str, expected: str) -> None:

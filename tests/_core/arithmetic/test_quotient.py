@@ -116,6 +116,7 @@ def test_divisors_that_are_products(name: str, bits: int, rng: np.random.Generat
         assert n * Fraction(2) ** (f - carrier.bias - wide + 1) == exact
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "count"), [("float32", 3), ("float32", 127), ("float64", 7), ("float64", 1023)])
 @pytest.mark.in_turn(4)
 def test_quotients_by_constants_are_exact(name: str, count: int, rng: np.random.Generator) -> None:

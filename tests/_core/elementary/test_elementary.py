@@ -79,6 +79,7 @@ def test_the_exact_values_are_near_those_of_numpy() -> None:
 SOME = ("exp", "log", "sin", "tanh", "erfc")
 
 
+@pytest.mark.slow
 @pytest.mark.in_turn(30)
 @pytest.mark.parametrize("name", SOME)
 @pytest.mark.parametrize("sizes", [(4, 11), (6, 9), (2, 13), (8, 10), (8, 15)])
@@ -125,6 +126,7 @@ def test_float64_data_is_rounded_alike(name: str) -> None:
             assert held.all()
 
 
+@pytest.mark.slow
 def test_ends_of_the_range_do_not_vanish() -> None:
     assert jc.math.exp2(np.float32(-126), "bfloat16") == 2.0**-126
     assert jc.math.exp2(np.float32(-133), "bfloat16") == 2.0**-133

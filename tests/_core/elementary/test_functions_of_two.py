@@ -65,6 +65,7 @@ def test_many_pairs_of_16_bit_formats(name: str, text: str) -> None:
     assert wrong(name, text, *pairs_of(text, 200_000, 1)) == NONE_WRONG
 
 
+@pytest.mark.slow
 @pytest.mark.in_turn(4)
 @pytest.mark.parametrize("name", FUNCTIONS_OF_TWO)
 def test_some_pairs_of_16_bit_formats(name: str) -> None:

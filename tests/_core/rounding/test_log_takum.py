@@ -69,6 +69,7 @@ def test_wide_strings(n: int) -> None:
     check_codes(n, [*edges, *np.random.default_rng(n).integers(4, (1 << n - 1) - 4, 30).tolist()], NEAREST[:1])
 
 
+@pytest.mark.slow
 def test_computed_powers_are_those_of_the_tables() -> None:
     with types_for("float64"):
         codes = np.arange(1, 1 << 11)

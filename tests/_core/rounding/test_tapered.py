@@ -247,6 +247,7 @@ def hif8_numbers(dtype: Any, rng: np.random.Generator) -> np.ndarray:
     return x * rng.choice([-1, 1], len(x)).astype(dtype)
 
 
+@pytest.mark.slow
 @pytest.mark.in_turn(6)
 @pytest.mark.parametrize("carrier", ["bfloat16", "float32", "float64"])
 def test_every_mode_of_hif8(carrier: str) -> None:

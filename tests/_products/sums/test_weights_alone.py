@@ -28,6 +28,7 @@ FORMATS = [
 ]  # fmt: skip
 
 
+@pytest.mark.slow
 @pytest.mark.in_turn(18)
 @pytest.mark.parametrize("text", FORMATS)
 @pytest.mark.parametrize("axis", [0, 1])
