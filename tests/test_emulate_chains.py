@@ -73,6 +73,7 @@ def bits(tree: Any) -> list[np.ndarray]:
     return [np.where(np.isnan(x), np.float32(np.nan), x).view(np.int32) for x in leaves]
 
 
+@pytest.mark.slow
 @pytest.mark.in_turn(30)
 @pytest.mark.usefixtures("always")
 @pytest.mark.parametrize("kind", ["plain", "wild"])

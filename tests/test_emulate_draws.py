@@ -59,6 +59,7 @@ def check_rounded_once(draws: dict[str, Callable[[jax.Array], Any]], spec: str) 
         np.testing.assert_array_equal(got[name], value, name)
 
 
+@pytest.mark.slow
 @pytest.mark.in_turn(8)
 @pytest.mark.parametrize("spec", SPECS)
 def test_draws_are_the_carriers_rounded_once(spec: str) -> None:

@@ -352,6 +352,7 @@ def loss_of(name: str, spec: str) -> tuple[Callable[..., Any], tuple[Any, ...]]:
     return loss, args
 
 
+@pytest.mark.slow
 @pytest.mark.in_turn(10)
 @pytest.mark.parametrize("spec", ["bfloat16", "bfloat16:stochastic"])
 @pytest.mark.parametrize("name", ["layers", "all results", "mirrored", "inner programs", "two back"])
@@ -432,6 +433,7 @@ def test_a_limit_of_turns_keeps_each_line() -> None:
     assert "while" not in jax.jit(jc.emulate(layers, "bfloat16", max_turns=3)).lower(X, WEIGHTS).as_text()
 
 
+@pytest.mark.slow
 def test_layers_cost_nothing_more_to_compile() -> None:
     def lines(count: int, spec: str) -> int:
         low = jc.emulate(layers, spec, key=KEY)

@@ -85,6 +85,7 @@ def test_what_matlab_passes() -> None:
     assert isinstance(scalar, np.float64) and scalar == wanted[0, 0]
 
 
+@pytest.mark.slow
 def test_random_rounding() -> None:
     x = exact.numbers(300, -16, 17)
     values = oracle.ieee(5, 2)

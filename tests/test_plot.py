@@ -133,6 +133,7 @@ def overlaps(figure: Figure) -> list[tuple[str, str]]:
     return [(a, b) for a, b in others if boxes[a].overlaps(boxes[b]) or boxes[a].overlaps(lines[b])]
 
 
+@pytest.mark.slow
 @pytest.mark.in_turn(6)
 @pytest.mark.parametrize("fmt", [*(fmt for fmt in CATALOGUE.values() if fmt.bits <= 8), parse_format("e5m5")], ids=str)
 def test_value_grid_labels_do_not_overlap(fmt: ElementFormat) -> None:

@@ -182,6 +182,7 @@ def test_cotangents_are_rounded(dtype, to):
     same(tangent(x, cotangent), cotangent)
 
 
+@pytest.mark.slow
 @pytest.mark.in_turn(2)
 @pytest.mark.parametrize("forward", ["e5m2", "e5m2:stochastic"])
 def test_cotangents_are_rounded_stochastically_with_a_key_of_their_own(forward):

@@ -136,6 +136,7 @@ def check_draws_with_gfloat(name: str, info: gfloat.FormatInfo, n: int, size: in
         cases.assert_bits(x, got, cases.bits(expected), f"{name} {mode} {n} bits")
 
 
+@pytest.mark.slow
 @pytest.mark.in_turn(5)
 @pytest.mark.parametrize(
     ("name", "n"),
@@ -177,6 +178,7 @@ ML_DTYPES = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.in_turn(15)
 @pytest.mark.parametrize("name", [*ML_DTYPES, "binary16"])
 def test_ml_dtypes(name):

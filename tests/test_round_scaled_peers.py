@@ -83,6 +83,7 @@ def digest(codes: np.ndarray) -> str:
     return hashlib.sha256(np.ascontiguousarray(codes).tobytes()).hexdigest()[:12]
 
 
+@pytest.mark.slow
 @pytest.mark.in_turn(12)
 @pytest.mark.parametrize(("text", "ratio"), TORCHAO)
 def test_signal_to_noise_of_torchao(text, ratio):

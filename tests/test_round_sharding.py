@@ -98,6 +98,7 @@ def test_keys_folded_by_device():
     same(run(x), jnp.concatenate(rows))
 
 
+@pytest.mark.slow
 @pytest.mark.in_turn(2)
 @pytest.mark.parametrize("inside", [False, True], ids=["vjp of shard_map", "vjp in shard_map"])
 def test_derivatives_through_shard_map(inside):

@@ -251,6 +251,7 @@ def test_every_draw_of_a_few_bits(mode: str) -> None:
     cases.assert_bits(x, np.asarray(got), cases.batch(x).round_drawn(fmt, mode, n, drawn))
 
 
+@pytest.mark.slow
 @pytest.mark.in_turn(10)
 @pytest.mark.parametrize("mode", STOCHASTIC)
 @pytest.mark.parametrize("name", ["ternary", "uneven"])

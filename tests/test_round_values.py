@@ -254,6 +254,7 @@ def fixed_overflows(fmt: oracle.FixedSet) -> tuple[str, ...]:
     return FLOAT_OVERFLOWS if fmt.symmetric else FIXED_OVERFLOWS
 
 
+@pytest.mark.slow
 @pytest.mark.in_turn(24)
 @pytest.mark.parametrize(("text", "carrier"), list(itertools.product(cases.FIXED, ["float16", "bfloat16"])))
 def test_every_pattern_of_fixed(carrier, text):
@@ -308,6 +309,7 @@ def test_many_adversarial_values(carrier, text, subnormals):
     check(x, fmt, settings, flush=flush, kind="jax" if carrier == "float32" else "numpy")
 
 
+@pytest.mark.slow
 @pytest.mark.in_turn(12)
 @pytest.mark.parametrize(
     ("carrier", "text"), list(zip(itertools.cycle(["float32", "float64"]), cases.FIXED, strict=False))
@@ -336,6 +338,7 @@ def test_jax_float64(text):
         check(x, fmt, once(FLOAT_OVERFLOWS, text), kind="jax")
 
 
+@pytest.mark.slow
 @pytest.mark.in_turn(5)
 @pytest.mark.parametrize("carrier", ["float16", "bfloat16", "float32"])
 def test_numpy_equals_jax(carrier):
@@ -349,6 +352,7 @@ def test_numpy_equals_jax(carrier):
 # --- codebooks ----------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.in_turn(12)
 @pytest.mark.parametrize(("name", "carrier"), list(itertools.product(cases.CODEBOOKS, CARRIERS)))
 def test_codebooks(name, carrier):

@@ -59,6 +59,7 @@ EXACT = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.in_turn(42)
 @pytest.mark.parametrize(("row", "platform"), list(itertools.product(EXACT, KERNELS)), ids=str)
 def test_bit_equal_to_the_body_where_sums_are_exact(platform, row, rng):

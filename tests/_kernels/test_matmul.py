@@ -98,6 +98,7 @@ def arithmetic(order: str, product: str | None, accumulate: str | None) -> Matmu
     return MatmulSpec("e4m3", None if unit else product, accumulate, order)
 
 
+@pytest.mark.slow
 @pytest.mark.in_turn(40)
 @pytest.mark.parametrize(("rounding", "order", "kernel"), list(itertools.product(ROUNDINGS, ORDERS, KERNELS)))
 def test_every_order_and_rounding(kernel: str, order: str, rounding: tuple[str | None, str | None]) -> None:

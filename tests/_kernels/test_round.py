@@ -267,6 +267,7 @@ def test_vmap_of_what_draws_nothing_is_one_kernel(kernel: str) -> None:
     assert grids[0] == grids[1]
 
 
+@pytest.mark.slow
 @both
 def test_64_bit_mode_changes_nothing(kernel: str) -> None:
     x, spec = numbers((3, 130), "float32"), jc.parse("integer8:stochastic_c")

@@ -433,6 +433,7 @@ ASKING = [
 ]  # fmt: skip
 
 
+@pytest.mark.slow
 @pytest.mark.in_turn(13)
 @pytest.mark.parametrize("text", ASKING)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -516,6 +517,7 @@ INEXACT = [
 ]  # fmt: skip
 
 
+@pytest.mark.slow
 @pytest.mark.in_turn(13)
 @pytest.mark.parametrize("devices", [1, pytest.param(8, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("text", INEXACT)

@@ -20,6 +20,7 @@ def without_specials(exp: int, man: int) -> oracle.FloatSet:
     return oracle.FloatSet(exp, man, (1 << exp - 1) - 1, inf=False, nan="none")
 
 
+@pytest.mark.slow
 def test_value_sets() -> None:
     x = np.arange(-30, 30, 0.05).astype(np.float32)
     for exp, man in ((2, 2), (2, 3), (3, 2)):

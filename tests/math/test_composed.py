@@ -75,6 +75,7 @@ class Machine:
         return self.do(arithmetic.divide, part, x, y)
 
 
+@pytest.mark.slow
 @pytest.mark.in_turn(2)
 @pytest.mark.parametrize("text", HOWS)
 def test_cross_products(text: str) -> None:

@@ -36,6 +36,7 @@ def in_order(a: np.ndarray, b: np.ndarray, text: str = "e5m5") -> float:
     return float(oracle_math.array([total.result()])[0])
 
 
+@pytest.mark.slow
 @pytest.mark.in_turn(9)
 @pytest.mark.parametrize(
     ("left", "right"),

@@ -48,6 +48,7 @@ def numbers(text: str, dtype: Any = np.float32) -> np.ndarray:
     return np.asarray(jc.round_to_format(np.concatenate(parts).astype(dtype), text.replace(":stochastic", "")))
 
 
+@pytest.mark.slow
 @pytest.mark.in_turn(48)
 @pytest.mark.parametrize("decimals", [1, 2, 6, 10, -1, -2, -10])
 @pytest.mark.parametrize("text", HOWS)

@@ -82,6 +82,7 @@ def test_the_order_of_an_einsum_is_that_of_its_indices() -> None:
     assert jc.math.einsum("ji,ij->", b, a, spec="e5m5") == in_order(b.ravel(), a.T.ravel())
 
 
+@pytest.mark.slow
 @pytest.mark.in_turn(6)
 @pytest.mark.parametrize("text", HOWS)
 def test_three_arrays_are_contracted_from_left_to_right(text: str) -> None:
@@ -117,6 +118,7 @@ MANY = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.in_turn(27)
 @pytest.mark.parametrize(("subscripts", "optimize"), list(itertools.product(MANY, [False, True, "greedy"])))
 def test_many_arrays_give_what_numpy_gives(subscripts: str, optimize: Any) -> None:

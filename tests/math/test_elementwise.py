@@ -239,6 +239,7 @@ def arguments(name: str, n: int = 40) -> list[np.ndarray]:
     ]
 
 
+@pytest.mark.slow
 @pytest.mark.in_turn(40)
 @pytest.mark.parametrize("name", ELEMENTARY)
 def test_elementary_functions_are_rounded_to_the_neighbour_of_the_true_value(name: str) -> None:
@@ -360,6 +361,7 @@ FLAT = {"floor", "ceil", "round", "trunc", "sign", "imag", "angle", "floor_divid
         "bitwise_xor"}  # fmt: skip
 
 
+@pytest.mark.slow
 @pytest.mark.in_turn(12)
 @pytest.mark.parametrize("name", IN_PARTS)
 def test_derivatives_are_those_of_the_function_at_the_rounded_operands(name: str) -> None:

@@ -125,6 +125,7 @@ def test_specials_are_those_of_a_product() -> None:
     np.testing.assert_array_equal(high.astype(float) + low, wanted[:5, :4])
 
 
+@pytest.mark.slow
 def test_ends_of_the_range() -> None:
     tiny, large = np.full((1, 4), 2.0**-1000), np.full((4, 1), 1.75 * 2.0**1000)
     assert jc.math.matmul_double(tiny, large).item() == 7.0

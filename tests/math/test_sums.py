@@ -219,6 +219,7 @@ def test_a_sum_stops_where_the_next_number_is_too_far() -> None:
     assert jc.math.sum(ones, MatmulSpec()) == 100
 
 
+@pytest.mark.slow
 @pytest.mark.in_turn(5)
 @pytest.mark.parametrize("text", ["bfloat16", "e5m4:up", "e5m4:stochastic"])
 def test_products_and_what_they_run_through(text: str) -> None:

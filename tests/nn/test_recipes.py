@@ -194,6 +194,7 @@ def both_weights(name: str, layer: str) -> tuple[Any, Any]:
     return jax.tree.map(np.asarray, run(x))
 
 
+@pytest.mark.slow
 @pytest.mark.in_turn(80)
 @pytest.mark.parametrize(
     ("name", "layer"), [(name, layer) for name in RECIPES if name != "int8_stochastic" for layer in LAYERS]

@@ -162,6 +162,7 @@ def test_a_hundred_layers_train_and_serve_the_same_numbers_under_jit(name: str, 
         np.testing.assert_array_equal(trained, packed)
 
 
+@pytest.mark.slow
 @pytest.mark.in_turn(3)
 @pytest.mark.parametrize(("out", "shape"), [(64, (64,)), (48, (1, 64)), (1, (16, 64))])
 def test_one_row_or_column_trains_and_serves_the_same_numbers(out: int, shape: tuple[int, ...]) -> None:

@@ -147,6 +147,7 @@ def nearest_planes(w: np.ndarray, gram: np.ndarray, step: np.ndarray, least: int
     return codes
 
 
+@pytest.mark.slow
 def test_the_reversed_order_is_that_of_nearest_planes() -> None:
     w, gram = problem()
     damped = gram + 0.01 * np.diag(gram).mean() * np.eye(len(gram))

@@ -21,6 +21,7 @@ CASES = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("text", "n", "m", "axis"), [pytest.param(*c, marks=pytest.mark.in_turn(8)) for c in CASES], ids=str
 )

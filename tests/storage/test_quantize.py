@@ -139,6 +139,7 @@ def test_odd_rows_waste_less_than_a_byte() -> None:
         assert q.qvalue.shape == (3, -(-37 * bits // 8)) and q.qvalue.nbytes == 3 * -(-37 * bits // 8)
 
 
+@pytest.mark.slow
 @pytest.mark.in_turn(30)
 @pytest.mark.parametrize("text", TEXTS)
 def test_dequantized_is_rounded(text: str) -> None:

@@ -106,6 +106,7 @@ def test_energy_and_bits_of_a_large_array() -> None:
     assert q.bits_per_element == 3 + 16 / 128
 
 
+@pytest.mark.slow
 def test_zeros_ties_nan_and_short_groups() -> None:
     text = "float8_e4m3fn(group=all,scale=e8m0,rule=ceil,sparse=2:4)"
     x = np.array([1, -1, 1, 1, -0.0, -0.0, -0.0, 0.0, np.nan, np.inf, 1, 2, 3, -3, 3], np.float32)

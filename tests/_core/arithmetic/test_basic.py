@@ -328,6 +328,7 @@ def test_ways_agree(carrier: str, mode: str, rng: np.random.Generator) -> None:
 # --- the carrier's own format, and which way is taken -----------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.in_turn(2)
 @pytest.mark.parametrize("carrier", ["float32", "float64"])
 def test_no_spec_is_ieee(carrier: str, rng: np.random.Generator) -> None:
@@ -454,6 +455,7 @@ def test_division_by_a_poor_divider(monkeypatch: pytest.MonkeyPatch, rng: np.ran
 # --- ranges and refusals ----------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.in_turn(4)
 @pytest.mark.parametrize("text", [*RESULTS, "ufixed4.4", "integer4(narrow=true)", "codebook(-3.0,-1.0,0.375,5.0)"])
 def test_range_of(text: str, rng: np.random.Generator) -> None:

@@ -49,6 +49,7 @@ def test_the_part_below_the_smallest_value_as_a_word() -> None:
     assert jnp.asarray(lost).tolist() == [w % 1 != 0 for w in word]
 
 
+@pytest.mark.slow
 def test_an_error_far_below_the_last_place() -> None:
     """The word is the floor of the error, not the next integer; the rest is said to be there."""
     spec, total = jc.parse("e9m30:stochastic"), carrier_range(CARRIER)

@@ -330,6 +330,7 @@ def test_odd_leaves_exact_sums() -> None:
 # -- the smaller ones --------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.in_turn(8)
 @pytest.mark.parametrize("name", ["max", "min", "neg", "abs", "square", "sub"])
 def test_the_other_operations(name: str, rng: np.random.Generator) -> None:

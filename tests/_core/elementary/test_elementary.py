@@ -99,6 +99,7 @@ def test_formats_of_other_sizes(name: str, sizes: tuple[int, int]) -> None:
         np.testing.assert_array_equal(bits(got), bits(row(y).astype(np.float32)), f"{text} {mode}")
 
 
+@pytest.mark.slow
 def test_fixed_point_and_codebooks() -> None:
     x = np.linspace(-4, 4, 65, dtype=np.float32)
     exp = np.exp(x.astype(float))
