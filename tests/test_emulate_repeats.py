@@ -500,6 +500,7 @@ def _source(draw: random.Random, j: int, size: int, back: int) -> tuple[str, int
 SEEDS = [pytest.param(seed, marks=[] if seed == 1 else [pytest.mark.slow]) for seed in range(32)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", SEEDS)
 def test_any_repeated_program(seed: int, unrolled: Callable[..., Any]) -> None:
     fun, spec = any_program(seed), ("bfloat16:stochastic", "e4m3")[seed % 2]

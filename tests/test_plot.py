@@ -223,6 +223,7 @@ def test_report_after_an_overflow() -> None:
     assert png(figure).startswith(b"\x89PNG")
 
 
+@pytest.mark.slow
 def test_report_without_losses() -> None:
     low = jc.emulate(lambda x: x + 1.0, "e5m10")
     figure = report(jc.emulate.report(low, jnp.array([1.0, 2.0]), trace_values=True))

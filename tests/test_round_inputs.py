@@ -145,6 +145,7 @@ def test_the_layout_in_memory_changes_nothing(order, text):
     assert out.flags.writeable and not np.shares_memory(out, laid)
 
 
+@pytest.mark.slow
 def test_complex_numbers_are_rounded_by_parts():
     z = np.array([0.3 - 1.0625j, complex(1000, -0.0), complex(np.nan, 0.3)], np.complex64)
     check(jc.round_to_format(z, "e4m3"), [0.3125 - 1j, complex(np.inf, -0.0), complex(np.nan, 0.3125)], np.complex64)

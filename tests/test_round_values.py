@@ -138,6 +138,7 @@ def test_every_pattern_and_overflow(carrier, text, subnormals):
     check(x, fmt, every(FLOAT_OVERFLOWS), flush=flush, kind="numpy" if subnormals == "flushed" else "jax")
 
 
+@pytest.mark.slow
 @pytest.mark.in_turn(6)
 @pytest.mark.parametrize("text", cases.P3109)
 def test_every_pattern_of_p3109(text):
@@ -329,6 +330,7 @@ def test_many_adversarial_values_of_fixed(carrier, text):
     check(hard_values(fmt, carrier, text, 200_000), fmt, every(fixed_overflows(fmt)), kind="numpy")
 
 
+@pytest.mark.slow
 @pytest.mark.in_turn(5)
 @pytest.mark.parametrize("text", ["float8_e4m3fn", "bfloat16", "binary32", "binary64"])
 def test_jax_float64(text):

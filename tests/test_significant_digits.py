@@ -248,6 +248,7 @@ def test_instabilities_of_shards_are_counted() -> None:
 # -- instabilities -----------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_a_cancellation_is_counted_with_its_line() -> None:
     found = jc.significant_digits(lambda x: (x / 3 + 1e5) - 1e5, jnp.ones(4), key=KEY)
     (row,) = found.instabilities

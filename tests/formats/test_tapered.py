@@ -32,6 +32,7 @@ def check_codes(kind: str, n: int) -> None:
     assert fmt.encode(decoded).tolist() == list(range(1 << n))
 
 
+@pytest.mark.slow
 @pytest.mark.in_turn(3)
 @pytest.mark.parametrize(("kind", "n"), SMALL)
 def test_every_code(kind: str, n: int) -> None:

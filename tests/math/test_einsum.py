@@ -156,6 +156,7 @@ TENSORDOTS: dict[str, tuple[tuple[int, ...], tuple[int, ...], Any]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.in_turn(4)
 @pytest.mark.parametrize("name", TENSORDOTS)
 def test_tensordot_is_that_of_numpy(name: str) -> None:
@@ -164,6 +165,7 @@ def test_tensordot_is_that_of_numpy(name: str) -> None:
     np.testing.assert_array_equal(jc.math.tensordot(a, b, PLAIN, axes=axes), np.tensordot(a, b, axes))
 
 
+@pytest.mark.slow
 @pytest.mark.in_turn(2)
 @pytest.mark.parametrize(("left", "right"), [((3,), (3,)), ((2, 3), (4, 3)), ((), (2, 3)), ((2,), ()), ((2, 0), (0,))])
 def test_inner_is_that_of_numpy(left: tuple[int, ...], right: tuple[int, ...]) -> None:

@@ -66,6 +66,7 @@ def operands(text: str, count: int) -> list[np.ndarray]:
     return [np.asarray(jc.round_to_format(x, f"{text.split(':')[0]}:{how.overflow}")) for x in columns]
 
 
+@pytest.mark.slow
 @pytest.mark.in_turn(60)
 @pytest.mark.parametrize(("name", "text"), list(itertools.product(oracle_math.EXACT, HOWS)))
 def test_the_exact_result_is_rounded_once(name: str, text: str) -> None:
@@ -160,6 +161,7 @@ def test_a_result_that_is_no_value_of_the_format_is_rounded() -> None:
     assert np.isnan(jc.math.negative(np.float32(2), "float8_e8m0fnu"))
 
 
+@pytest.mark.slow
 @pytest.mark.in_turn(3)
 @pytest.mark.parametrize("name", ["bitwise_and", "bitwise_or", "bitwise_xor"])
 @pytest.mark.parametrize("dtype", [np.float32, np.float64])

@@ -128,6 +128,7 @@ def test_half_quadratic_zero_points(stored: Callable[[str], QArray]) -> None:
     assert decibels(X @ W.T, X @ got.T) == pytest.approx(22.42, abs=0.05)
 
 
+@pytest.mark.slow
 def test_nf4_with_their_levels() -> None:
     """Theirs are rounded to four decimals; packed high nibble first."""
     levels = np.round(jc.nf4.element.values(), 4).astype(np.float32)

@@ -149,6 +149,7 @@ def test_sums_that_float32_holds_are_exact(name, dtype, shape, rng):
     np.testing.assert_array_equal(y, rounded(exact, dtype))
 
 
+@pytest.mark.slow
 @pytest.mark.in_turn(5)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("name", FOUR)

@@ -37,6 +37,7 @@ def test_the_dropped_part_as_a_word(text: str, rng: np.random.Generator) -> None
         assert (int(got), bool(sticky)) == (word // 1, word % 1 != 0), (float(x).hex(), more)
 
 
+@pytest.mark.slow
 def test_the_part_below_the_smallest_value_as_a_word() -> None:
     """Of a number below the smallest positive value: the floor of its share, and whether bits are lost."""
     grid = make_grid(jc.parse("e4m3").format, CARRIER)  # type: ignore[arg-type]

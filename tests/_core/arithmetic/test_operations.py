@@ -231,6 +231,7 @@ def test_a_root_of_64_bits_draws_from_all_of_them(rng: np.random.Generator) -> N
     np.testing.assert_array_equal(got.view(np.uint64), np.array(want, np.uint64))
 
 
+@pytest.mark.slow
 @pytest.mark.in_turn(2)
 @pytest.mark.parametrize("name", ["float32", "float64"])
 def test_every_bit_of_a_root(name: str, rng: np.random.Generator) -> None:

@@ -72,6 +72,7 @@ def test_some_pairs_of_16_bit_formats(name: str) -> None:
     assert wrong(name, "binary16", *pairs_of("binary16", 2000)) == NONE_WRONG
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", FUNCTIONS_OF_TWO)
 @pytest.mark.in_turn(4)
 def test_special_values(name: str) -> None:

@@ -45,6 +45,7 @@ def numbers(fmt: StringFormat, dtype: Any, count: int, rng: np.random.Generator)
     return np.concatenate([values, -values])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("text", "carrier"), [*PAIRS, ("posit5", "float16"), ("posit16", "float32")])
 @pytest.mark.in_turn(12)
 def test_every_deterministic_mode(text: str, carrier: str) -> None:
