@@ -166,15 +166,17 @@ def _spread(number: int) -> float:
 class _Turns:
     """Of the cases of a test marked ``in_turn(n)`` one in n, rounded down, and at least one, is not slow.
 
-    A run without slow tests, such as the default one, makes no items of them: that would take seconds of each worker.
+    A run without slow tests, such as the default one, makes no items of them, and one of smoke tests makes no others:
+    that would take seconds of each worker.
     """
 
-    def __init__(self, no_slow: bool) -> None:
-        self.no_slow = no_slow
+    def __init__(self, markexpr: str) -> None:
+        self.no_slow, self.only_smoke = markexpr == "not slow", markexpr == "smoke"
 
     def pytest_pycollect_makeitem(self, collector: pytest.Collector, obj: object) -> list[pytest.Item] | None:
-        marks = [*collector.iter_markers("slow"), *getattr(obj, "pytestmark", ())]
-        return [] if self.no_slow and callable(obj) and any(mark.name == "slow" for mark in marks) else None
+        names = {mark.name for mark in (*collector.iter_markers(), *getattr(obj, "pytestmark", ()))}
+        left_out = "slow" in names if self.no_slow else self.only_smoke and "smoke" not in names
+        return [] if left_out and callable(obj) and not isinstance(obj, type) else None
 
     @pytest.hookimpl(trylast=True)
     def pytest_generate_tests(self, metafunc: pytest.Metafunc) -> None:
@@ -257,7 +259,7 @@ def pytest_configure(config: pytest.Config) -> None:
         os.environ["XLA_FLAGS"] += " --xla_backend_optimization_level=0"
         os.environ["XLA_FLAGS"] += " --xla_cpu_use_fusion_emitters=false" * EMITTERS_CAN_BE_LEFT
     config.option.loadscopereorder = False  # of xdist: the order is that of `_longest_first`
-    config.pluginmanager.register(_Turns(config.option.markexpr == "not slow"))
+    config.pluginmanager.register(_Turns(config.option.markexpr))
     if path := config.getoption("--durations-file"):
         config.pluginmanager.register(_Durations(config.invocation_params.dir / path))
 
