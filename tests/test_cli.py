@@ -474,7 +474,6 @@ def test_the_version(capsys: pytest.CaptureFixture[str], option: str) -> None:
     assert lines(capsys, option)[0].startswith("jchop ")
 
 
-@pytest.mark.in_turn(5)
 @pytest.mark.skipif(os.name != "posix", reason="needs a POSIX shell")
 @pytest.mark.parametrize(
     ("command", "redirection", "said"),

@@ -58,7 +58,6 @@ def test_overflow_and_clipping_are_told_apart() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("zero_point", ["", ",zero_point=integer", ",zero_point=float"])
-@pytest.mark.in_turn(3)
 def test_clipping_under_scales(zero_point: str) -> None:
     """A percentile leaves the largest number beyond the range; the largest magnitude does not."""
     x = np.linspace(-1, 1, 64, dtype=np.float32)

@@ -49,7 +49,6 @@ INT8 = jc.nn.Rule(weight="int8(group=all)", activation="int8(group=all)", gradie
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("rule", "most"), [(INT8, 3_300), (jc.nn.recipe("nvfp4"), 7_200)], ids=["int8", "nvfp4"])
-@pytest.mark.in_turn(2)
 def test_a_training_step(rule: jc.nn.Rule, most: int) -> None:
     assert lines_of_training(rule) - lines_of_training(None) <= most
 
@@ -91,7 +90,6 @@ def chain(x: Any, y: Any) -> Any:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("spec", "most"), [("e4m3", 4), ("bfloat16", 8), ("bfloat16:stochastic", 17)])
-@pytest.mark.in_turn(5)
 def test_an_emulated_chain(spec: str, most: int) -> None:
     """The functions of four operations are most of it; another hundred equations are a call each, or two that draw."""
     x, low = jnp.ones((8, 8)), jc.emulate(chain, spec, key=jax.random.key(0))

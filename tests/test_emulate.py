@@ -91,7 +91,6 @@ def hard(dtype: Any) -> tuple[np.ndarray, np.ndarray]:
 
 
 @pytest.mark.slow
-@pytest.mark.in_turn(3)
 @pytest.mark.parametrize(("text", "dtype"), [("binary16", np.float16), ("bfloat16", ml_dtypes.bfloat16)])
 @settings(max_examples=40, deadline=None, derandomize=True)
 @given(tree=TREES)
@@ -187,7 +186,6 @@ def test_products_of_matrices_are_those_of_math() -> None:
     np.testing.assert_array_equal(got, jnp.swapaxes(jc.math.matmul(a, b, SUM), 1, 2))
 
 
-@pytest.mark.in_turn(5)
 @pytest.mark.parametrize(
     ("features", "batches", "options"),
     [

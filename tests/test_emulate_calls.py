@@ -307,7 +307,6 @@ def _grown(c: Any) -> Any:
 
 
 @pytest.mark.slow
-@pytest.mark.in_turn(9)
 @pytest.mark.parametrize("spec", ["bfloat16", "e4m3:stochastic"])
 @pytest.mark.parametrize("fun", [unrolled, layers, turned])
 def test_a_second_call_is_quick(fun: Callable[..., Any], spec: str) -> None:

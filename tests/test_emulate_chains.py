@@ -74,7 +74,6 @@ def bits(tree: Any) -> list[np.ndarray]:
 
 
 @pytest.mark.slow
-@pytest.mark.in_turn(30)
 @pytest.mark.usefixtures("always")
 @pytest.mark.parametrize("kind", ["plain", "wild"])
 @pytest.mark.parametrize("mode", MODES)

@@ -60,7 +60,6 @@ def check_rounded_once(draws: dict[str, Callable[[jax.Array], Any]], spec: str) 
 
 
 @pytest.mark.slow
-@pytest.mark.in_turn(8)
 @pytest.mark.parametrize("spec", SPECS)
 def test_draws_are_the_carriers_rounded_once(spec: str) -> None:
     check_rounded_once(DRAWS, spec)
@@ -72,7 +71,6 @@ def test_draws_by_loops_are_the_carriers_rounded_once(spec: str) -> None:
     check_rounded_once(SLOW, spec)
 
 
-@pytest.mark.in_turn(2)
 @pytest.mark.parametrize(
     ("spec", "below_one", "above"), [("bfloat16", 1 - 2**-8, 1 + 2**-7), ("e4m3", 1 - 2**-4, 1.125)]
 )

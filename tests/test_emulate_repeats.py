@@ -353,7 +353,6 @@ def loss_of(name: str, spec: str) -> tuple[Callable[..., Any], tuple[Any, ...]]:
 
 
 @pytest.mark.slow
-@pytest.mark.in_turn(10)
 @pytest.mark.parametrize("spec", ["bfloat16", "bfloat16:stochastic"])
 @pytest.mark.parametrize("name", ["layers", "all results", "mirrored", "inner programs", "two back"])
 def test_derivatives(name: str, spec: str, unrolled: Callable[..., Any]) -> None:
@@ -497,11 +496,8 @@ def _source(draw: random.Random, j: int, size: int, back: int) -> tuple[str, int
     return kind, draw.randrange(j if kind == "own" else size), draw.randint(1, back)
 
 
-SEEDS = [pytest.param(seed, marks=[] if seed == 1 else [pytest.mark.slow]) for seed in range(32)]
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize("seed", SEEDS)
+@pytest.mark.parametrize("seed", range(32))
 def test_any_repeated_program(seed: int, unrolled: Callable[..., Any]) -> None:
     fun, spec = any_program(seed), ("bfloat16:stochastic", "e4m3")[seed % 2]
     low = jc.emulate(fun, spec, key=KEY)

@@ -376,7 +376,6 @@ def test_the_report_follows_loops_and_draws_as_the_program_does() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["add", "mul", "max", "rem", "pow", "atan2", "nextafter"])
-@pytest.mark.in_turn(7)
 def test_axes_of_size_one_are_stretched_as_by_the_primitive(name: str) -> None:
     """JAX binds its primitives of two operands to shapes such as (4, 1) and (1, 3), in `jax.numpy.vander` too."""
     x, y = jnp.linspace(0.25, 2.0, 4)[:, None], jnp.linspace(0.5, 3.0, 3)[None]

@@ -49,7 +49,6 @@ def test_threads_under_one_name_never_damage_the_file(tmp_path: Path) -> None:
     assert not bad and list(tmp_path.iterdir()) == [target]
 
 
-@pytest.mark.in_turn(5)
 @posix
 @pytest.mark.parametrize("umask", [0o022, 0o077, 0o002])
 @pytest.mark.slow

@@ -39,7 +39,6 @@ FLOATS = [
 
 
 @pytest.mark.slow
-@pytest.mark.in_turn(5)
 @pytest.mark.parametrize(("text", "carrier", "coded", "fraction"), FLOATS)
 def test_codes_of_floats(text: str, carrier: type, coded: type, fraction: int) -> None:
     x = numbers(400).astype(carrier)

@@ -229,7 +229,6 @@ STEPS = {
 
 
 @pytest.mark.slow
-@pytest.mark.in_turn(20)
 @pytest.mark.parametrize("name", STEPS)
 def test_second_derivatives_of_loops(name):
     """JAX takes a loop apart for a derivative by reverse mode; the rules of the functions in it have to stay."""

@@ -134,7 +134,6 @@ def overlaps(figure: Figure) -> list[tuple[str, str]]:
 
 
 @pytest.mark.slow
-@pytest.mark.in_turn(6)
 @pytest.mark.parametrize("fmt", [*(fmt for fmt in CATALOGUE.values() if fmt.bits <= 8), parse_format("e5m5")], ids=str)
 def test_value_grid_labels_do_not_overlap(fmt: ElementFormat) -> None:
     assert overlaps(value_grid(fmt)) == []

@@ -56,7 +56,6 @@ def found(unit: str, dtype: str, **more: Any) -> Probe:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("unit", "dtype", "numbers"), rows(NVIDIA))
-@pytest.mark.in_turn(4)
 def test_units_of_one_stage(unit: str, dtype: str, numbers: tuple[int, int, int]) -> None:
     p = found(unit, dtype)
     assert (p.order, p.k, p.bits, p.out_bits, p.promote_every) == ("aligned", *numbers, None)

@@ -183,7 +183,6 @@ def test_cotangents_are_rounded(dtype, to):
 
 
 @pytest.mark.slow
-@pytest.mark.in_turn(2)
 @pytest.mark.parametrize("forward", ["e5m2", "e5m2:stochastic"])
 def test_cotangents_are_rounded_stochastically_with_a_key_of_their_own(forward):
     x, cotangent = (jnp.asarray(numbers(np.float32, (3, 257), seed)) for seed in (0, 1))

@@ -119,7 +119,6 @@ def test_a_pipe_is_refused_and_not_waited_for(tmp_path: Path) -> None:
     )
 
 
-@pytest.mark.in_turn(2)
 @pytest.mark.skipif(sys.platform == "win32", reason="an open file cannot be truncated")
 @pytest.mark.parametrize("order", "CF")
 @pytest.mark.slow

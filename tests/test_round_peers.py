@@ -137,7 +137,6 @@ def check_draws_with_gfloat(name: str, info: gfloat.FormatInfo, n: int, size: in
 
 
 @pytest.mark.slow
-@pytest.mark.in_turn(5)
 @pytest.mark.parametrize(
     ("name", "n"),
     [
@@ -179,7 +178,6 @@ ML_DTYPES = [
 
 
 @pytest.mark.slow
-@pytest.mark.in_turn(15)
 @pytest.mark.parametrize("name", [*ML_DTYPES, "binary16"])
 def test_ml_dtypes(name):
     """Every value, every middle between neighbours, their float32 neighbours, and hard values, to nearest even."""

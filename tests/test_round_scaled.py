@@ -121,7 +121,6 @@ def test_every_axis_is_the_last_one_of_the_array_turned(shape):
 # -- transforms --------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.in_turn(12)
 @pytest.mark.parametrize(("text", "mode"), list(itertools.product(TEXTS, [":stochastic", ""])))
 @pytest.mark.slow
 def test_vmap_is_the_loop_and_jit_is_eager(text, mode):
@@ -257,7 +256,6 @@ SHARDED = (
 
 
 @pytest.mark.slow
-@pytest.mark.in_turn(5)
 @needs_eight
 @pytest.mark.parametrize("text", SHARDED)
 def test_explicit_sharding_and_shard_map(text):

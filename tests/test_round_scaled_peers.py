@@ -84,7 +84,6 @@ def digest(codes: np.ndarray) -> str:
 
 
 @pytest.mark.slow
-@pytest.mark.in_turn(12)
 @pytest.mark.parametrize(("text", "ratio"), TORCHAO)
 def test_signal_to_noise_of_torchao(text, ratio):
     assert decibels(weights(), codes_of(text)[1]) == pytest.approx(ratio, abs=0.005)

@@ -99,7 +99,6 @@ def test_keys_folded_by_device():
 
 
 @pytest.mark.slow
-@pytest.mark.in_turn(2)
 @pytest.mark.parametrize("inside", [False, True], ids=["vjp of shard_map", "vjp in shard_map"])
 def test_derivatives_through_shard_map(inside):
     """Clipping and the stochastic rounding of the cotangent too are those of the unsharded call."""

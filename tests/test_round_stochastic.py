@@ -216,7 +216,6 @@ def test_every_number_of_bits_as_defined(carrier, mode, n):
         check_given_words(GIVEN[name], carrier, mode, n, overflow=overflow, flush=flush, size=20_000)
 
 
-@pytest.mark.in_turn(2)
 @pytest.mark.parametrize("carrier", ["float32", "float64"])
 @pytest.mark.slow
 def test_a_half_with_bits_below_the_word_is_more_than_a_half(carrier: str) -> None:
@@ -238,7 +237,6 @@ def test_a_half_with_bits_below_the_word_is_more_than_a_half(carrier: str) -> No
             cases.assert_bits(x, np.asarray(got), cases.batch(x).round_drawn(fmt, "stochastic_c", n, drawn))
 
 
-@pytest.mark.in_turn(5)
 @pytest.mark.parametrize("mode", PROPORTIONAL)
 @pytest.mark.slow
 def test_every_draw_of_a_few_bits(mode: str) -> None:
@@ -252,7 +250,6 @@ def test_every_draw_of_a_few_bits(mode: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.in_turn(10)
 @pytest.mark.parametrize("mode", STOCHASTIC)
 @pytest.mark.parametrize("name", ["ternary", "uneven"])
 def test_codebooks_given_the_words(name, mode):

@@ -279,7 +279,6 @@ def test_while_and_cond(text):
 
 
 @pytest.mark.slow
-@pytest.mark.in_turn(2)
 @pytest.mark.parametrize("text", ["e5m2:gradient=clipped", "e5m2:stochastic:gradient=clipped+[e4m3:stochastic]"])
 def test_remat_changes_no_bit(text):
     x = jnp.asarray(numbers(np.float32, (257,)) * 1e4)

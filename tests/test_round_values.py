@@ -139,7 +139,6 @@ def test_every_pattern_and_overflow(carrier, text, subnormals):
 
 
 @pytest.mark.slow
-@pytest.mark.in_turn(6)
 @pytest.mark.parametrize("text", cases.P3109)
 def test_every_pattern_of_p3109(text):
     fmt = cases.P3109[text]
@@ -161,7 +160,6 @@ UNSIGNED = [
 ]
 
 
-@pytest.mark.in_turn(30)
 @pytest.mark.parametrize(
     ("text", "smallest", "has_nan", "kind"),
     [(*row, kind) for kind in ("numpy", "jax") for row in UNSIGNED],
@@ -256,7 +254,6 @@ def fixed_overflows(fmt: oracle.FixedSet) -> tuple[str, ...]:
 
 
 @pytest.mark.slow
-@pytest.mark.in_turn(24)
 @pytest.mark.parametrize(("text", "carrier"), list(itertools.product(cases.FIXED, ["float16", "bfloat16"])))
 def test_every_pattern_of_fixed(carrier, text):
     fmt = cases.FIXED[text]
@@ -311,7 +308,6 @@ def test_many_adversarial_values(carrier, text, subnormals):
 
 
 @pytest.mark.slow
-@pytest.mark.in_turn(12)
 @pytest.mark.parametrize(
     ("carrier", "text"), list(zip(itertools.cycle(["float32", "float64"]), cases.FIXED, strict=False))
 )
@@ -331,7 +327,6 @@ def test_many_adversarial_values_of_fixed(carrier, text):
 
 
 @pytest.mark.slow
-@pytest.mark.in_turn(5)
 @pytest.mark.parametrize("text", ["float8_e4m3fn", "bfloat16", "binary32", "binary64"])
 def test_jax_float64(text):
     fmt = FLOAT64[text]
@@ -341,7 +336,6 @@ def test_jax_float64(text):
 
 
 @pytest.mark.slow
-@pytest.mark.in_turn(5)
 @pytest.mark.parametrize("carrier", ["float16", "bfloat16", "float32"])
 def test_numpy_equals_jax(carrier):
     fmt = cases.NAMED["float8_e5m2fnuz"]
@@ -355,7 +349,6 @@ def test_numpy_equals_jax(carrier):
 
 
 @pytest.mark.slow
-@pytest.mark.in_turn(12)
 @pytest.mark.parametrize(("name", "carrier"), list(itertools.product(cases.CODEBOOKS, CARRIERS)))
 def test_codebooks(name, carrier):
     levels = cases.CODEBOOKS[name]

@@ -92,7 +92,6 @@ def determinant(rows: list[list[Any]]) -> Any:
 @pytest.mark.parametrize(
     ("n", "low", "high"), [(4, 3.0, 5.0), (5, 1.5, 4.0), (6, 0.3, 2.7), (7, 0.0, 1.5), (8, 0.0, 1.0)]
 )
-@pytest.mark.in_turn(5)
 def test_determinants_of_hilbert_matrices_lose_their_digits(n: int, low: float, high: float) -> None:
     one = Fraction(1)
     exact = determinant([[one / (i + j + 1) for j in range(n)] for i in range(n)])
@@ -187,7 +186,6 @@ PROGRAMS = [
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("fun", "x"), PROGRAMS)
-@pytest.mark.in_turn(7)
 def test_samples_are_runs_with_other_keys(fun: Callable[..., Any], x: Array) -> None:
     """Bit for bit, also if the samples take other branches and other numbers of turns."""
     low = jc.emulate(fun, "bfloat16:stochastic")

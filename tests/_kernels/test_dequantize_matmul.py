@@ -60,7 +60,6 @@ EXACT = [
 
 
 @pytest.mark.slow
-@pytest.mark.in_turn(42)
 @pytest.mark.parametrize(("row", "platform"), list(itertools.product(EXACT, KERNELS)), ids=str)
 def test_bit_equal_to_the_body_where_sums_are_exact(platform, row, rng):
     name, dtype, shape = row
@@ -76,7 +75,6 @@ TPU_TILINGS = [
 ]
 
 
-@pytest.mark.in_turn(6)
 @pytest.mark.parametrize(("shape", "tiling"), TPU_TILINGS, ids=str)
 @pytest.mark.slow
 def test_tpu_tilings(shape, tiling, rng):
@@ -95,14 +93,12 @@ GPU_TILINGS = [
 
 
 @pytest.mark.slow
-@pytest.mark.in_turn(8)
 @pytest.mark.parametrize(("shape", "tiling"), GPU_TILINGS, ids=str)
 def test_gpu_tilings(shape, tiling, rng):
     check_exact("gpu", "int4", shape, "bfloat16", rng, tiling=tiling)
 
 
 @pytest.mark.slow
-@pytest.mark.in_turn(9)
 @pytest.mark.parametrize("platform", KERNELS)
 @pytest.mark.parametrize(("name", "dtype"), [("int4", "bfloat16"), ("int8", "float32"), ("float8_e4m3fn", "bfloat16")])
 def test_random_data_within_the_bound(platform, name, dtype, rng):
@@ -120,7 +116,6 @@ def test_infinite_and_nan_codes_stay_in_their_columns(platform):
     np.testing.assert_array_equal(y, [[np.inf, np.nan, 1]] * 2)
 
 
-@pytest.mark.in_turn(2)
 @pytest.mark.parametrize("platform", KERNELS)
 @pytest.mark.slow
 def test_vmap(platform, rng):

@@ -99,7 +99,6 @@ def arithmetic(order: str, product: str | None, accumulate: str | None) -> Matmu
 
 
 @pytest.mark.slow
-@pytest.mark.in_turn(40)
 @pytest.mark.parametrize(("rounding", "order", "kernel"), list(itertools.product(ROUNDINGS, ORDERS, KERNELS)))
 def test_every_order_and_rounding(kernel: str, order: str, rounding: tuple[str | None, str | None]) -> None:
     product, accumulate = rounding
@@ -148,7 +147,6 @@ OTHERS: dict[str, tuple[MatmulSpec, Shape]] = {
 
 
 @pytest.mark.slow
-@pytest.mark.in_turn(60)
 @pytest.mark.parametrize(("name", "kernel"), list(itertools.product(OTHERS, KERNELS)))
 def test_other_ways(kernel: str, name: str) -> None:
     assert_equal_to_body(kernel, *OTHERS[name], tiling=SMALL[kernel])
@@ -218,7 +216,6 @@ DOUBLE = (
 )
 
 
-@pytest.mark.in_turn(5)
 @pytest.mark.parametrize("spec", DOUBLE, ids=str)
 @pytest.mark.slow
 def test_float64_on_gpus(spec: MatmulSpec) -> None:
@@ -226,7 +223,6 @@ def test_float64_on_gpus(spec: MatmulSpec) -> None:
         assert_equal_to_body("gpu", spec, (2, 9, 21, 17), np.float64, SMALL["gpu"])
 
 
-@pytest.mark.in_turn(5)
 @pytest.mark.parametrize("kernel", KERNELS)
 @pytest.mark.parametrize("order", ORDERS[::2])
 @pytest.mark.slow
@@ -236,7 +232,6 @@ def test_x64_changes_nothing(kernel: str, order: str) -> None:
         assert_equal_to_body(kernel, spec, CUT, tiling=SMALL[kernel])
 
 
-@pytest.mark.in_turn(2)
 @pytest.mark.parametrize("kernel", KERNELS)
 @pytest.mark.slow
 def test_special_values(kernel: str) -> None:
@@ -275,7 +270,6 @@ def test_inexact_sums_of_units_stay_within_their_bound(kernel: str, form: str | 
 # -- transformations, empty products -----------------------------------------------------------------------------------
 
 
-@pytest.mark.in_turn(2)
 @pytest.mark.parametrize("kernel", KERNELS)
 @pytest.mark.slow
 def test_vmap_over_operands_and_seeds(kernel: str) -> None:

@@ -129,7 +129,6 @@ def test_every_kind(kernel: str, kind: str) -> None:
     check(kernel, [f"{kind}:{mode}" for mode in MODES[number % 4 :: 4]], dtype, [SHAPE], tilings=tame(kernel, dtype))
 
 
-@pytest.mark.in_turn(12)
 @pytest.mark.parametrize(("kernel", "dtype"), PAIRS)
 @pytest.mark.slow
 def test_every_mode(kernel: str, dtype: str) -> None:
@@ -137,7 +136,6 @@ def test_every_mode(kernel: str, dtype: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.in_turn(2)
 @both
 def test_every_option(kernel: str) -> None:
     check(kernel, OPTIONS, "float32", [(129,)])
@@ -185,7 +183,6 @@ TILINGS: dict[tuple[str, tuple[int, ...]], list[Any]] = {
 
 
 @pytest.mark.slow
-@pytest.mark.in_turn(12)
 @pytest.mark.parametrize(("kernel", "shape"), TILINGS, ids=str)
 @pytest.mark.parametrize("dtype", TPU_DTYPES)
 def test_the_tiling_does_not_matter(kernel: str, shape: tuple[int, ...], dtype: str) -> None:
@@ -256,7 +253,6 @@ def test_vmap_is_one_call_for_each(kernel: str, name: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.in_turn(2)
 @both
 def test_vmap_of_what_draws_nothing_is_one_kernel(kernel: str) -> None:
     run = functools.partial(KERNELS[kernel][0], spec=jc.parse("e4m3fn"), interpret=True)
@@ -280,7 +276,6 @@ def test_64_bit_mode_changes_nothing(kernel: str) -> None:
 # -- other generators, other forms -------------------------------------------------------------------------------------
 
 
-@pytest.mark.in_turn(12)
 @pytest.mark.parametrize(("dtype", "shape"), list(itertools.product(TPU_DTYPES, [(), (1025,), (3, 5, 257)])))
 @pytest.mark.slow
 def test_hardware_bits_decide(shape: tuple[int, ...], dtype: str) -> None:

@@ -181,7 +181,6 @@ def test_all_equal_the_body(platform, operation, name, shape):
             check(platform, operation, spec, dtype, shape, tiling=small(platform, spec, dtype, shape))
 
 
-@pytest.mark.in_turn(12)
 @pytest.mark.parametrize(
     ("platform", "dtype", "scale", "element"),
     [
@@ -399,7 +398,6 @@ JOINED = [
 
 
 @pytest.mark.slow
-@pytest.mark.in_turn(24)
 @pytest.mark.parametrize(("text", "shape"), JOINED)
 def test_joined_axes_change_no_bit(text: str, shape: tuple[int, ...]) -> None:
     """Operations in a program for one CPU, whose axes are joined, against their bodies with the axes as they are."""

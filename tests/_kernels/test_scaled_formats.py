@@ -264,7 +264,6 @@ def extremes() -> list[Any]:
 
 
 @pytest.mark.slow
-@pytest.mark.in_turn(54)
 @pytest.mark.parametrize(("rule", "scale", "turn"), extremes())
 def test_products_with_scales_of_extreme_groups(rule, scale, turn):
     """Neither a product of two scales nor that of a scale and an element need be a number of the carrier."""
@@ -322,7 +321,6 @@ def test_zero_points_that_are_numbers_in_every_mode(element, mode, dtype):
     check(f"{element}group=6,zero_point=float):{mode}", (40, 17), dtype)
 
 
-@pytest.mark.in_turn(5)
 @pytest.mark.parametrize(("kind", "mode"), [("integer", "down"), ("integer", "stochastic_c"), ("float", "odd")])
 @pytest.mark.slow
 def test_zero_points_in_other_modes(kind, mode):
@@ -330,7 +328,6 @@ def test_zero_points_in_other_modes(kind, mode):
 
 
 @pytest.mark.slow
-@pytest.mark.in_turn(5)
 @pytest.mark.parametrize(
     "text",
     ["nvfp4(group=4)", "uint4(channel=0,zero_point=integer)", "nf4(group=4,scale=int8(group=2))"],
@@ -434,7 +431,6 @@ ASKING = [
 
 
 @pytest.mark.slow
-@pytest.mark.in_turn(13)
 @pytest.mark.parametrize("text", ASKING)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_asking_changes_no_bit(text, dtype, rng):
@@ -518,7 +514,6 @@ INEXACT = [
 
 
 @pytest.mark.slow
-@pytest.mark.in_turn(13)
 @pytest.mark.parametrize("devices", [1, pytest.param(8, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("text", INEXACT)
 def test_products_are_rounded_before_they_are_summed(text, devices, rng):

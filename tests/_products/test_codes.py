@@ -138,7 +138,6 @@ def test_products_of_stored_arrays() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.in_turn(4)
 @pytest.mark.parametrize(
     "spec", ["nvfp4(axis=0)", "mxfp8_e4m3(axis=0)", "uint4(group=8,axis=0,zero_point=integer)", "float6_e3m2fn"]
 )

@@ -58,7 +58,6 @@ def test_a_range_follows_in_updates_and_stays_in_calls() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("source", SOURCES, ids=lambda s: type(s).__name__)
-@pytest.mark.in_turn(3)
 def test_layers_keep_the_same_scales(source: Any) -> None:
     """A Linear of `jchop.nn` and its program: results, gradients and state of two steps."""
     nnx = pytest.importorskip("flax.nnx")
@@ -115,7 +114,6 @@ def test_a_recipe_with_a_history() -> None:
     assert after.stats["up_activation_history"].tolist() == [jnp.abs(X[1]).max(), jnp.abs(X[0]).max()]
 
 
-@pytest.mark.in_turn(6)
 @pytest.mark.parametrize("source", SOURCES, ids=lambda s: type(s).__name__)
 @pytest.mark.slow
 def test_layers_of_a_scan_keep_scales_of_their_own(source: Any) -> None:
@@ -189,7 +187,6 @@ def test_a_branch_that_is_not_taken_keeps_its_range() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.in_turn(198)
 @pytest.mark.parametrize("source", SOURCES, ids=lambda s: type(s).__name__)
 @pytest.mark.parametrize("name", CASES)
 def test_models_keep_scales(name: str, source: Any) -> None:

@@ -66,7 +66,6 @@ PLAIN = ["int8", "e4m3", "bfloat16"]
 
 
 @pytest.mark.slow
-@pytest.mark.in_turn(84)
 @pytest.mark.parametrize("spec", [*SPECS, *PLAIN])
 @pytest.mark.parametrize("name", CASES)
 def test_groups_lie_along_the_sum(name: str, spec: str) -> None:

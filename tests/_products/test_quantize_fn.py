@@ -49,7 +49,6 @@ def test_every_weight_of_a_product_is_rounded_and_nothing_else(name: str) -> Non
 
 
 @pytest.mark.slow
-@pytest.mark.in_turn(600)
 @pytest.mark.parametrize("spec", FORMATS)
 @pytest.mark.parametrize("name", sorted(CASES, key=lambda name: name != "dict_mlp"))  # first a quick one
 def test_models_train_and_serve_the_same_numbers(name: str, spec: str) -> None:
@@ -91,7 +90,6 @@ def test_operands_are_rounded_along_the_sum() -> None:
     np.testing.assert_array_equal(low(PARAMS, X), expected)
 
 
-@pytest.mark.in_turn(2)
 @pytest.mark.parametrize("side", ["right", "left"])
 @pytest.mark.slow
 def test_backward_products_have_roundings_of_their_own(side: str) -> None:

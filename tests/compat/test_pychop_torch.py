@@ -104,7 +104,6 @@ def test_every_layer_runs_and_trains() -> None:
         _ = layers.QuantizedNothing
 
 
-@pytest.mark.in_turn(5)
 @pytest.mark.parametrize(
     ("prefix", "chop"),
     [

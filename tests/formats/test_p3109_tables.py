@@ -57,7 +57,6 @@ def test_there_are_504_tables() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.in_turn(2)
 @pytest.mark.parametrize("bits", [pytest.param(k, marks=pytest.mark.slow if k > 10 else ()) for k in range(3, 17)])
 def test_every_code_has_the_value_of_the_definition(bits: int) -> None:
     for row in tables(bits):

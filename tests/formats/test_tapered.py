@@ -33,7 +33,6 @@ def check_codes(kind: str, n: int) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.in_turn(3)
 @pytest.mark.parametrize(("kind", "n"), SMALL)
 def test_every_code(kind: str, n: int) -> None:
     check_codes(kind, n)

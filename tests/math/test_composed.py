@@ -76,7 +76,6 @@ class Machine:
 
 
 @pytest.mark.slow
-@pytest.mark.in_turn(2)
 @pytest.mark.parametrize("text", HOWS)
 def test_cross_products(text: str) -> None:
     m, a, b = Machine(text, 5), some(4, 3), some(4, 3, seed=1)
@@ -113,7 +112,6 @@ def test_cross_products_have_the_axes_of_numpy(axes: Any, left: tuple[int, ...],
 
 
 @pytest.mark.slow
-@pytest.mark.in_turn(12)
 @pytest.mark.parametrize("endpoint", [True, False])
 @pytest.mark.parametrize("text", HOWS)
 def test_evenly_spaced_numbers(text: str, endpoint: bool) -> None:
@@ -142,7 +140,6 @@ def test_spaces_have_the_shapes_of_numpy() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.in_turn(6)
 @pytest.mark.parametrize("text", HOWS)
 def test_interpolation(text: str) -> None:
     m = Machine(text, 11)
@@ -222,7 +219,6 @@ FUNCTIONS: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {
 }
 
 
-@pytest.mark.in_turn(12)
 @pytest.mark.parametrize("name", FUNCTIONS)
 @pytest.mark.slow
 def test_transforms_and_derivatives(name: str) -> None:

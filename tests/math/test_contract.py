@@ -37,7 +37,6 @@ def in_order(a: np.ndarray, b: np.ndarray, text: str = "e5m5") -> float:
 
 
 @pytest.mark.slow
-@pytest.mark.in_turn(9)
 @pytest.mark.parametrize(
     ("left", "right"),
     [((3,), (3,)), ((2, 3), (3,)), ((2, 3), (4, 3, 5)), ((3,), (3, 4)), ((), (2, 3)), ((2,), ()), ((), ())],

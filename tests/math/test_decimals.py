@@ -49,7 +49,6 @@ def numbers(text: str, dtype: Any = np.float32) -> np.ndarray:
 
 
 @pytest.mark.slow
-@pytest.mark.in_turn(48)
 @pytest.mark.parametrize("decimals", [1, 2, 6, 10, -1, -2, -10])
 @pytest.mark.parametrize("text", HOWS)
 def test_the_exact_multiple_is_rounded_once(text: str, decimals: int) -> None:
@@ -65,7 +64,6 @@ def test_the_exact_multiple_is_rounded_once(text: str, decimals: int) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.in_turn(6)
 @pytest.mark.parametrize("decimals", [2, 22, -3])
 def test_float64(decimals: int) -> None:
     x, carrier = numbers("e11m40", np.float64), oracle.CARRIERS["float64"]

@@ -83,7 +83,6 @@ def test_the_order_of_an_einsum_is_that_of_its_indices() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.in_turn(6)
 @pytest.mark.parametrize("text", HOWS)
 def test_three_arrays_are_contracted_from_left_to_right(text: str) -> None:
     """Each pair as an einsum of its own, whose result is rounded to the operands again."""
@@ -119,7 +118,6 @@ MANY = {
 
 
 @pytest.mark.slow
-@pytest.mark.in_turn(27)
 @pytest.mark.parametrize(("subscripts", "optimize"), list(itertools.product(MANY, [False, True, "greedy"])))
 def test_many_arrays_give_what_numpy_gives(subscripts: str, optimize: Any) -> None:
     operands = [integers(*shape, seed=i) for i, shape in enumerate(MANY[subscripts])]
@@ -157,7 +155,6 @@ TENSORDOTS: dict[str, tuple[tuple[int, ...], tuple[int, ...], Any]] = {
 
 
 @pytest.mark.slow
-@pytest.mark.in_turn(4)
 @pytest.mark.parametrize("name", TENSORDOTS)
 def test_tensordot_is_that_of_numpy(name: str) -> None:
     left, right, axes = TENSORDOTS[name]
@@ -166,7 +163,6 @@ def test_tensordot_is_that_of_numpy(name: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.in_turn(2)
 @pytest.mark.parametrize(("left", "right"), [((3,), (3,)), ((2, 3), (4, 3)), ((), (2, 3)), ((2,), ()), ((2, 0), (0,))])
 def test_inner_is_that_of_numpy(left: tuple[int, ...], right: tuple[int, ...]) -> None:
     a, b = integers(*left), integers(*right, seed=1)

@@ -67,7 +67,6 @@ def operands(text: str, count: int) -> list[np.ndarray]:
 
 
 @pytest.mark.slow
-@pytest.mark.in_turn(60)
 @pytest.mark.parametrize(("name", "text"), list(itertools.product(oracle_math.EXACT, HOWS)))
 def test_the_exact_result_is_rounded_once(name: str, text: str) -> None:
     function = getattr(jc.math, name)
@@ -162,7 +161,6 @@ def test_a_result_that_is_no_value_of_the_format_is_rounded() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.in_turn(3)
 @pytest.mark.parametrize("name", ["bitwise_and", "bitwise_or", "bitwise_xor"])
 @pytest.mark.parametrize("dtype", [np.float32, np.float64])
 def test_bits_of_integers(name: str, dtype: Any) -> None:
@@ -242,7 +240,6 @@ def arguments(name: str, n: int = 40) -> list[np.ndarray]:
 
 
 @pytest.mark.slow
-@pytest.mark.in_turn(40)
 @pytest.mark.parametrize("name", ELEMENTARY)
 def test_elementary_functions_are_rounded_to_the_neighbour_of_the_true_value(name: str) -> None:
     """Rounding is monotone: the result lies between those of the ends of an interval around the true value, and where
@@ -323,14 +320,12 @@ def test_the_table_is_whole() -> None:
     assert len(NAMES) == 61 and set(oracle_math.EXACT) | set(HELD) | set(ELEMENTARY) <= set(NAMES)
 
 
-#: The functions of one part are compiled together, so the default run takes those of the first part.
-PARTS = 36
-IN_PARTS = [pytest.param(name, marks=pytest.mark.slow if i % PARTS else ()) for i, name in enumerate(NAMES)]
+PARTS = 18  #: of the functions; those of one part are compiled together
 
 
 @cache
 def transformed(part: int) -> dict[str, tuple[Any, Any, Any, Any]]:
-    """Of every 36th function in one program: itself, itself under vmap, jvp and vjp."""
+    """Of every eighteenth function in one program: itself, itself under vmap, jvp and vjp."""
 
     def of(name: str, key: jax.Array) -> tuple[Any, Any, Any, Any]:
         function, given = getattr(jc.math, name), example(name)
@@ -348,8 +343,7 @@ def transformed(part: int) -> dict[str, tuple[Any, Any, Any, Any]]:
     return program.compile(compiler_options={"xla_backend_optimization_level": "0"})(KEY)  # less time to compile
 
 
-@pytest.mark.in_turn(12)
-@pytest.mark.parametrize("name", IN_PARTS)
+@pytest.mark.parametrize("name", NAMES)
 @pytest.mark.slow
 def test_jit_and_vmap_give_the_same_bits(name: str) -> None:
     function, given = getattr(jc.math, name), example(name)
@@ -364,8 +358,7 @@ FLAT = {"floor", "ceil", "round", "trunc", "sign", "imag", "angle", "floor_divid
 
 
 @pytest.mark.slow
-@pytest.mark.in_turn(12)
-@pytest.mark.parametrize("name", IN_PARTS)
+@pytest.mark.parametrize("name", NAMES)
 def test_derivatives_are_those_of_the_function_at_the_rounded_operands(name: str) -> None:
     """Against differences in float64: the derivatives of the operands are added up, in both modes."""
     given = [np.asarray(jc.round_to_format(x, "e5m5")).astype(float) for x in example(name)]
@@ -382,7 +375,6 @@ def test_derivatives_are_those_of_the_function_at_the_rounded_operands(name: str
 
 
 @pytest.mark.slow
-@pytest.mark.in_turn(8)
 @pytest.mark.parametrize("name", ["frexp", "modf", "ldexp", "diff"])
 def test_transforms_of_the_others(name: str) -> None:
     x = jnp.asarray(np.random.default_rng(1).uniform(1.1, 5, (4, 3)), jnp.float32)
@@ -402,7 +394,6 @@ def test_transforms_of_the_others(name: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.in_turn(4)
 @pytest.mark.parametrize("dtype", [np.float16, ml_dtypes.bfloat16])
 @pytest.mark.parametrize("name", ["add", "sin", "sqrt", "floor", "power"])
 def test_16_bit_operands_go_through_float32(name: str, dtype: Any) -> None:

@@ -263,7 +263,6 @@ def test_cholesky(text: str) -> None:
     same(linalg.cholesky(a, text), matrix(Machine(HOWS[text]).cholesky(rows(a))))
 
 
-@pytest.mark.in_turn(3)
 @pytest.mark.parametrize("text", HOWS)
 @pytest.mark.parametrize("shape", [(5, 3), (4, 4)])
 @pytest.mark.slow
@@ -368,7 +367,6 @@ SOLVERS = ["solve_triangular", "lu_solve", "cg", "gmres", "refine"]
 
 
 @pytest.mark.slow
-@pytest.mark.in_turn(8)
 @pytest.mark.parametrize("name", SOLVERS)
 def test_columns_and_batches_are_systems_of_their_own(name: str) -> None:
     both = solved(BATCH, COLUMNS, name)

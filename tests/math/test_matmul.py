@@ -123,7 +123,6 @@ def test_a_sum_from_plus_zero_is_never_minus_zero(order: str, k: int) -> None:
         assert got == 0 and np.signbit(got) == negative
 
 
-@pytest.mark.in_turn(2)
 @pytest.mark.parametrize("dtype", [np.float16, ml_dtypes.bfloat16])
 @pytest.mark.slow
 def test_16_bit_operands_are_summed_in_float32(dtype: Any) -> None:
@@ -176,7 +175,6 @@ def test_numpy_operands_are_constants_of_a_trace() -> None:
 # -- randomness --------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.in_turn(2)
 @pytest.mark.parametrize("batched", [False, True])
 @pytest.mark.slow
 def test_draws_are_those_of_the_split_key(batched: bool) -> None:

@@ -150,7 +150,6 @@ def test_draws_are_those_of_the_split_key() -> None:
     same(jc.math.softmax(x, spec, KEY), oracle_math.array(want).reshape(2, 4))
 
 
-@pytest.mark.in_turn(6)
 @pytest.mark.parametrize("name", ["softmax", "logsumexp"])
 @pytest.mark.slow
 def test_jit_vmap_and_derivatives(name: str) -> None:

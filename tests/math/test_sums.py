@@ -116,7 +116,6 @@ def sum_spec(spec: MatmulSpec) -> MatmulSpec:
 # -- values ------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.in_turn(5)
 @pytest.mark.parametrize("order", SPECS)
 @pytest.mark.slow
 def test_reductions_are_exact_operations_rounded_one_by_one(order: str) -> None:
@@ -220,7 +219,6 @@ def test_a_sum_stops_where_the_next_number_is_too_far() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.in_turn(5)
 @pytest.mark.parametrize("text", ["bfloat16", "e5m4:up", "e5m4:stochastic"])
 def test_products_and_what_they_run_through(text: str) -> None:
     x = normal(3, 9) * 0.5 + 1
@@ -381,7 +379,6 @@ def test_float64() -> None:
 NAMES = ["sum", "std", "norm", "prod", "cumsum", "cumprod"]  # mean and var are parts of std
 
 
-@pytest.mark.in_turn(12)
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.slow
 def test_jit_vmap_and_derivatives(name: str) -> None:

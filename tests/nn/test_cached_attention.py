@@ -85,7 +85,6 @@ def test_values_are_those_of_float64(kind: str, spec: Any, case: dict[str, Any])
 
 
 @pytest.mark.slow
-@pytest.mark.in_turn(12)
 @pytest.mark.parametrize("spec", SPECS)
 @pytest.mark.parametrize("kind", KINDS)
 def test_positions_that_are_given(kind: str, spec: Any) -> None:
@@ -134,7 +133,6 @@ def bytes_of(compiled: Any) -> int:
     return compiled.memory_analysis().temp_size_in_bytes
 
 
-@pytest.mark.in_turn(12)
 @pytest.mark.parametrize("kind", ["full", "rolling", "paged"])
 @pytest.mark.parametrize("spec", ["int8(group=all)", "float8_e4m3fn"])
 @pytest.mark.slow

@@ -64,7 +64,6 @@ def test_names_and_axes_are_those_of_other_programs(model: Any, tmp_path: Path) 
 
 
 @pytest.mark.slow
-@pytest.mark.in_turn(5)
 @pytest.mark.parametrize("layout", ["compressed-tensors", "gptq", "awq", "jchop"])
 def test_packed_layers_stay_packed(model: Any, layout: str, tmp_path: Path) -> None:
     packed = jc.nn.quantize(model, Rule("layers", weight=INT4), "ptq")

@@ -192,7 +192,6 @@ def test_packed(name: str, family: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.in_turn(250)
 @pytest.mark.parametrize(("name", "family"), TABLE)
 def test_eager(name: str, family: str) -> None:
     layer, formats = LAYERS[name], FAMILIES[family]

@@ -77,7 +77,6 @@ class Model:
 
 
 @pytest.mark.slow
-@pytest.mark.in_turn(5)
 @pytest.mark.smoke
 @pytest.mark.parametrize("kind", ["full", "rolling", "paged"])
 def test_tokens_are_where_they_belong(kind: str) -> None:
@@ -95,7 +94,6 @@ def test_tokens_are_where_they_belong(kind: str) -> None:
     model.check()
 
 
-@pytest.mark.in_turn(54)
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 @pytest.mark.parametrize("spec", SPECS)
 @pytest.mark.slow
@@ -133,7 +131,6 @@ def test_pages_are_given_and_returned() -> None:
     assert not jax.jit(jc.KVCache.release)(after, jnp.asarray([False, True, True])).overflowed.any()
 
 
-@pytest.mark.in_turn(3)
 @pytest.mark.parametrize("kind", ["full", "paged"])
 @pytest.mark.slow
 def test_what_does_not_fit_is_an_error_or_marks_its_sequence(kind: str) -> None:

@@ -66,7 +66,6 @@ def test_an_axis_that_is_there_is_taken() -> None:
 # -- NaN and infinities ------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.in_turn(5)
 @pytest.mark.parametrize("text", ["int8(group=all)", "nvfp4", "nf4"])
 @pytest.mark.slow
 def test_nan_stays_nan_in_training(text: str) -> None:

@@ -293,7 +293,6 @@ def test_models_of_nnx_and_their_methods(name: str) -> None:
                 assert bool(jnp.isfinite(a).all())
 
 
-@pytest.mark.in_turn(9)
 @pytest.mark.parametrize("name", [name for name, case in CASES.items() if case.kind == "linen"])
 @pytest.mark.slow
 def test_modules_of_linen(name: str) -> None:

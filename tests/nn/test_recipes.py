@@ -195,7 +195,6 @@ def both_weights(name: str, layer: str) -> tuple[Any, Any]:
 
 
 @pytest.mark.slow
-@pytest.mark.in_turn(80)
 @pytest.mark.parametrize(
     ("name", "layer"), [(name, layer) for name in RECIPES if name != "int8_stochastic" for layer in LAYERS]
 )
@@ -302,7 +301,6 @@ def test_mxfp4_gradients_are_right_on_average_by_the_factor_of_three_quarters() 
 
 
 @pytest.mark.slow
-@pytest.mark.in_turn(5)
 @pytest.mark.parametrize("shape", [(37, 21), (1, 40)])
 @pytest.mark.parametrize("text", ["nvfp4(group=(16,16))", "int4(group=(3,3))"])
 def test_square_tiles_are_the_same_of_the_transpose(text: str, shape: tuple[int, ...]) -> None:

@@ -163,7 +163,6 @@ def test_a_hundred_layers_train_and_serve_the_same_numbers_under_jit(name: str, 
 
 
 @pytest.mark.slow
-@pytest.mark.in_turn(3)
 @pytest.mark.parametrize(("out", "shape"), [(64, (64,)), (48, (1, 64)), (1, (16, 64))])
 def test_one_row_or_column_trains_and_serves_the_same_numbers(out: int, shape: tuple[int, ...]) -> None:
     """A compiler fuses the arithmetic of a matrix with its product by a vector (`sums_ordered_by_fusion`)."""
@@ -195,7 +194,6 @@ FORMATS = ["int8(group=all)", "int8(group=tensor)", "nf4(group=all)"]
 
 
 @pytest.mark.slow
-@pytest.mark.in_turn(30)
 @pytest.mark.parametrize(("name", "text"), [(name, text) for name in LAYERS for text in FORMATS])
 def test_packed_biases_are_those_of_training(name: str, text: str) -> None:
     """As arguments of a compiled function, a product of a bias and its scale might be contracted with the sum."""

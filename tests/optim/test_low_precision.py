@@ -81,7 +81,6 @@ def adam(p: Fraction, gradients: list[Fraction], q: Any) -> list[Fraction]:
 CASES = {"sgd": (sgd, optax.sgd(LR, 0.875)), "adam": (adam, optax.adam(LR, 0.5, 0.75, 1e-8))}
 
 
-@pytest.mark.in_turn(5)
 @pytest.mark.parametrize("fmt", SETS)
 @pytest.mark.parametrize("name", CASES)
 @pytest.mark.slow

@@ -37,7 +37,6 @@ def spoiled(number: float) -> dict[str, jax.Array]:
 LARGE = jnp.asarray(np.random.default_rng(3).standard_normal((128, 256)), "float32")
 
 
-@pytest.mark.in_turn(12)
 @pytest.mark.parametrize("chunks", [1, 2])
 @pytest.mark.parametrize("at", [(0, 3), (63, 200), (127, 255)])
 @pytest.mark.slow

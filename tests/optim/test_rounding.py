@@ -156,7 +156,6 @@ WRAPPED = {
 
 
 @pytest.mark.slow
-@pytest.mark.in_turn(12)
 @pytest.mark.parametrize("name", WRAPPED)
 def test_optax_wrappers_take_it(name: str) -> None:
     tx = WRAPPED[name]()

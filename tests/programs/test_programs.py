@@ -178,7 +178,6 @@ def test_it_can_be_transformed(name: str, spec: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.in_turn(3)
 @pytest.mark.parametrize(
     "order", [jax.hessian, lambda f: jax.jacrev(jax.jacrev(f)), lambda f: jax.jacfwd(jax.jacfwd(f))]
 )

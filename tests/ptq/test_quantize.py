@@ -48,7 +48,6 @@ FORMATS = [
 
 
 @pytest.mark.slow
-@pytest.mark.in_turn(12)
 @pytest.mark.parametrize("text", FORMATS)
 def test_gains_on_fresh_data(text: str) -> None:
     params, x, fresh = outliers()

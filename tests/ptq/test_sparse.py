@@ -70,7 +70,6 @@ def grouped_order(gram: np.ndarray, m: int) -> np.ndarray:
 
 
 @pytest.mark.slow
-@pytest.mark.in_turn(9)
 @pytest.mark.parametrize("order", ["activation", "plain"])
 @pytest.mark.parametrize(("n", "m", "weight"), [(2, 4, "binary64"), (1, 8, "binary64"), (2, 4, "int4")])
 def test_a_textbook_in_numpy_gives_the_same_numbers(order: Any, n: int, m: int, weight: str) -> None:

@@ -70,7 +70,6 @@ def error(w: np.ndarray, q: QArray, gram: np.ndarray) -> float:
     return float(np.einsum("ij,jk,ik->", rest, gram, rest))
 
 
-@pytest.mark.in_turn(32)
 @pytest.mark.parametrize("text", FORMATS)
 @pytest.mark.slow
 def test_independent_inputs_are_rounded_to_nearest(text: str) -> None:
@@ -82,7 +81,6 @@ def test_independent_inputs_are_rounded_to_nearest(text: str) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("text", FORMATS)
-@pytest.mark.in_turn(16)
 def test_every_format_gains(text: str) -> None:
     w, gram = problem()
     plain, swept, _, _ = rounded(w, gram, text, np.asarray(order_of(jnp.asarray(gram), True)))

@@ -82,7 +82,6 @@ def test_loaded_is_saved(text: str, rows: list[list[float]]) -> None:
     same(loaded, q)
 
 
-@pytest.mark.in_turn(3)
 @pytest.mark.slow
 @pytest.mark.parametrize("text", TEXTS)
 def test_compiled_is_eager(text: str) -> None:

@@ -140,7 +140,6 @@ def test_odd_rows_waste_less_than_a_byte() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.in_turn(30)
 @pytest.mark.parametrize("text", TEXTS)
 def test_dequantized_is_rounded(text: str) -> None:
     x = numbers()

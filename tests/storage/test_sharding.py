@@ -37,7 +37,6 @@ def collectives(compiled: Any) -> set[str]:
     return {name for name in COLLECTIVES if f" {name}(" in text or f" {name}-start(" in text}
 
 
-@pytest.mark.in_turn(12)
 @pytest.mark.parametrize(
     ("text", "where", "moves"),
     [
@@ -82,7 +81,6 @@ def test_each_leaf_is_placed() -> None:
     same(jc.dequantize(rows), jc.dequantize(q)[8:])
 
 
-@pytest.mark.in_turn(2)
 @pytest.mark.parametrize(
     ("text", "where", "scales"),
     [

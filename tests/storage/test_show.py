@@ -41,7 +41,6 @@ def pixels(text: str) -> np.ndarray:
 
 
 @pytest.mark.slow
-@pytest.mark.in_turn(12)
 @pytest.mark.parametrize("spec", SPECS)
 def test_the_page_says_what_the_array_is(spec: str) -> None:
     q = jc.quantize(X, spec)

@@ -73,7 +73,6 @@ def test_int4_is_that_of_a_loop() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("text", FORMATS)
-@pytest.mark.in_turn(14)
 def test_scales_are_those_of_the_kept_numbers(text: str) -> None:
     """Rounding is that of the array of the kept numbers alone, in groups as much shorter."""
     fmt = jc.parse(text).scaled
@@ -216,7 +215,6 @@ def test_files_and_what_is_shown(tmp_path: pathlib.Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.in_turn(3)
 @pytest.mark.parametrize("text", [FORMATS[0], "int4(group=8,sparse=2:4)", "nf4(channel=0,sparse=2:4)"])
 def test_a_file_in_chunks_is_the_whole(tmp_path: pathlib.Path, text: str) -> None:
     jc.save_safetensors(tmp_path / "a.safetensors", {"w": X})

@@ -35,7 +35,6 @@ def same(got: object, wanted: object) -> None:
         np.testing.assert_array_equal(np.asarray(one), np.asarray(other))
 
 
-@pytest.mark.in_turn(13)
 @pytest.mark.parametrize(
     ("text", "shape"),
     [

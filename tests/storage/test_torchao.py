@@ -85,7 +85,6 @@ def stored() -> Callable[[str], QArray]:
     return quantized
 
 
-@pytest.mark.in_turn(30)
 @pytest.mark.parametrize(("text", "of_w", "of_y"), RATIOS, ids=[row[0] for row in RATIOS])
 @pytest.mark.slow
 def test_ratios(stored: Callable[[str], QArray], text: str, of_w: float, of_y: float | None) -> None:

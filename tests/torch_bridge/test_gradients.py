@@ -45,7 +45,6 @@ def weighted(x: torch.Tensor, g: torch.Tensor, spec: str) -> torch.Tensor:
     return (rounded(x, spec, seed=SEED, gradient_seed=GRADIENT_SEED) * g).sum()
 
 
-@pytest.mark.in_turn(5)
 @pytest.mark.parametrize("spec", [*SPECS[:-1], pytest.param(SPECS[-1], marks=pytest.mark.slow)])
 @pytest.mark.slow
 def test_gradients_are_those_of_jax(spec):

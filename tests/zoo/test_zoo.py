@@ -55,7 +55,6 @@ def test_it_traces_with_its_gradient(name: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.in_turn(6)
 @pytest.mark.parametrize(
     "name", [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in CASES]
 )

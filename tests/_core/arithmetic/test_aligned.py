@@ -349,7 +349,6 @@ def digest(x: Any) -> str:
 
 
 @pytest.mark.slow
-@pytest.mark.in_turn(2)
 @pytest.mark.parametrize(("unit", "expected"), [("volta", "4d529eb8c2cf"), ("ampere", "6bd842b2e484")])
 def test_published_digests(unit: str, expected: str) -> None:
     """The digests of runs of MMA-Sim, 16 x 256 x 16."""

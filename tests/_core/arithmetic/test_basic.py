@@ -134,7 +134,6 @@ def apply(
 # --- any operands: integer arithmetic ---------------------------------------------------------------------------------
 
 
-@pytest.mark.in_turn(30)
 @pytest.mark.parametrize(
     ("text", "carrier"),
     [*((text, "float32") for text in RESULTS), *((text, "float64") for text in IN_FLOAT64)],
@@ -298,7 +297,6 @@ def fast_cases(mode: str, carrier: str, n: int, rng: np.random.Generator) -> Ite
 
 
 @pytest.mark.slow
-@pytest.mark.in_turn(12)
 @pytest.mark.parametrize("mode", ROUNDINGS_OF_FAST)
 def test_known_ranges(mode: str, rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch) -> None:
     """Compiled, so that a compiler that contracts or reorders would show; against the exact results."""
@@ -329,7 +327,6 @@ def test_ways_agree(carrier: str, mode: str, rng: np.random.Generator) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.in_turn(2)
 @pytest.mark.parametrize("carrier", ["float32", "float64"])
 def test_no_spec_is_ieee(carrier: str, rng: np.random.Generator) -> None:
     """The hardware's own results, as NumPy gives them: subnormals included, which XLA on a CPU reads as zero."""
@@ -456,7 +453,6 @@ def test_division_by_a_poor_divider(monkeypatch: pytest.MonkeyPatch, rng: np.ran
 
 
 @pytest.mark.slow
-@pytest.mark.in_turn(4)
 @pytest.mark.parametrize("text", [*RESULTS, "ufixed4.4", "integer4(narrow=true)", "codebook(-3.0,-1.0,0.375,5.0)"])
 def test_range_of(text: str, rng: np.random.Generator) -> None:
     """Every value lies within its format's range, and no tighter one holds."""

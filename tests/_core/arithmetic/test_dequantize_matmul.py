@@ -150,7 +150,6 @@ def test_sums_that_float32_holds_are_exact(name, dtype, shape, rng):
 
 
 @pytest.mark.slow
-@pytest.mark.in_turn(5)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("name", FOUR)
 def test_random_data_within_the_bound(name, dtype, rng):

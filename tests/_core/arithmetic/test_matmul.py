@@ -292,7 +292,6 @@ ROWS = rows(
 
 
 @pytest.mark.slow
-@pytest.mark.in_turn(80)
 @pytest.mark.parametrize("row", ROWS, ids=str)
 def test_every_element_is_the_exact_sum(row: Row) -> None:
     check(row)

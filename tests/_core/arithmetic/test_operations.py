@@ -184,7 +184,6 @@ def exact_root(v: Value, carrier: oracle.Carrier) -> tuple[Value, bool]:
     return Fraction(2 * whole + (not exact), 2 ** (400 + 1)), exact
 
 
-@pytest.mark.in_turn(5)
 @pytest.mark.parametrize(("text", "name"), [("e5m10", "float32"), ("bfloat16", "float32"), ("fixed8.8", "float32")])
 @pytest.mark.slow
 def test_roots_in_every_mode(text: str, name: str, rng: np.random.Generator) -> None:
@@ -232,7 +231,6 @@ def test_a_root_of_64_bits_draws_from_all_of_them(rng: np.random.Generator) -> N
 
 
 @pytest.mark.slow
-@pytest.mark.in_turn(2)
 @pytest.mark.parametrize("name", ["float32", "float64"])
 def test_every_bit_of_a_root(name: str, rng: np.random.Generator) -> None:
     """The leading bits, the word after them and whether more follow, of squares too."""
@@ -332,7 +330,6 @@ def test_odd_leaves_exact_sums() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.in_turn(8)
 @pytest.mark.parametrize("name", ["max", "min", "neg", "abs", "square", "sub"])
 def test_the_other_operations(name: str, rng: np.random.Generator) -> None:
     fmt, carrier = FORMATS["bfloat16"], oracle.CARRIERS["float32"]

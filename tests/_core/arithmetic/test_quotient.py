@@ -40,7 +40,6 @@ def value(bits: int, name: str) -> Fraction:
 
 
 @pytest.mark.slow
-@pytest.mark.in_turn(2)
 @pytest.mark.parametrize("name", ["float32", "float64"])
 def test_quotients_are_exact(name: str, rng: np.random.Generator) -> None:
     """The leading bits, the word after them and whether more follow; and the same rounded to odd."""
@@ -118,7 +117,6 @@ def test_divisors_that_are_products(name: str, bits: int, rng: np.random.Generat
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("name", "count"), [("float32", 3), ("float32", 127), ("float64", 7), ("float64", 1023)])
-@pytest.mark.in_turn(4)
 def test_quotients_by_constants_are_exact(name: str, count: int, rng: np.random.Generator) -> None:
     carrier = CARRIERS[name]
     assert quotient.is_short(count, carrier) and not quotient.is_short(count << 10 | 1, carrier)

@@ -71,7 +71,6 @@ FORMATS = [
 
 
 @pytest.mark.slow
-@pytest.mark.in_turn(8)
 @pytest.mark.parametrize(("text", "fmt", "kind", "wide"), FORMATS)
 def test_at_the_words_that_decide(
     text: str, fmt: oracle.FloatSet, kind: str, wide: bool, rng: np.random.Generator

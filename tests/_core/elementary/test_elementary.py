@@ -80,7 +80,6 @@ SOME = ("exp", "log", "sin", "tanh", "erfc")
 
 
 @pytest.mark.slow
-@pytest.mark.in_turn(30)
 @pytest.mark.parametrize("name", SOME)
 @pytest.mark.parametrize("sizes", [(4, 11), (6, 9), (2, 13), (8, 10), (8, 15)])
 def test_formats_of_other_sizes(name: str, sizes: tuple[int, int]) -> None:
@@ -110,7 +109,6 @@ def test_fixed_point_and_codebooks() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.in_turn(6)
 @pytest.mark.parametrize("name", ["exp2", "arcsin", "log"])
 def test_float64_data_is_rounded_alike(name: str) -> None:
     """Subnormal numbers of float32 too, which a conversion would lose."""
@@ -136,7 +134,6 @@ def test_ends_of_the_range_do_not_vanish() -> None:
     assert jc.math.log(np.float32(2.0**-133), "bfloat16") == -92.0
 
 
-@pytest.mark.in_turn(2)
 @pytest.mark.parametrize("mode", ["up", "down"])
 @pytest.mark.slow
 def test_emulate_and_the_functions_have_the_same_bits(mode: str) -> None:

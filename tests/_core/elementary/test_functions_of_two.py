@@ -66,7 +66,6 @@ def test_many_pairs_of_16_bit_formats(name: str, text: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.in_turn(4)
 @pytest.mark.parametrize("name", FUNCTIONS_OF_TWO)
 def test_some_pairs_of_16_bit_formats(name: str) -> None:
     assert wrong(name, "binary16", *pairs_of("binary16", 2000)) == NONE_WRONG
@@ -74,7 +73,6 @@ def test_some_pairs_of_16_bit_formats(name: str) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", FUNCTIONS_OF_TWO)
-@pytest.mark.in_turn(4)
 def test_special_values(name: str) -> None:
     """Those of C, which NumPy has too, except that log(e^-0 + e^-inf) is +0."""
     ends = np.array([0, -0.0, 1, -1, 2, -2, 3, 0.5, -0.5, np.inf, -np.inf, np.nan], np.float32)
@@ -112,7 +110,6 @@ def test_ends_of_the_range() -> None:
     assert jc.math.logaddexp(np.float32(0), np.float32(-88), "bfloat16:down") > 0
 
 
-@pytest.mark.in_turn(2)
 @pytest.mark.parametrize("name", ["power", "arctan2"])
 @pytest.mark.slow
 def test_emulate_float64_and_the_functions_agree(name: str) -> None:

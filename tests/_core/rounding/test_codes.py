@@ -84,7 +84,6 @@ def test_extended_bits_have_a_leading_bit(name):
     np.testing.assert_array_equal(bits, expected)
 
 
-@pytest.mark.in_turn(12)
 @pytest.mark.parametrize("bits", list(range(1, 9)))
 @pytest.mark.slow
 def test_packing_is_a_little_endian_bit_stream(bits, rng):

@@ -115,7 +115,6 @@ def test_words_equal_the_second_implementation(data: tuple[int, ...], x64: bool)
 
 
 @pytest.mark.slow
-@pytest.mark.in_turn(4)
 @pytest.mark.parametrize("implementation", ["threefry2x32", "rbg", "unsafe_rbg"])
 def test_key_flags_do_not_matter(implementation: str) -> None:
     key = jax.random.key(11, impl=implementation)

@@ -47,7 +47,6 @@ def numbers(fmt: StringFormat, dtype: Any, count: int, rng: np.random.Generator)
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("text", "carrier"), [*PAIRS, ("posit5", "float16"), ("posit16", "float32")])
-@pytest.mark.in_turn(12)
 def test_every_deterministic_mode(text: str, carrier: str) -> None:
     fmt, c = tapered(text), oracle.CARRIERS[carrier]
     strings = oracle.describe(fmt)
@@ -152,7 +151,6 @@ def test_codes_of_32_bits() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("mode", ["nearest_even", "toward_zero", "up", "odd"])
-@pytest.mark.in_turn(5)
 def test_operations_are_rounded_once(mode: str) -> None:
     """Sums, products and quotients of values that are far apart, cancel, and leave the range on both sides."""
     rng, c = np.random.default_rng(7), oracle.CARRIERS["float32"]
@@ -178,7 +176,6 @@ def test_operations_are_rounded_once(mode: str) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("mode", ["stochastic", "stochastic_c"])
-@pytest.mark.in_turn(2)
 def test_stochastic_operations_average_to_their_share(mode: str) -> None:
     """Of 2^14 sums that lie between two posits, the share that goes up is the share of the string that is cut."""
     x, y = np.full(1 << 14, 3.0e9, np.float32), np.full(1 << 14, 3.3e5, np.float32)
@@ -249,7 +246,6 @@ def hif8_numbers(dtype: Any, rng: np.random.Generator) -> np.ndarray:
 
 
 @pytest.mark.slow
-@pytest.mark.in_turn(6)
 @pytest.mark.parametrize("carrier", ["bfloat16", "float32", "float64"])
 def test_every_mode_of_hif8(carrier: str) -> None:
     fmt, c = jc.HiFloat8Format(), oracle.CARRIERS[carrier]

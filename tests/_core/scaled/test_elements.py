@@ -274,7 +274,6 @@ def test_scales_are_read_back():
 
 
 @pytest.mark.slow
-@pytest.mark.in_turn(2)
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
 def test_elements_times_powers_of_two_below_the_normal_range(dtype):
     """The exact way: ties of every depth, either neighbour even."""
@@ -308,7 +307,6 @@ def products(spec: Spec, dtype: str) -> tuple[np.ndarray, np.ndarray]:
     return codes, np.asarray(jax.jit(fun)(packed, scales))
 
 
-@pytest.mark.in_turn(5)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
 @pytest.mark.slow
 def test_every_code_under_every_scale(dtype):
@@ -340,7 +338,6 @@ def along_last(x: np.ndarray, spec: Spec) -> tuple[np.ndarray, ...]:
     return rounded[..., :size], codes[..., :size], whole["scales"].reshape(*lead, -1)
 
 
-@pytest.mark.in_turn(5)
 @pytest.mark.parametrize(("shape", "axes"), [((2, 3, 1, 9), (1, 3)), ((3, 5, 19), (-1, -2, 0)), ((13,), (0,))])
 @pytest.mark.slow
 def test_axes_and_ragged_tails(shape, axes, rng):

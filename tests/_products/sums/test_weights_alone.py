@@ -29,7 +29,6 @@ FORMATS = [
 
 
 @pytest.mark.slow
-@pytest.mark.in_turn(18)
 @pytest.mark.parametrize("text", FORMATS)
 @pytest.mark.parametrize("axis", [0, 1])
 def test_sums_of_panels(axis: int, text: str) -> None:
@@ -114,7 +113,6 @@ def test_the_kernel_takes_stored_codes() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.in_turn(3)
 @pytest.mark.parametrize("text", ["int8(group=all,axis=0)", "int4(group=128,axis=0)", "nf4(group=128,axis=0)"])
 def test_weights_are_never_written_as_floats(text: str) -> None:
     w = jax.eval_shape(lambda v: jc.quantize(v, text), jax.ShapeDtypeStruct((4096, 1024), jnp.float32))
