@@ -449,7 +449,7 @@ def test_every_page_installs_extras_in_the_same_way() -> None:
         text = page.read_text(encoding="utf-8")
         assert "jchop[" not in text, page
         named |= {
-            name for found in re.findall(r'pip install (?:-e )?"\.\[([a-z,]+)\]"', text) for name in found.split(",")
+            name for found in re.findall(r'pip install (?:--?[a-z-]+ )*"\.\[([a-z,]+)\]"', text) for name in found.split(",")
         }
     assert {"flax", "optax", "plot", "study", "test", "torch"} <= named <= set(extras)
 
