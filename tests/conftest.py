@@ -192,7 +192,7 @@ class _Turns:
             for turn in sorted(range(len(turns)), key=_spread)[number:]:
                 slow.add(turns[turn][0])
                 metafunc._calls[turns[turn][0]].marks.append(pytest.mark.slow.mark)
-        if self.no_slow and len(slow) < len(metafunc._calls):
+        if (self.no_slow or self.only_smoke) and len(slow) < len(metafunc._calls):
             metafunc._calls = [case for place, case in enumerate(metafunc._calls) if place not in slow]
 
 

@@ -448,9 +448,8 @@ def test_every_page_installs_extras_in_the_same_way() -> None:
     for page in pages:
         text = page.read_text(encoding="utf-8")
         assert "jchop[" not in text, page
-        named |= {
-            name for found in re.findall(r'pip install (?:--?[a-z-]+ )*"\.\[([a-z,]+)\]"', text) for name in found.split(",")
-        }
+        found = re.findall(r'pip install (?:--?[a-z-]+ )*"\.\[([a-z,]+)\]"', text)
+        named |= {name for names in found for name in names.split(",")}
     assert {"flax", "optax", "plot", "study", "test", "torch"} <= named <= set(extras)
 
 

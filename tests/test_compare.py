@@ -29,7 +29,6 @@ def exact(x: np.ndarray, y: np.ndarray) -> tuple[float, Fraction, Fraction]:
     return 10 * math.log10(ratio), max(errors), max(e / abs(a) for e, (a, _) in zip(errors, pairs, strict=True) if a)
 
 
-@pytest.mark.smoke
 @pytest.mark.slow
 def test_the_figures_are_those_of_the_rounded_array() -> None:
     formats = ["bfloat16", "float8_e4m3fn:saturate", "int4(group=32)", "nvfp4"]
@@ -108,6 +107,7 @@ def test_the_default_formats_fit_any_array() -> None:
     assert len(default_formats(2)) == len(default_formats(1)) + 2
 
 
+@pytest.mark.smoke
 def test_16_bit_floats_are_rounded_as_float32() -> None:
     x = jnp.asarray(X, jnp.bfloat16)
     low, wide = jc.compare(x, ["binary16", "mxfp8_e4m3"]), jc.compare(x.astype(jnp.float32), ["binary16", "mxfp8_e4m3"])

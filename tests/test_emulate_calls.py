@@ -66,6 +66,7 @@ def test_a_decorator_is_the_call() -> None:
     assert drawn(X).tolist() == jc.emulate(lambda x: x / 3, "e5m2:stochastic", key=KEY)(X).tolist()
 
 
+@pytest.mark.smoke
 def test_methods() -> None:
     holder = Holder()
     assert float(holder.scaled(1.0)) == float(Holder.scaled(holder, 1.0)) == 0.625
@@ -107,7 +108,6 @@ def counted(traces: list[int]) -> Callable[[Any], Any]:
     return fun
 
 
-@pytest.mark.smoke
 @pytest.mark.slow
 def test_equal_shapes_trace_once() -> None:
     traces: list[int] = []

@@ -176,7 +176,6 @@ def test_complex_numbers_draw_and_differentiate() -> None:
     assert float(jax.grad(jc.emulate(fun, "bfloat16"))(1.5)) == 3.0
 
 
-@pytest.mark.smoke
 @pytest.mark.slow
 def test_other_complex_operations_are_the_carriers_by_parts(rng: np.random.Generator) -> None:
     z, w = rng.normal(size=(2, 8, 2)).astype(np.float32).view(np.complex64)[..., 0]
@@ -194,6 +193,7 @@ def test_other_complex_operations_are_the_carriers_by_parts(rng: np.random.Gener
     assert not np.array_equal(drawn.real, drawn.imag)
 
 
+@pytest.mark.smoke
 def test_sums_of_complex_numbers_are_sums_of_their_parts() -> None:
     """In the order of the accumulator; of products four sums of products."""
     how = jc.MatmulSpec(accumulate="e5m2")

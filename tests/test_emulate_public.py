@@ -193,6 +193,7 @@ def test_within_an_emulated_function(place: str, name: str) -> None:
     same(low(*case.args), rounded(want) if case.rounded else want)
 
 
+@pytest.mark.smoke
 @pytest.mark.in_turn(10)
 @pytest.mark.parametrize(
     "spec", [SCALED, "nf4(channel=0)", "mxfp4", "nvfp4", "uint4(group=4,zero_point=float)", "e5m2"]
@@ -214,7 +215,6 @@ def test_an_operation_rounds_what_it_takes_of_a_function() -> None:
     same(low(X), -rounded(math.exp(rounded(X), OWN)))
 
 
-@pytest.mark.smoke
 @pytest.mark.slow
 def test_an_arithmetic_within_another_is_one_operation() -> None:
     """Also where one function takes the result of another, or calls others, and within loops and inner emulations."""

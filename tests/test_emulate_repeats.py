@@ -297,6 +297,7 @@ def test_sums_that_draw(how: jc.MatmulSpec) -> None:
     assert_same(jax.jit(low)(X, WEIGHTS[:6]), low(X, WEIGHTS[:6]))
 
 
+@pytest.mark.slow
 def test_against_exact_rationals() -> None:
     """The oracle's interpreter walks the plan equation by equation, and draws under the number of each."""
 

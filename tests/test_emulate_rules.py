@@ -75,6 +75,7 @@ def test_a_part_in_the_carrier_has_its_sums_too() -> None:
     assert total({"norm": None, "reduce_sum": pairs}) == total({"reduce_sum": pairs, "norm": None}) == 96
 
 
+@pytest.mark.smoke
 def test_a_loop_carries_what_both_its_turns_give() -> None:
     """The sum in the loop is wider than what it starts from: it stays wide from turn to turn."""
     fun = lambda x: lax.fori_loop(0, 8, lambda i, c: c + 0.125, x)  # noqa: E731
@@ -136,7 +137,6 @@ def test_a_primitive_that_says_what_it_consists_of() -> None:
 # -- constants, batches of loops, dtypes that store --------------------------------------------------------------------
 
 
-@pytest.mark.smoke
 @pytest.mark.slow
 def test_constants_are_rounded_everywhere() -> None:
     """As results, carries, results of branches, arguments of calls, and operands of comparisons."""

@@ -73,6 +73,7 @@ TAPERED = (
 FORMATS = st.one_of(floats(), fixed(), integers(), CODEBOOKS, NAMED, TAPERED)
 
 
+@pytest.mark.smoke
 @settings(deadline=None)
 @given(FORMATS)
 def test_what_is_printed_reads_back(fmt: ElementFormat):
@@ -254,7 +255,7 @@ def test_brackets_within_brackets_are_limited():
             DOORS[door](deep)
 
 
-@pytest.mark.smoke
+@pytest.mark.slow
 def test_tables_of_levels_may_be_long():
     """Whatever is printed reads back: a codebook has up to 2^16 levels."""
     fmt = CodebookFormat(tuple(1.1 * level for level in range(-(1 << 15), 1 << 15)))

@@ -71,6 +71,7 @@ CONVOLUTIONS: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.smoke
 @pytest.mark.in_turn(4)
 @pytest.mark.parametrize("name", CONVOLUTIONS)
 def test_convolutions_are_those_of_lax(name: str) -> None:
@@ -90,7 +91,6 @@ def test_the_order_of_a_convolution_is_that_of_its_kernel() -> None:
     assert got[0, 1, 2, 3] == in_order(x[0, :, 2:4, 3:5].ravel(), w[1].ravel())
 
 
-@pytest.mark.smoke
 @pytest.mark.slow
 def test_axpy_rounds_product_and_sum() -> None:
     a, x, y = (np.asarray(jc.round_to_format(normal(60, seed=i), "e5m5")) for i in range(3))

@@ -68,6 +68,7 @@ EINSUMS = {
 }
 
 
+@pytest.mark.smoke
 @pytest.mark.in_turn(9)
 @pytest.mark.parametrize("subscripts", EINSUMS)
 def test_einsum_is_that_of_numpy(subscripts: str) -> None:
@@ -169,7 +170,6 @@ def test_inner_is_that_of_numpy(left: tuple[int, ...], right: tuple[int, ...]) -
     np.testing.assert_array_equal(jc.math.inner(a, b, PLAIN), np.inner(a, b))
 
 
-@pytest.mark.smoke
 @pytest.mark.slow
 def test_every_operation_is_rounded_in_the_order_of_the_first_array() -> None:
     a, b = rounded(4, 5), rounded(5, 4, seed=1)

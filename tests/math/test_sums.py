@@ -208,7 +208,6 @@ def test_the_range_of_what_a_product_runs_through_holds_its_start() -> None:
     assert _with_start(jc.parse("e3m2(bias=6)"), np.float32)[0].top == 1
 
 
-@pytest.mark.smoke
 @pytest.mark.slow
 def test_a_sum_stops_where_the_next_number_is_too_far() -> None:
     ones = np.ones(100, np.float32)
@@ -242,6 +241,7 @@ def test_products_and_what_they_run_through(text: str) -> None:
     same(jc.math.prod(x, text, KEY, axis=1), oracle_math.array([row[-1] for row in products]))
 
 
+@pytest.mark.smoke
 @pytest.mark.in_turn(12)
 @pytest.mark.parametrize(
     ("axis", "keepdims"), [(None, True), (0, False), (-1, True), ((0, 2), False), ((2, 0), True), ((), False)]

@@ -77,7 +77,6 @@ class Model:
 
 
 @pytest.mark.slow
-@pytest.mark.smoke
 @pytest.mark.parametrize("kind", ["full", "rolling", "paged"])
 def test_tokens_are_where_they_belong(kind: str) -> None:
     model = Model(of_kind(kind, 20 if kind != "rolling" else 6, **EIGHT), EIGHT)
@@ -176,6 +175,7 @@ def test_stacks_batches_and_donation() -> None:
         jax.tree.map(lambda whole, one, i=i: np.testing.assert_array_equal(whole[i], one), again, cache)
 
 
+@pytest.mark.smoke
 @pytest.mark.in_turn(12)
 @pytest.mark.parametrize("spec", ["int8(group=all)", None, "float8_e4m3fn", "int4(group=8,scale=bfloat16)"])
 @pytest.mark.parametrize("kind", ["full", "rolling", "paged"])

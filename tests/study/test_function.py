@@ -87,6 +87,7 @@ def test_a_spent_budget_leaves_notes() -> None:
     assert "<img" not in found.to_html()
 
 
+@pytest.mark.slow
 def test_the_page_has_all_in_it(found: study.FunctionStudy, tmp_path: Path) -> None:
     paths = study.save_function(found, tmp_path / "new")
     assert [path.name for path in paths] == list(NAMES)
