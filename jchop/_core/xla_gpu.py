@@ -1,16 +1,20 @@
 """The quirks of XLA's GPU backend, and the functions that work around them, as `xla_cpu` for CPUs.
 
-`tests/_core/test_xla_gpu.py` shows each on a GPU, and fails when a quirk is gone. It is skipped where there is no GPU.
+A test shows each, and fails when a quirk is gone: wrong bits `tests/_core/test_xla_gpu.py`, on a GPU alone; programs
+that are not compiled `tests/_kernels/test_compile.py`, for a GPU that is not there.
 """
 
 from __future__ import annotations
 
+from typing import Any
+
 import jax
+import jax.numpy as jnp
 from jax import lax
 
 from jchop._core.xla_cpu import Quirk
 
-__all__ = ["QUIRKS", "in_whole_words"]
+__all__ = ["QUIRKS", "in_whole_words", "precision_of"]
 
 Array = jax.Array
 
@@ -21,6 +25,14 @@ QUIRKS = (
         "XLA multiplies by a Triton kernel, in steps of 16; the unit's steps are of 32.",
         "`in_whole_words`: zeros fill up the sum to a multiple of 16, so that cuBLAS can be chosen.",
         seen=("0.11",),
+    ),
+    Quirk(
+        "float8_without_tiles_at_highest_precision",
+        "A product of float8 with `Precision.HIGHEST` is not compiled by Triton in tiles of 64 rows or more, those of "
+        "the units for float8.",
+        "`precision_of`: HIGH, with which cuBLAS does not sum in fewer bits either.",
+        seen=("0.12",),
+        gone=("0.10",),
     ),
 )
 
@@ -36,3 +48,12 @@ def in_whole_words(x: Array, axis: int = -1) -> Array:
     missing = -x.shape[axis] % _WORD
     added = [(0, missing if i == axis % x.ndim else 0, 0) for i in range(x.ndim)]
     return lax.pad(x, x.dtype.type(0), added) if missing else x
+
+
+def precision_of(dtype: Any) -> lax.Precision:
+    """The precision at which numbers of a dtype are multiplied as they are, and summed in float32.
+
+    Quirk `float8_without_tiles_at_highest_precision`. Other platforms make the same of both precisions for float8.
+    """
+    is_float8 = jnp.issubdtype(dtype, jnp.floating) and jnp.dtype(dtype).itemsize == 1
+    return lax.Precision.HIGH if is_float8 else lax.Precision.HIGHEST

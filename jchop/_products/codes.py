@@ -30,7 +30,7 @@ from jchop._arguments import OWN_SCOPE, own_results
 from jchop._bits import CARRIERS
 from jchop._core.rounding.grid import holds
 from jchop._core.xla_cpu import prevent_fma, with_two_rows
-from jchop._core.xla_gpu import in_whole_words
+from jchop._core.xla_gpu import in_whole_words, precision_of
 from jchop._kernels.primitive import by_platform
 from jchop._products.layout import Layout
 from jchop.formats import ElementFormat, FloatFormat, IntegerFormat, float8_e4m3fn, float8_e5m2
@@ -263,7 +263,7 @@ class Matrices:
     def dot(self, a: Array, b: Array, dtype: Any) -> Array:
         """The sums of products of elements."""
         dims = (((2,), (2,)), ((0,), (0,)))
-        return lax.dot_general(a, b, dims, precision=lax.Precision.HIGHEST, preferred_element_type=dtype)
+        return lax.dot_general(a, b, dims, precision=precision_of(a.dtype), preferred_element_type=dtype)
 
     def on_gpu(self, a: Array, b: Array, dtype: Any) -> Array:
         """`dot` on a GPU."""

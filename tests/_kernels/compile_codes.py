@@ -15,7 +15,7 @@ from pathlib import Path
 
 import jax
 import jax.numpy as jnp
-from _kernels.compiling import CPU, TARGETS, TOLD, Case, Result, is_tpu, run
+from _kernels.compiling import CPU, LARGE_TILE, TARGETS, TOLD, Case, Result, is_tpu, run
 from jax import lax
 
 import jchop as jc
@@ -79,11 +79,12 @@ def _cases(target: str) -> Iterator[Case]:
         if activation and "int8" in activation and not weight.startswith("nf4"):
             checks = ("integer units",) if is_tpu(target) else ("integer units", "integer machine code")
         elif activation and not weight.startswith("nf4") and target != "a100":  # which has no units for float8
-            checks = ("float8 units",)
+            checks = ("float8 units",) if is_tpu(target) else ("float8 units", "float8 machine code")
         if gradient is None:
-            yield Case(name, low, (low.pack(w, x), x), checks=checks)
+            yield Case(name, low, (low.pack(w, x), x), checks=checks, tile=LARGE_TILE)
         else:
-            yield Case(name, jax.grad(lambda w, x, low=low: (low(w, x) ** 2).sum(), (0, 1)), (w, x), checks=checks)
+            back = jax.grad(lambda w, x, low=low: (low(w, x) ** 2).sum(), (0, 1))
+            yield Case(name, back, (w, x), checks=checks, tile=LARGE_TILE)
     yield from convolutions(target)
     yield from experts(target)
     yield from weights_alone(target)
@@ -102,14 +103,15 @@ def convolutions(target: str) -> Iterator[Case]:
     for name in ("int8", "uint8 with zero points", "int8 backward", "fp8"):
         weight, activation, gradient = RULES[name]
         low = jc.quantize_fn(conv, jc.Rule(weight=weight, activation=activation, gradient=gradient, product="codes"))
-        checks = ("float8 units" if name == "fp8" else "integer units",)
+        kind = "float8" if name == "fp8" else "integer"
+        checks = (f"{kind} units",) if is_tpu(target) else (f"{kind} units", f"{kind} machine code")
         if name == "fp8" and target == "a100":
             checks = ()
         if gradient is None:
-            yield Case(f"convolution {name}", low, (low.pack(w, x), x), checks=checks)
+            yield Case(f"convolution {name}", low, (low.pack(w, x), x), checks=checks, tile=LARGE_TILE)
         else:
             back = jax.grad(lambda w, x, low=low: (low(w, x) ** 2).sum(), (0, 1))
-            yield Case(f"convolution {name}", back, (w, x), checks=checks)
+            yield Case(f"convolution {name}", back, (w, x), checks=checks, tile=LARGE_TILE)
 
 
 def experts(target: str) -> Iterator[Case]:

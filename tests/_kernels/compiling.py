@@ -63,6 +63,8 @@ class Case:
         avals: its arguments, as `jax.ShapeDtypeStruct`s, or pytrees of them.
         x64: whether it is traced with `jax_enable_x64`.
         checks: what must hold of the result, names of `CHECKS`.
+        tile: the tile of XLA's matrix products on a GPU. XLA finds it by trying on the GPU; without a GPU it takes a
+            small one, which not all units have.
     """
 
     name: str
@@ -70,6 +72,11 @@ class Case:
     avals: tuple[Any, ...]
     x64: bool = False
     checks: tuple[str, ...] = ()
+    tile: str | None = None
+
+
+#: A tile of the units of Hopper and Blackwell GPUs.
+LARGE_TILE = "block_m: 64 block_n: 128 block_k: 64 num_stages: 3 num_warps: 4 num_ctas: 1"
 
 
 @dataclass(frozen=True)
@@ -337,10 +344,11 @@ CHECKS: dict[str, Callable[[Compiled], _Findings]] = {
     "ptx": _check_ptx,
     "spills": _check_spills,
     "vmem": _check_vmem,
-    "integer machine code": functools.partial(_check_machine_code, ("s8", "u8")),
+    "integer machine code": functools.partial(_check_machine_code, ("s8", "u8", "kind::i8")),
     "integer units": functools.partial(_check_units, ("s8", "u8")),
     "moved": _check_moved,
     "told": _tell_products,
+    "float8 machine code": functools.partial(_check_machine_code, ("e4m3", "e5m2", "kind::f8f6f4")),
     "float8 units": functools.partial(_check_units, ("f8e4m3fn", "f8e5m2")),
 }
 
@@ -401,6 +409,8 @@ def _compile(case: Case, chip: Any, gpu: bool) -> Result:
         options: dict[str, Any] = {}
         if case.checks and gpu:
             options = {"xla_dump_to": folder, **_DUMP}
+        if case.tile and gpu:
+            options["xla_gpu_override_gemm_autotuner"] = case.tile
         try:
             lowered, optimized, memory = _lower_and_compile(case, chip, options)
             given = sum(leaf.size * leaf.dtype.itemsize for leaf in _leaves(case.avals))

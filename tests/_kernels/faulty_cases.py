@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import time
 from collections.abc import Callable, Iterator
 
 import jax
 import jax.numpy as jnp
-from _kernels.compiling import Case, is_tpu
+from _kernels.compiling import LARGE_TILE, Case, is_tpu
+from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 from jax.experimental.pallas import triton as plt
@@ -38,6 +40,12 @@ def cases(target: str) -> Iterator[Case]:
         yield Case("spills", _triton(_spill, block=8192, num_warps=1), (large,), checks=("masked", "ptx"))
         yield Case("spills alone", _triton(_spill, block=8192, num_warps=1), (large,), checks=("spills",))
         yield Case("no kernel", lambda x: x + 1, (even,), checks=("masked", "ptx"))
+        square = jax.ShapeDtypeStruct((256, 256), jnp.float8_e4m3fn)
+        for precision in (lax.Precision.HIGH, lax.Precision.HIGHEST):
+            product = functools.partial(lax.dot, precision=precision, preferred_element_type=jnp.float32)
+            checks = ("float8 machine code",)
+            yield Case(f"float8, {precision.name}", product, (square, square), checks=checks, tile=LARGE_TILE)
+        yield Case("float8, small tile", lax.dot, (square, square), checks=checks)
     yield Case("sound again", lambda x: x - 1, (odd,))
 
 

@@ -22,6 +22,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from jchop._core.xla_gpu import precision_of
 from jchop._kernels.primitive import by_platform
 from jchop._products.codes import LARGEST_WIDTH, Coded, Matrices, multiply
 
@@ -124,7 +125,7 @@ class _Windows(Matrices):
         numbers = lax.ConvDimensionNumbers((0, rank + 1, *space), (rank, rank + 1, *range(rank)), (0, rank + 1, *space))
         y = lax.conv_general_dilated(
             image, kernel, how.strides, how.padding, how.image_gaps, how.kernel_gaps, numbers,
-            feature_group_count=a.shape[-2], precision=lax.Precision.HIGHEST, preferred_element_type=dtype,
+            feature_group_count=a.shape[-2], precision=precision_of(a.dtype), preferred_element_type=dtype,
         )  # fmt: skip
         return y.reshape(self.shape(a, b))
 
