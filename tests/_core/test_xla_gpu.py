@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from jax import lax
 
-from jchop._core.xla_gpu import QUIRKS, in_whole_words
+from jchop._core.xla_gpu import QUIRKS, in_whole_words, precision_of
 
 VERSION = ".".join(importlib.metadata.version("jaxlib").split(".")[:2])
 on_gpu = pytest.mark.skipif(jax.default_backend() != "gpu", reason="needs a GPU")
@@ -53,3 +53,11 @@ def test_zeros_fill_up_the_sum():
     whole = jnp.zeros((2, 32), jnp.int8)
     assert in_whole_words(whole) is whole
     assert not wrong_sums(padded=True)
+
+
+def test_float8_is_multiplied_at_high_precision_and_the_rest_at_the_highest():
+    """`tests/_kernels/test_compile.py` compiles both for a GPU that is not there."""
+    for dtype in (jnp.float8_e4m3fn, jnp.float8_e5m2):
+        assert precision_of(dtype) == lax.Precision.HIGH
+    for dtype in (jnp.float32, jnp.bfloat16, jnp.int8, jnp.float64):
+        assert precision_of(dtype) == lax.Precision.HIGHEST
