@@ -28,6 +28,7 @@ __all__ = [
     "is_short_float",
     "materialize_per_group",
     "maximum",
+    "one_row",
     "prevent_fma",
     "with_two_rows",
 ]
@@ -195,7 +196,12 @@ QUIRKS: tuple[Quirk, ...] = (
     Quirk(
         "one_row_of_integers_is_widened",
         "For a product of int8 with one row, the matrix is written as int32; with more rows it is read as it is.",
-        "`with_two_rows`.",
+        "`with_two_rows`; `one_row` if the rows of the matrix are the last axis of memory.",
+    ),
+    Quirk(
+        "long_sums_of_integers_are_scalar",
+        "A sum of products of int8, along any axis but the last of memory, is vector code only if it has few numbers.",
+        "`one_row`.",
     ),
     Quirk(
         "tall_integers_read_in_columns",
@@ -363,6 +369,27 @@ def with_two_rows(dot: Callable[[Array, Array], Array], a: Array, b: Array) -> A
     """
     wide = (jnp.pad(v, ((0, 0), (0, int(v.shape[1] == 1)), (0, 0))) for v in (a, b))
     return dot(*wide)[:, : a.shape[1], : b.shape[1]]
+
+
+#: The numbers of a sum in vector code; and of so many sums XLA writes each, which it may merge with the sum of fewer.
+_TERMS, _LEAST_SUMS = (32, 16, 8), 48
+
+
+def one_row(row: Array, matrix: Array) -> Array | None:
+    """The product (batch, 1, n), int32, of int8 (batch, 1, k) and (batch, n, k); None if k is below 384.
+
+    For a matrix whose n is the last axis of memory: the numbers of a sum lie apart. Quirk
+    `long_sums_of_integers_are_scalar`: sums of up to 32 products are written, and added.
+    """
+    batch, n, k = matrix.shape
+    terms = next((terms for terms in _TERMS if k // terms >= _LEAST_SUMS), None)
+    if terms is None:
+        return None
+    sums, head = k // terms, k // terms * terms
+    x, y = (v.astype(jnp.int32) for v in (materialize_per_group(row), matrix.swapaxes(1, 2)))
+    products = x[..., :head].reshape(batch, sums, terms, 1) * y[:, :head].reshape(batch, sums, terms, n)
+    total = jnp.sum(lax.optimization_barrier(jnp.sum(products, 2)), 1, keepdims=True)
+    return total if head == k else total + jnp.sum(x[:, 0, head:, None] * y[:, head:], 1, keepdims=True)
 
 
 def prevent_fma(product: Array, factor: Array) -> Array:

@@ -29,7 +29,7 @@ from jax import lax
 from jchop._arguments import OWN_SCOPE, own_results
 from jchop._bits import CARRIERS
 from jchop._core.rounding.grid import holds
-from jchop._core.xla_cpu import prevent_fma, with_two_rows
+from jchop._core.xla_cpu import one_row, prevent_fma, with_two_rows
 from jchop._core.xla_gpu import in_whole_words, precision_of
 from jchop._kernels.primitive import by_platform
 from jchop._products.layout import Layout
@@ -252,9 +252,16 @@ class Matrices:
     """The sums of a product of (batch, m, k) and (batch, n, k). Other products differ in the methods that they replace.
 
     The last axis of each operand is along the sum; ``width`` numbers of the sum stand at one index of it.
+
+    Args:
+        apart: whether the rows of the right operand are known to be the last axis of memory.
     """
 
     width = 1
+    apart = False
+
+    def __init__(self, *, apart: bool = False) -> None:
+        self.apart = apart
 
     def shape(self, a: Array, b: Array) -> tuple[int, ...]:
         """The shape of the result."""
@@ -302,7 +309,8 @@ class Matrices:
 
     def integers_on_cpu(self, a: Array, b: Array) -> Array:
         """The exact sums of int8 on a CPU."""
-        return with_two_rows(partial(self.dot, dtype=jnp.int32), a, b)
+        found = one_row(a, b) if self.apart and a.shape[1] == 1 else None
+        return found if found is not None else with_two_rows(partial(self.dot, dtype=jnp.int32), a, b)
 
     def panels(self, product: Callable[[Array, Array], Array], a: Array, b: Array) -> Array:
         """A product panel by panel along the sum, added from the first to the last: no operand is written wide."""

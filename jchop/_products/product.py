@@ -18,7 +18,7 @@ import numpy as np
 from jax import lax
 
 from jchop._kernels.primitive import one_device_at_hand
-from jchop._products.codes import Coded, matrices, multiply
+from jchop._products.codes import Coded, Matrices, matrices, multiply
 from jchop._products.layout import Layout
 from jchop._products.sums.experts import Experts, weights_of_experts
 from jchop._products.sums.weights_alone import by_panels, multiply_weights, reads
@@ -117,6 +117,8 @@ class Dot:
             right = replace(w.shaped(-1, w.elements.shape[-1]), block=w.block, stored=stored, shift=w.shift)
             if by_panels(rows, right, leading):
                 return multiply_weights(rows, right, leading, dtype).reshape(shape)
+            how = Matrices(apart=stored is not None and leading and not last)
+            return multiply(matrices(x, b), matrices(w, b), dtype, how).reshape(shape)
         return multiply(matrices(x, b), matrices(w, b), dtype).reshape(shape)
 
     def input_by_codes(self, g: Coded, w: Coded, shapes: Shapes, dtype: Any) -> Array:

@@ -418,3 +418,16 @@ def test_codes_refuse() -> None:
     both = lambda w, x: (x @ w) @ w.T  # noqa: E731
     with pytest.raises(ValueError, match=r"follow its first product, at .*test_codes.py"):
         jc.quantize_fn(both, jc.Rule(weight=ROW, product="codes"))(w, x)
+
+
+@pytest.mark.parametrize("rows", [1, 2])
+def test_one_row_of_a_packed_matrix_is_multiplied_without_a_dot(rows: int) -> None:
+    """On a CPU; all scales are 1, so the result is that of integers."""
+    rng = np.random.default_rng(0)
+    x, w = (rng.integers(-127, 128, shape).astype(np.float32) for shape in ((rows, 1000), (1000, 24)))
+    x[:, 0], w[0] = -127, 127
+    spec = "int8(group=all)"
+    low = jc.quantize_fn(lambda w, x: x @ w, jc.Rule(weight=spec, activation=spec, product="codes"))
+    packed = low.pack(w, x)
+    np.testing.assert_array_equal(jax.jit(low)(packed, x), (x.astype(int) @ w.astype(int)).astype(np.float32))
+    assert ("dot_general" in jax.jit(low).lower(packed, x).as_text()) == (rows > 1)

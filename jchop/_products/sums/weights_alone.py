@@ -52,7 +52,8 @@ def by_panels(x: Coded, w: Coded, leading: bool) -> bool:
     if not integers or w.stored is None or len(blocks - {count}) > 1:
         return False
     block = min(blocks)
-    read = block == count and w.stored.spec.element.bits == 8 and not (leading and count >= _TALL)
+    tall = leading and count >= _TALL and x.elements.shape[0] > 1
+    read = block == count and w.stored.spec.element.bits == 8 and not tall
     return block * 2**16 < 2**31 and not read
 
 
