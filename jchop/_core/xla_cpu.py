@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import jax
@@ -238,11 +239,17 @@ def branch(predicate: Array, yes: Callable[[], Array], no: Callable[[], Array]) 
 def materialize_per_group(values: Any) -> Any:
     """A pytree of arrays, computed once for each group, although each is then broadcast over elements.
 
-    Quirk `barriers_removed_before_fusion`. XLA does not repeat a division for every element, so each array is divided
-    by 1; a barrier keeps XLA from removing this 1. Small arrays of one shape are divided together, because each
+    Quirk `barriers_removed_before_fusion`. XLA does not repeat a division for every element, so on CPUs each array is
+    divided by 1; a barrier keeps XLA from removing this 1. Small arrays of one shape are divided together, because each
     division is a loop to compile. A large array has a loop of its own: to put it beside others costs more time.
     """
     leaves, structure = jax.tree.flatten(lax.optimization_barrier(values))
+    if leaves:
+        leaves = lax.platform_dependent(*leaves, cpu=_divided_together, default=lambda *leaves: leaves)
+    return structure.unflatten(leaves)
+
+
+def _divided_together(*leaves: Array) -> tuple[Array, ...]:
     words = [_word(x) for x in leaves]
     for kind in dict.fromkeys(map(jax.typeof, words)):
         places = [place for place, word in enumerate(words) if jax.typeof(word) == kind]
@@ -251,7 +258,7 @@ def materialize_per_group(values: Any) -> Any:
         parts = map(_divided, together) if apart else _divided(jnp.stack(together))
         for place, part in zip(places, parts, strict=True):
             words[place] = part
-    return structure.unflatten([_number(word, x.dtype) for word, x in zip(words, leaves, strict=True)])
+    return tuple(_number(word, x.dtype) for word, x in zip(words, leaves, strict=True))
 
 
 def _word(x: Array) -> Array:
@@ -345,16 +352,21 @@ def _entry_of_bits_jvp(primals: tuple[Array, Array], tangents: tuple[Any, Any]) 
 
 
 def maximum(x: Array, axis: int | tuple[int, ...], keepdims: bool = True) -> Array:
-    """`jnp.max` of integers, in two steps along the last axis.
+    """`jnp.max` of integers, on CPUs in two steps along the last axis.
 
     Quirk `maximum_along_rows_is_scalar`. The first step compares parts of the axis: that loop is unrolled, so
     neighbours form vectors. With explicit shardings, an axis that may be split between devices stays whole.
     """
     axes = (axis,) if isinstance(axis, int) else axis
-    if x.ndim - 1 in axes and jax.typeof(x).sharding.spec[-1] is None and (parts := _parts(x.shape[-1])) > 1:
-        x = jnp.max(x.reshape(*x.shape[:-1], parts, x.shape[-1] // parts), axis=-2)
-        x = lax.optimization_barrier(x)  # maxima_merged
-    return jnp.max(x, axis=axes, keepdims=keepdims)
+    at_once = partial(jnp.max, axis=axes, keepdims=keepdims)
+    if x.ndim - 1 not in axes or jax.typeof(x).sharding.spec[-1] is not None or (parts := _parts(x.shape[-1])) == 1:
+        return at_once(x)
+
+    def in_steps(x: Array) -> Array:
+        first = jnp.max(x.reshape(*x.shape[:-1], parts, x.shape[-1] // parts), axis=-2)
+        return at_once(lax.optimization_barrier(first))  # maxima_merged
+
+    return lax.platform_dependent(x, cpu=in_steps, default=at_once)
 
 
 def _parts(length: int) -> int:

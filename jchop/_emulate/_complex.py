@@ -37,7 +37,7 @@ def summed_by_parts(step: Step, seeds: Seeds | None, args: list[Any]) -> list[An
     (aval,), spec = (v.aval for v in step.eqn.outvars), step.choice.spec
     if step.name in _NO_PARTS:
         raise NotImplementedError(
-            f"primitive {step.name!r} (scope {step.scope!r}): accumulate={step.choice.accumulate} forms no products of "
+            f"primitive {step.name!r} ({step.place}): accumulate={step.choice.accumulate} forms no products of "
             f"complex numbers one after the other; leave it in the carrier by rules={{{step.name!r}: None}}"
         )
     params = dict(step.eqn.params)

@@ -106,7 +106,7 @@ class Planner(planner.Planner):
             return replace(step, kind="carrier")
         if self.settings.unknown == "raise":
             raise NotImplementedError(
-                f"primitive {step.name!r} (scope {step.scope!r}): there is no rule for it; pass unknown='carrier' to "
+                f"primitive {step.name!r} ({step.place}): there is no rule for it; pass unknown='carrier' to "
                 "leave such primitives in the carrier, unknown='round_output' to round their results"
             )
         return replace(step, kind="carried")

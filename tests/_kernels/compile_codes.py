@@ -92,6 +92,7 @@ def _cases(target: str) -> Iterator[Case]:
     pair = tuple(jax.ShapeDtypeStruct((ROWS, ROWS), jnp.float32) for _ in range(2))
     yield Case("double from int8", jc.math.matmul_double, (pair, pair), checks=("integer units",))
     yield from one_token(target)
+    yield from large_layers(target)
 
 
 def convolutions(target: str) -> Iterator[Case]:
@@ -142,6 +143,15 @@ def one_token(target: str) -> Iterator[Case]:
         low = jc.quantize_fn(lambda w, x: x @ w, jc.Rule(weight=weight, product="codes"))
         checks = ("vmem", "moved") if is_tpu(target) else ("masked", "spills", "moved")
         yield Case(f"{weight} weights alone, one row of 4096", low, (low.pack(w, x), x), checks=checks)
+
+
+def large_layers(target: str) -> Iterator[Case]:
+    """Few pieces: the scales of activations are no kernels of their own, one for each step."""
+    square = jax.ShapeDtypeStruct((4096, 4096), jnp.bfloat16)
+    check = "layer of a TPU" if is_tpu(target) else f"layer of {'an old' if target == 'a100' else 'a'} GPU"
+    for spec in ("int8(group=all)", "e4m3fn(group=all)"):
+        low = jc.quantize_fn(lambda w, x: x @ w, jc.Rule(weight=spec, activation=spec, product="codes"))
+        yield Case(f"{spec} layer of 4096", low, (jax.eval_shape(low.pack, square, square), square), checks=(check,))
 
 
 # -- the table ---------------------------------------------------------------------------------------------------------

@@ -188,10 +188,9 @@ class Compiled:
         Not counted are what the pieces of a kernel read again, which caches hold, and arrays in the memory of a chip,
         `S(1)`.
         """
-        entry = self.optimized[self.optimized.index("\nENTRY") :].partition("\n}")[0]
         sizes: dict[str, int] = {}
         total = 0
-        for name, kind, operation, rest in re.findall(r"%([\w.-]+) = (\(?.*?) ([\w-]+)\((.*)", entry):
+        for name, kind, operation, rest in self._operations:
             given = [sizes[operand] for operand in re.findall(r"%([\w.-]+)", rest.split("), ")[0]) if operand in sizes]
             parts = [_bytes(*part) for part in re.findall(r"([a-z]\w*)\[([\d,]*)\](\S*)", kind)]
             if operation.endswith("-start"):  # the other parts are its operand, and a flag
@@ -199,6 +198,18 @@ class Compiled:
             sizes[name] = sum(given) if operation in _NOTHING_MOVED else sum(parts)
             total += 0 if operation in (*_NOTHING_MOVED, "parameter", "constant") else sum(given) + sizes[name]
         return total
+
+    @functools.cached_property
+    def kernels(self) -> int:
+        """How many operations the program starts, one after the other."""
+        nothing = (*_NOTHING_MOVED, "parameter", "constant")
+        return sum(operation not in nothing for _, _, operation, _ in self._operations)
+
+    @property
+    def _operations(self) -> list[tuple[str, ...]]:
+        """Of the program: their names, the types of their results, what they are, and their operands."""
+        entry = self.optimized[self.optimized.index("\nENTRY") :].partition("\n}")[0]
+        return re.findall(r"%([\w.-]+) = (\(?.*?) ([\w-]+)\((.*)", entry)
 
     @functools.cached_property
     def triton(self) -> dict[str, str]:
@@ -331,6 +342,12 @@ def _check_moved(compiled: Compiled) -> _Findings:
 _MOST_MOVED = 1.15
 
 
+def _check_kernels(most: int, compiled: Compiled) -> _Findings:
+    """The program is cut into few pieces."""
+    finding = f"{compiled.kernels} kernels"
+    return [finding], [f"{finding}, more than {most}"] if compiled.kernels > most else []
+
+
 def _tell_products(compiled: Compiled) -> _Findings:
     """The cell of the table of products."""
     return [f"{TOLD}{compiled.multiplied}"], []
@@ -346,6 +363,9 @@ CHECKS: dict[str, Callable[[Compiled], _Findings]] = {
     "vmem": _check_vmem,
     "integer machine code": functools.partial(_check_machine_code, ("s8", "u8", "kind::i8")),
     "integer units": functools.partial(_check_units, ("s8", "u8")),
+    "layer of a TPU": functools.partial(_check_kernels, 14),
+    "layer of an old GPU": functools.partial(_check_kernels, 9),
+    "layer of a GPU": functools.partial(_check_kernels, 6),
     "moved": _check_moved,
     "told": _tell_products,
     "float8 machine code": functools.partial(_check_machine_code, ("e4m3", "e5m2", "kind::f8f6f4")),
