@@ -8,12 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.extend.core import Primitive
+from jax.interpreters import batching, mlir
 
 from jchop._bits import CARRIERS
 from jchop._settings import compiled
@@ -244,12 +245,10 @@ def materialize_per_group(values: Any) -> Any:
     division is a loop to compile. A large array has a loop of its own: to put it beside others costs more time.
     """
     leaves, structure = jax.tree.flatten(lax.optimization_barrier(values))
-    if leaves:
-        leaves = lax.platform_dependent(*leaves, cpu=_divided_together, default=lambda *leaves: leaves)
-    return structure.unflatten(leaves)
+    return structure.unflatten(_apart_on_cpu(*leaves) if leaves else leaves)
 
 
-def _divided_together(*leaves: Array) -> tuple[Array, ...]:
+def _divided_together(*leaves: Array) -> list[Array]:
     words = [_word(x) for x in leaves]
     for kind in dict.fromkeys(map(jax.typeof, words)):
         places = [place for place, word in enumerate(words) if jax.typeof(word) == kind]
@@ -258,7 +257,23 @@ def _divided_together(*leaves: Array) -> tuple[Array, ...]:
         parts = map(_divided, together) if apart else _divided(jnp.stack(together))
         for place, part in zip(places, parts, strict=True):
             words[place] = part
-    return tuple(_number(word, x.dtype) for word, x in zip(words, leaves, strict=True))
+    return [_number(word, x.dtype) for word, x in zip(words, leaves, strict=True)]
+
+
+def _on_cpu(name: str, fun: Callable[..., list[Array]]) -> Callable[..., list[Array]]:
+    """A function that returns its arrays, in programs for CPUs; in others nothing. It has no derivative."""
+    primitive = Primitive(name)
+    primitive.multiple_results = True
+    primitive.def_impl(lambda *arrays: list(arrays))
+    primitive.def_abstract_eval(lambda *avals: list(avals))
+    mlir.register_lowering(primitive, lambda ctx, *arrays: arrays)
+    mlir.register_lowering(primitive, mlir.lower_fun(fun, multiple_results=True), platform="cpu")
+    batching.primitive_batchers[primitive] = lambda arrays, dims: (primitive.bind(*arrays), dims)
+    return primitive.bind
+
+
+_apart_on_cpu = _on_cpu("jchop_apart_on_cpu", _divided_together)
+_barrier_on_cpu = _on_cpu("jchop_barrier_on_cpu", lambda *arrays: list(lax.optimization_barrier(arrays)))
 
 
 def _word(x: Array) -> Array:
@@ -358,15 +373,10 @@ def maximum(x: Array, axis: int | tuple[int, ...], keepdims: bool = True) -> Arr
     neighbours form vectors. With explicit shardings, an axis that may be split between devices stays whole.
     """
     axes = (axis,) if isinstance(axis, int) else axis
-    at_once = partial(jnp.max, axis=axes, keepdims=keepdims)
-    if x.ndim - 1 not in axes or jax.typeof(x).sharding.spec[-1] is not None or (parts := _parts(x.shape[-1])) == 1:
-        return at_once(x)
-
-    def in_steps(x: Array) -> Array:
-        first = jnp.max(x.reshape(*x.shape[:-1], parts, x.shape[-1] // parts), axis=-2)
-        return at_once(lax.optimization_barrier(first))  # maxima_merged
-
-    return lax.platform_dependent(x, cpu=in_steps, default=at_once)
+    if x.ndim - 1 in axes and jax.typeof(x).sharding.spec[-1] is None and (parts := _parts(x.shape[-1])) > 1:
+        x = jnp.max(x.reshape(*x.shape[:-1], parts, x.shape[-1] // parts), axis=-2)
+        (x,) = _barrier_on_cpu(x)  # maxima_merged
+    return jnp.max(x, axis=axes, keepdims=keepdims)
 
 
 def _parts(length: int) -> int:

@@ -29,7 +29,7 @@ from jax import lax
 from jchop._arguments import OWN_SCOPE, own_results
 from jchop._bits import CARRIERS
 from jchop._core.rounding.grid import holds
-from jchop._core.xla_cpu import one_row, prevent_fma, with_two_rows
+from jchop._core.xla_cpu import maximum, one_row, prevent_fma, with_two_rows
 from jchop._core.xla_gpu import in_whole_words, precision_of
 from jchop._kernels.primitive import by_platform
 from jchop._products.layout import Layout
@@ -38,7 +38,7 @@ from jchop.spec import Spec
 from jchop.storage import QArray, quantize
 from jchop.storage._codes import decode_plain, gather, hold, native_dtype
 from jchop.storage._decode import batch_axes, decode, expand
-from jchop.storage._layout import WHOLE, kinds_of, scale_shape, with_kinds
+from jchop.storage._layout import WHOLE, Kind, kinds_of, scale_shape, with_kinds
 
 Array = jax.Array
 
@@ -140,18 +140,22 @@ def coded(laid: Array, spec: Spec | None, key: Array | None = None) -> Coded:
     laid = lax.stop_gradient(laid)
     if spec is None:
         return Coded(laid, None, None)
-    return replace(parts_of(quantize(laid, spec, key)), block=block_of(spec, laid.ndim))
+    return replace(parts_of(quantize(laid, spec, key), laid), block=block_of(spec, laid.ndim))
 
 
-def parts_of(q: QArray) -> Coded:
-    """The elements, scales and zero points of a stored array, repeated for each element."""
+def parts_of(q: QArray, numbers: Array | None = None) -> Coded:
+    """The elements, scales and zero points of a stored array, repeated for each element.
+
+    If its `numbers` are given and its elements have no NaN, the scale of a group with a NaN is NaN; without scales, 1
+    or NaN for all.
+    """
     with jax.named_scope(OWN_SCOPE):  # `emulate` rounds no scale
         elements, shift = _elements(q)
-        if q.spec.scaled is None:
-            lowered = jnp.full(q.shape, -shift, jnp.int32) if shift else None
-            return Coded(elements, None, lowered, None, q, -shift)
-        batch = batch_axes(q.spec, q.shape, q.scale)
-        kinds = kinds_of(q.spec.scaled, q.ndim, batch)
+        kinds, scale = (WHOLE,) * q.ndim, None
+        if q.spec.scaled is not None:
+            kinds, scale = kinds_of(q.spec.scaled, q.ndim, batch_axes(q.spec, q.shape, q.scale)), scales_of(q)
+        if numbers is not None and numbers.size and not q.spec.element.has_nan:
+            scale = jnp.where(_has_nan(numbers, kinds), jnp.nan, jnp.float32(1) if scale is None else scale)
 
         def over(values: Array) -> Array:
             return jnp.broadcast_to(expand(values, kinds, q.shape), q.shape)
@@ -159,7 +163,21 @@ def parts_of(q: QArray) -> Coded:
         zero = None if q.zero_point is None else over(q.zero_point).astype(jnp.int32)
         if shift:
             zero = (jnp.zeros(q.shape, jnp.int32) if zero is None else zero) - shift
-        return Coded(elements, over(scales_of(q)), zero, None, q, -shift)
+        return Coded(elements, None if scale is None else over(scale), zero, None, q, -shift)
+
+
+def _has_nan(x: Array, kinds: Sequence[Kind]) -> Array:
+    """Whether each group has a NaN, in the shape of the scales."""
+    word = lax.bitcast_convert_type(jnp.abs(x), jnp.dtype(f"int{jnp.finfo(x.dtype).bits}"))
+    for axis, kind in reversed(list(enumerate(kinds))):
+        if isinstance(kind, int):
+            missing = -word.shape[axis] % kind
+            word = jnp.pad(word, [(0, missing if i == axis else 0) for i in range(word.ndim)])
+            word = word.reshape(*word.shape[:axis], -1, kind, *word.shape[axis + 1 :])
+            word = maximum(word, axis + 1, keepdims=False)
+        elif kind == WHOLE:
+            word = maximum(word, axis)
+    return word > lax.bitcast_convert_type(jnp.array(jnp.inf, x.dtype), word.dtype)
 
 
 def scales_of(q: QArray) -> Array:

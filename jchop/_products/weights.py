@@ -79,8 +79,9 @@ class Held:
             low = settled(low)
         if self.placement is None or not self.codes:
             return Twin(low, full, adapter=self.adapter) if self.twin or self.adapter is not None else low
-        packed = self.value if is_packed(self.value) else self.placement.pack(jax.lax.stop_gradient(full), key)
-        return Twin(low, full, _codes_of(packed), self.stack, self.adapter)
+        numbers = None if is_packed(self.value) else jax.lax.stop_gradient(full)
+        packed = self.value if numbers is None else self.placement.pack(numbers, key)
+        return Twin(low, full, _codes_of(packed, numbers), self.stack, self.adapter)
 
 
 @partial(jax.tree_util.register_dataclass, data_fields=["low", "full", "codes", "adapter"], meta_fields=["stack"])
@@ -99,11 +100,13 @@ class Twin:
     adapter: Adapter | None = None
 
 
-def _codes_of(packed: QArray | StoredAs) -> Coded:
-    """The codes of a packed parameter, in its shape."""
+def _codes_of(packed: QArray | StoredAs, numbers: jax.Array | None) -> Coded:
+    """The codes of a packed parameter, in its shape; of its numbers, if they are known."""
     if isinstance(packed, QArray):
-        return parts_of(packed)
-    return parts_of(packed.stored).moved(lambda v: v.reshape(packed.shape))
+        return parts_of(packed, numbers)
+    stored = packed.stored
+    parts = parts_of(stored, None if numbers is None else numbers.reshape(stored.shape))
+    return parts.moved(lambda v: v.reshape(packed.shape))
 
 
 def rounded(value: Any) -> Any:

@@ -21,6 +21,8 @@ Array = jax.Array
 
 def bind(primitive: Any, params: dict[str, Any], *args: Any) -> list[Any]:
     """The primitive itself, its results as a list."""
+    # Constants are arrays of NumPy. A custom derivative keeps them, and may take an entry at a traced index.
+    args = tuple(a if isinstance(a, Array) or not np.ndim(a) else jnp.asarray(a) for a in args)
     out = primitive.bind(*args, **primitive.get_bind_params(params))
     return list(out) if primitive.multiple_results else [out]
 

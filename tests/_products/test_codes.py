@@ -420,6 +420,55 @@ def test_codes_refuse() -> None:
         jc.quantize_fn(both, jc.Rule(weight=ROW, product="codes"))(w, x)
 
 
+#: Rules whose elements have no NaN; `groups` says of how many of the five rows and four columns one NaN is.
+NO_NAN = {
+    "rows": (dict(weight=ROW, activation=ROW), 4, 5),
+    "blocks": (dict(weight="int4(group=8)", activation="int8(group=8)"), 4, 5),
+    "zero points": (dict(weight=ROW, activation="uint8(group=all,zero_point=integer)"), 4, 5),
+    "mxfp4": (dict(weight="mxfp4", activation="mxfp4"), 4, 5),
+    "tensors": (dict(weight="int8(group=tensor)", activation="int8(group=tensor)"), 20, 20),
+    "integers": (dict(weight="integer8", activation="integer8"), 20, 20),
+    "weights alone": (dict(weight=ROW), 4, 5),
+}
+
+
+@pytest.mark.in_turn(3)
+@pytest.mark.parametrize("name", NO_NAN)
+def test_a_nan_stays_nan(name: str) -> None:
+    """One of an activation reaches its row, one of a weight its column, or all that has its scale."""
+    rule, of_row, of_column = NO_NAN[name]
+    low = jax.jit(jc.quantize_fn(lambda w, x: x @ w, jc.Rule(**rule, product="codes")))  # type: ignore[arg-type]
+    w, x = normal(36, 4), normal(5, 36, seed=1)
+    assert np.isfinite(low(w, x)).all()
+    in_row, in_column = np.isnan(low(w, x.at[3, 33].set(jnp.nan))), np.isnan(low(w.at[20, 1].set(jnp.nan), x))
+    assert in_row[3].all() and in_row.sum() == of_row and in_column[:, 1].all() and in_column.sum() == of_column
+
+
+def test_a_nan_of_a_gradient_stays_nan() -> None:
+    low = jc.quantize_fn(lambda w, x: x @ w, jc.Rule(weight=ROW, activation=ROW, gradient=ROW, product="codes"))
+    w, x, weights = normal(16, 4), normal(5, 16, seed=1), jnp.ones((5, 4)).at[2, 1].set(jnp.nan)
+    dw, dx = jax.grad(lambda w, x: (low(w, x) * weights).sum(), (0, 1))(w, x)
+    assert np.isnan(dw).any(0).tolist() == [False, True, False, False]
+    assert np.isnan(dx).any(1).tolist() == [False, False, True, False, False]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("spec", [ROW, "int8(group=8)"])
+def test_a_nan_of_an_image_stays_nan(spec: str) -> None:
+    """In the windows that have its block; in all of its image if that has one scale."""
+
+    def conv(w: Any, x: Any) -> Any:
+        return jax.lax.conv_general_dilated(x, w, (1, 1), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC"))
+
+    low = jax.jit(jc.quantize_fn(conv, jc.Rule(weight=ROW, activation=spec, product="codes")))
+    w, x = normal(3, 3, 16, 4), normal(2, 6, 6, 16, seed=1)
+    found = np.isnan(low(w, x.at[1, 2, 2, 3].set(jnp.nan)))
+    assert not found[0].any() and found[1].sum() == (6 * 6 * 4 if spec == ROW else 3 * 3 * 4)
+    assert found[1, 1:4, 1:4].all()
+    found = np.isnan(low(w.at[0, 1, 3, 2].set(jnp.nan), x))
+    assert found.all((0, 1, 2)).tolist() == [False, False, True, False] and found.sum() == 2 * 6 * 6
+
+
 @pytest.mark.parametrize("rows", [1, 2])
 def test_one_row_of_a_packed_matrix_is_multiplied_without_a_dot(rows: int) -> None:
     """On a CPU; all scales are 1, so the result is that of integers."""

@@ -200,6 +200,31 @@ def test_a_custom_derivative_stays() -> None:
     np.testing.assert_array_equal(2 * ours, theirs)
 
 
+@pytest.mark.parametrize("compiled", [False, True])
+def test_a_custom_derivative_takes_entries_of_a_constant(compiled: bool) -> None:
+    """In a loop, as those of `odeint`."""
+
+    @jax.custom_vjp
+    def scaled(y: Any, times: Any) -> Any:
+        return y * times.sum()
+
+    def backward(times: Any, g: Any) -> Any:
+        summed = jax.lax.fori_loop(0, times.shape[0], lambda i, total: total + g * times[i], jnp.zeros_like(g))
+        return summed, jnp.zeros_like(times)
+
+    scaled.defvjp(lambda y, times: (scaled(y, times), times), backward)
+    w = normal(8, 4)
+    for low in (jc.quantize_fn, jc.emulate):
+        rule = jc.Rule(weight="e4m3") if low is jc.quantize_fn else "e4m3"
+        fun = jax.grad(lambda w: low(lambda w, x: scaled(x @ w, jnp.array([0.25, 0.5])), rule)(w, X[:, :8]).sum())
+        assert np.isfinite((jax.jit(fun) if compiled else fun)(w)).all()
+    ours, theirs = (
+        jax.grad(lambda w, f=f: jc.quantize_fn(f, jc.Rule(weight="e4m3"))(w, X[:, :8]).sum())(w)
+        for f in (lambda w, x: scaled(x @ w, jnp.array([0.25, 0.5])), lambda w, x: x @ w * 0.75)
+    )
+    np.testing.assert_array_equal(ours, theirs)
+
+
 def test_a_traced_program_is_kept() -> None:
     count = 0
 

@@ -74,8 +74,8 @@ def round_within(x: Array, spec: Spec, span: Array, key: Array | None = None) ->
 
 def codes_within(x: Array, spec: Spec, span: Array, key: Array | None = None) -> tuple[Array, Coded]:
     """As `round_within`, with the codes of the numbers beside them."""
-    stored = _stored(spec, lax.stop_gradient(x), span, key)
-    return round_within(x, spec, span, key), parts_of(stored)
+    numbers = lax.stop_gradient(x)
+    return round_within(x, spec, span, key), parts_of(_stored(spec, numbers, span, key), numbers)
 
 
 def _stored(spec: Spec, x: Array, span: Array, key: Array | None) -> QArray:
