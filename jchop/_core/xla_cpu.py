@@ -18,6 +18,7 @@ from jax.interpreters import batching, mlir
 
 from jchop._bits import CARRIERS
 from jchop._settings import compiled
+from jchop._sizes import if_known
 
 __all__ = [
     "QUIRKS",
@@ -253,7 +254,7 @@ def _divided_together(*leaves: Array) -> list[Array]:
     for kind in dict.fromkeys(map(jax.typeof, words)):
         places = [place for place, word in enumerate(words) if jax.typeof(word) == kind]
         together = [words[place] for place in places]
-        apart = len(together) == 1 or together[0].size >= _LARGE
+        apart = len(together) == 1 or if_known(lambda x=together[0]: x.size >= _LARGE)
         parts = map(_divided, together) if apart else _divided(jnp.stack(together))
         for place, part in zip(places, parts, strict=True):
             words[place] = part

@@ -25,6 +25,7 @@ from jchop._program.repeats import Turns
 from jchop._program.seeds import Seeds, varying
 from jchop._program.step import Plan
 from jchop._settings import compiled
+from jchop._sizes import if_known
 from jchop.spec import Spec
 
 __all__ = ["Chain", "parts_of", "run_chain"]
@@ -93,7 +94,12 @@ def _kind(step: Step | Turns) -> Any:
         return None
     (out,) = step.eqn.outvars
     fits = all(v.aval.dtype == jnp.float32 and v.aval.shape in ((), out.aval.shape) for v in step.eqn.invars)
-    if not fits or out.aval.dtype != jnp.float32 or prod(out.aval.shape) < LEAST_TRIED or not gains(spec):
+    if (
+        not fits
+        or out.aval.dtype != jnp.float32
+        or if_known(lambda: prod(out.aval.shape) < LEAST_TRIED, True)
+        or not gains(spec)
+    ):
         return None
     constants = [v for v in step.eqn.invars if isinstance(v, Literal)]
     known = all(k is not None and within(k, spec) for k in step.known)

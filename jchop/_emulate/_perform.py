@@ -6,7 +6,6 @@ primitive at the rounded operands: straight-through.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
@@ -29,6 +28,7 @@ from jchop._kernels.primitive import make_op
 from jchop._program.bind import bind, straight_through
 from jchop._program.seeds import Draw
 from jchop._settings import compiled
+from jchop._sizes import if_known
 from jchop.spec import Spec
 
 Array = jax.Array
@@ -83,7 +83,7 @@ def _perform(task: Task, args: list[Array], drawn: list[Any]) -> Any:
 def _is_apart(task: Task, args: Sequence[Array], drawn: Sequence[Any]) -> bool:
     if task.kind == "elementary":  # without draws it is an operation by itself
         return bool(drawn) and _is_rounded(task, args)
-    return task.kind == "exact" and (task.apart or max(math.prod(x.shape) for x in args) >= LEAST_APART)
+    return task.kind == "exact" and (task.apart or any(if_known(lambda x=x: x.size >= LEAST_APART) for x in args))
 
 
 def _run(task: Task, args: Sequence[Array], drawn: Sequence[Any]) -> Any:

@@ -28,6 +28,7 @@ from jax.interpreters import batching, mlir
 
 from jchop._checks import check_choice
 from jchop._settings import compiled, own_settings
+from jchop._sizes import are_known
 
 __all__ = [
     "IMPLEMENTATIONS",
@@ -265,9 +266,9 @@ def _lower_kernel(
         fun = kernel.run
     elif (
         impl == "auto"
+        and not _obstacle(ctx, platform)
         and not kernel.refuse(*avals, **keywords)
         and kernel.profitable(*avals, **keywords)
-        and not _obstacle(ctx, platform)
     ):
         fun = kernel.run
     with warnings.catch_warnings():  # known here, and users can do nothing about it
@@ -405,6 +406,8 @@ def _platforms(ctx: Any) -> str:
 
 def _obstacle(ctx: Any, platform: str) -> str | None:
     """The reason why no kernel can be lowered in this context, or None."""
+    if not all(are_known(aval.shape) for aval in ctx.avals_in):
+        return "its shapes are symbolic, and a kernel is compiled for known ones"
     if not _one_device(ctx.module_context.axis_context):
         return (
             "the program is partitioned over several devices, and a kernel cannot be; call it inside jax.shard_map "

@@ -34,6 +34,7 @@ from jchop._kernels.primitive import Kernel, make_op
 from jchop._kernels.round import chunk_arguments
 from jchop._kernels.scaled_tile import SUBLANES, WORDS, Problem
 from jchop._settings import compiled
+from jchop._sizes import are_known
 from jchop.formats import ScaledFormat
 from jchop.spec import Spec
 
@@ -204,7 +205,7 @@ def _plain(plan: Plan, shape: Sequence[int]) -> tuple[tuple[int, ...], Plan] | N
     they have few numbers, for which a program compiles longer than it runs. Blocks of larger arrays stay parts of their
     axis: rows as short as a block take up to a quarter longer.
     """
-    if plan.of_scales is not None or not plan.rule.by_ends:
+    if plan.of_scales is not None or not plan.rule.by_ends or not are_known(shape):
         return None
     axes: list[tuple[int, int]] = []  # the length of each, and that of a group along it
     for length, size in zip(shape, plan.fmt.group_shape(shape), strict=True):

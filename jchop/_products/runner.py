@@ -26,7 +26,7 @@ Array = jax.Array
 __all__ = ["Quantization"]
 
 #: Moves of one array, under which elements, scales and zero points stay beside each other.
-_ALONE = MOVES - {"concatenate", "dynamic_update_slice", "optimization_barrier", "pad", "split"}
+_ALONE = MOVES - {"concatenate", "dynamic_update_slice", "optimization_barrier", "pad", "split", "stack"}
 #: Moves after which a product takes a parameter with an adapter still as a whole; of a stack, casts alone.
 _CASTS = frozenset({"convert_element_type", "copy", "optimization_barrier"})
 _KEEPS_ADAPTER = _CASTS | {"transpose", "reshape", "squeeze", "expand_dims"}
@@ -126,8 +126,8 @@ class Quantization(Runner):
         if isinstance(first, Twin) and first.codes is not None and not any(isinstance(x, Twin) for x in rest):
             if part.name == "convert_element_type":
                 codes = [first.codes]
-            elif part.name in _ALONE and len(low) == 1:
-                codes = [first.codes.moved(lambda v: run(v, *rest)[0])]
+            elif part.name in _ALONE:
+                codes = [first.codes.moved(lambda v, i=i: run(v, *rest)[i]) for i in range(len(low))]
         return [Twin(*each) for each in zip(low, full, codes, strict=True)]
 
     def _product(self, step: ProductStep, seeds: Keys | None, args: list[Any]) -> Array:

@@ -32,7 +32,7 @@ from jchop._core.rounding.random_bits import SEEDS, random_words
 from jchop._core.rounding.stream_offset import StreamOffset, words_like
 from jchop.accumulation import MatmulSpec
 from jchop.formats import FloatFormat
-from jchop.rounding import Overflow
+from jchop.rounding import Overflow, Rounding
 from jchop.spec import Spec, as_spec
 
 __all__ = [
@@ -207,7 +207,7 @@ def _div(step: _Step, x: Array, y: Array) -> Array:
     if divides_narrow(step.spec, step.carrier, *step.known):
         return divide_narrow(x, y, step.spec, step.carrier, *step.known)
     x, y = _settled(step, x, y)
-    return basic.divide(x, y, *step.rest, *step.known)
+    return _settled(step, basic.divide(x, y, *step.rest, *step.known))[0]
 
 
 def _sqrt(step: _Step, x: Array) -> Array:
@@ -218,11 +218,15 @@ def _sqrt(step: _Step, x: Array) -> Array:
 
 
 def _settled(step: _Step, *args: Array) -> tuple[Array, ...]:
-    """Operands behind a barrier, for a quotient or root with a stochastic mode, which computes all bits.
+    """Operands behind a barrier, for a quotient or root in a mode that does not round to the nearest.
 
-    The quirk `long_fusion_compiled_for_minutes` (`_core/xla_cpu.py`) is the reason.
+    The quirk `long_fusion_compiled_for_minutes` (`_core/xla_cpu.py`) is the reason: such modes compute more bits, and
+    have comparisons with zero that the vectorizer follows through all the operations before them.
     """
-    return lax.optimization_barrier(args) if draws(step.spec) else args
+    return args if step.spec.rounding in _NEAREST else lax.optimization_barrier(args)
+
+
+_NEAREST = (Rounding.NEAREST_EVEN, Rounding.NEAREST_AWAY, Rounding.NEAREST_ZERO)
 
 
 def _neg(step: _Step, x: Array) -> Array:

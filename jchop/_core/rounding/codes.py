@@ -21,6 +21,7 @@ from jchop._core.rounding import codebooks
 from jchop._core.rounding.bins import take
 from jchop._core.rounding.log_takum import decode_log, encode_log
 from jchop._core.rounding.tapered import decode_hif8, decode_tapered, encode_hif8, encode_tapered
+from jchop._sizes import are_known
 from jchop.formats import (
     CodebookFormat,
     ElementFormat,
@@ -283,7 +284,8 @@ def unpack(packed: Array, bits: int, count: int) -> Array:
     """
     if bits == 8:
         return packed
-    if 8 % bits == 0 and packed.shape[-1] % 4 == 0 and packed.shape[-1] * 8 == count * bits:
+    whole = 8 % bits == 0 and packed.shape[-1] % 4 == 0 and packed.shape[-1] * 8 == count * bits
+    if whole and are_known(packed.shape):  # XLA has no shape for words of symbolic ones
         # The codes of a 32-bit word fill a vector, which is faster than the codes of a byte.
         words = lax.bitcast_convert_type(packed.reshape(*packed.shape[:-1], packed.shape[-1] // 4, 4), jnp.int32)
         shifts = np.arange(0, 32, bits, dtype=np.int32)

@@ -50,6 +50,7 @@ from jax import numpy as jnp
 
 from jchop._core.xla_cpu import computed_once
 from jchop._settings import compiled
+from jchop._sizes import are_known
 
 _WORD = 0xFFFF_FFFF
 _DOMAIN = 0x6A63_686F
@@ -152,6 +153,11 @@ def flat_index(shape: Sequence[int], offset: Any = 0, base: int = 0) -> tuple[Ar
         >>> flat_index((2, 2), ((1, 1), (4, 5)))[0].tolist()
         [[6, 7], [11, 12]]
     """
+    if not are_known(shape):
+        raise NotImplementedError(
+            f"shape={tuple(shape)}: the words of a random stream are numbered, so a symbolic length cannot be drawn for; "
+            "export the program for known lengths, or use a format that draws nothing"
+        )
     if max(shape, default=0) > 1 << 32:
         raise ValueError(f"shape={tuple(shape)}: an axis may be at most 2**32 long; reshape, or use chunks with offset")
     tile = isinstance(offset, tuple)

@@ -25,7 +25,7 @@ class Groups:
 
     @cached_property
     def _split(self) -> tuple[bool, ...]:
-        return tuple(1 < size < length for length, size in zip(self.shape, self.sizes, strict=True))
+        return tuple(size not in (1, length) for length, size in zip(self.shape, self.sizes, strict=True))
 
     @cached_property
     def axes(self) -> tuple[int, ...]:
@@ -33,7 +33,7 @@ class Groups:
         axes, at = [], 0
         for length, size, split in zip(self.shape, self.sizes, self._split, strict=True):
             at += split
-            if split or (size == length and size > 1):
+            if split or (size == length and size not in (0, 1)):
                 axes.append(at)
             at += 1
         return tuple(axes)

@@ -34,6 +34,7 @@ from jchop._core.rounding.codes import decode_elements, encode_elements, extende
 from jchop._core.rounding.elements import round_elements
 from jchop._core.rounding.grid import require_carrier
 from jchop._core.xla_cpu import branch
+from jchop._sizes import if_known
 from jchop.formats import (
     CodebookFormat,
     ElementFormat,
@@ -310,7 +311,7 @@ def _largest_by_numbers(
     def exactly() -> Array:  # from the numbers: operands of a branch are written to memory
         return largest(_bits.split(x, carrier)[1])
 
-    long = x.size >= LEAST_TO_BRANCH and math.prod(x.shape[i] for i in axes) > _MANY
+    long = if_known(lambda: x.size >= LEAST_TO_BRANCH and math.prod(x.shape[i] for i in axes) > _MANY)
     if not (branch_allowed and long) or carrier.name != "float32" or x.ndim - 1 in axes:
         return exactly()
     found = lax.bitcast_convert_type(jnp.max(jnp.abs(x), axis=axes, keepdims=True), carrier.work)

@@ -20,6 +20,7 @@ from jchop._core.scaled.elements import narrow, with_nan
 from jchop._core.scaled.scales import LEAST_TO_BRANCH, Plan, Scales, all_in_safe_range
 from jchop._core.scaled_float32 import codebooks, floats, in_float64, integers, thresholds
 from jchop._core.xla_cpu import branch, materialize_per_group
+from jchop._sizes import if_known
 
 Array = jax.Array
 
@@ -30,7 +31,9 @@ MOST_IN_FLOAT64 = 1 << 16
 
 def prefers_float64(x: Array, plan: Plan) -> bool:
     """Whether a program of one CPU rounds in float64: few numbers, or no exact float32 arithmetic for them."""
-    return x.size <= MOST_IN_FLOAT64 or not any(way.applies(plan) for way in (integers, floats, thresholds, codebooks))
+    return if_known(lambda: x.size <= MOST_IN_FLOAT64) or not any(
+        way.applies(plan) for way in (integers, floats, thresholds, codebooks)
+    )
 
 
 def held(scales: Scales, plan: Plan) -> Scales:
@@ -54,7 +57,7 @@ def branch_on_range(
         zero: integer zero points, which must be within 2^10 of zero for the branch.
     """
     gains = (integers.applies(plan) or floats.applies(plan)) and not in_float64.applies(plan)
-    if not branch_allowed or not gains or scales.tensor is not None or x.size < LEAST_TO_BRANCH:
+    if not branch_allowed or not gains or scales.tensor is not None or if_known(lambda: x.size < LEAST_TO_BRANCH):
         return run(plan)
     in_safe_range = all_in_safe_range(scales, plan)
     if zero is not None and jnp.issubdtype(zero.dtype, jnp.integer):

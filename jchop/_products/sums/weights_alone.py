@@ -24,6 +24,7 @@ from jchop._core.rounding.codes import decode_elements
 from jchop._kernels.primitive import by_platform
 from jchop._kernels.products.dequantize_matmul import dequantize_matmul
 from jchop._products.codes import Coded, exact_sum, multiply, scaled, scales_of
+from jchop._sizes import if_known
 from jchop.formats import CodebookFormat, FloatFormat, UniformFormat
 from jchop.storage import QArray
 from jchop.storage._codes import decode_plain
@@ -52,7 +53,7 @@ def by_panels(x: Coded, w: Coded, leading: bool) -> bool:
     if not integers or w.stored is None or len(blocks - {count}) > 1:
         return False
     block = min(blocks)
-    tall = leading and count >= _TALL and x.elements.shape[0] > 1
+    tall = leading and count >= _TALL and if_known(lambda: x.elements.shape[0] > 1, True)
     read = block == count and w.stored.spec.element.bits == 8 and not tall
     return block * 2**16 < 2**31 and not read
 
@@ -94,7 +95,7 @@ def _panels(x: Coded, w: Coded, leading: bool, dtype: Any) -> Array:
     (rows, count), given = x.elements.shape, x.elements.astype(kind)
     block = min(_block(x), _block(w))
     x_within, w_within = _block(x) < count, _block(w) < count  # whose scales change along the sum
-    most = _INTEGERS if integers else _SHORT if rows <= _FEW_ROWS else _LONG
+    most = _INTEGERS if integers else _SHORT if if_known(lambda: rows <= _FEW_ROWS) else _LONG
     size = block if block < count else min(most, count)
     shared, panel = _reader(w, leading, kind)
     columns = shared if leading else 1  # of which each has numbers of its own

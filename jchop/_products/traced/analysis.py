@@ -11,7 +11,18 @@ import jax.numpy as jnp
 from jchop._products.layout import Layout
 from jchop._products.matrices import Laid
 from jchop._products.product import Conv, Dot, Ragged
-from jchop._products.traced.origins import DATA, MOVES, NOTHING, Fact, Origin, joined, moved, stacked, unstacked
+from jchop._products.traced.origins import (
+    DATA,
+    MOVES,
+    NOTHING,
+    Fact,
+    Origin,
+    joined,
+    lost_of,
+    moved,
+    stacked,
+    unstacked,
+)
 from jchop._program import planner, step
 from jchop._program.source import source_of
 from jchop._program.step import CONTROL, Plan, is_own
@@ -31,6 +42,8 @@ class Use:
         source: file and line.
         laid: how a product takes it, or a look-up.
         moved: whether a product takes its numbers themselves, none of them computed with.
+
+    If `kind` is ``"product"`` and there is no `laid`, a product reads what the primitive has computed from it.
     """
 
     leaf: int
@@ -52,9 +65,11 @@ class ProductStep(step.Step):
         data: which operands depend on data.
         moves: whether it only moves numbers.
         source: file and line.
+        lost: uses of parameters of which an operand of the product is computed, without their axes.
     """
 
     uses: tuple[tuple[Use, ...], ...] = ()
+    lost: tuple[Use, ...] = ()
     product: Dot | Conv | Ragged | None = None
     refused: str = ""
     data: tuple[bool, ...] = ()
@@ -120,7 +135,8 @@ class Analyst(planner.Planner):
                 tuple(Use(o.leaf, "product", name, source, _laid(o, layout), o.moved) for o in known[i].origins)
                 for i, layout in enumerate(layouts)
             )
-            return replace(made, kind="product", product=product, uses=uses, out=(Fact(data=data),))
+            lost = lost_of(known)
+            return replace(made, kind="product", product=product, uses=uses, lost=lost, out=(Fact(data=data),))
         if name == "gather" and not data:
             return self._gather(made)
         if data:
@@ -132,7 +148,8 @@ class Analyst(planner.Planner):
         uses = tuple(
             tuple(Use(o.leaf, "other", name, source) for o in fact.origins if o.leaf in lost) for fact in known
         )
-        return replace(made, uses=uses, out=tuple(outs), moves=name in MOVES)
+        gone = (*lost_of(known), *(replace(use, kind="product") for some in uses for use in some))
+        return replace(made, uses=uses, out=tuple(replace(out, lost=gone) for out in outs), moves=name in MOVES)
 
     def _out(self, eqn: Any, known: Sequence[Fact], aval: Any) -> Fact:
         """What is known of a result that no data reaches."""
@@ -218,5 +235,6 @@ _CHOOSING: dict[str, tuple[int, ...]] = {
     "dynamic_slice": tuple(range(1, 16)),
     "dynamic_update_slice": tuple(range(2, 16)),
     "select_n": (0,),
+    **dict.fromkeys(("scatter", "scatter-add", "scatter-max", "scatter-min", "scatter-mul", "scatter-sub"), (1,)),
     "ragged_dot_general": (2,),
 }

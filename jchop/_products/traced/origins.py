@@ -20,6 +20,7 @@ __all__ = [
     "Origin",
     "Part",
     "joined",
+    "lost_of",
     "moved",
     "of_parameter",
     "stacked",
@@ -68,10 +69,12 @@ class Fact:
     Args:
         data: whether its numbers depend on the arguments that are no parameters.
         origins: the parameters that it comes from; none if it depends on data.
+        lost: parameters that it is computed from, none of whose axes are its own; none if it depends on data.
     """
 
     data: bool = False
     origins: tuple[Origin, ...] = ()
+    lost: tuple[Any, ...] = ()
 
 
 NOTHING = Fact()
@@ -89,7 +92,12 @@ def joined(facts: Sequence[Fact]) -> Fact:
     if any(fact.data for fact in facts):
         return DATA
     kept = tuple(o for o in first.origins if all(o in fact.origins for fact in rest))
-    return first if len(kept) == len(first.origins) else replace(first, origins=kept)
+    return replace(first, origins=kept, lost=lost_of(facts))
+
+
+def lost_of(facts: Sequence[Fact]) -> tuple[Any, ...]:
+    """The lost parameters of all facts."""
+    return tuple(dict.fromkeys(use for fact in facts for use in fact.lost))
 
 
 def unstacked(fact: Fact) -> Fact:
@@ -99,7 +107,7 @@ def unstacked(fact: Fact) -> Fact:
 
 def stacked(fact: Fact) -> Fact:
     """What is known of a stack of values."""
-    return Fact(data=fact.data)
+    return Fact(data=fact.data, lost=fact.lost)
 
 
 # -- from one value to the next ---------------------------------------------------------------------------------------
@@ -117,6 +125,12 @@ def _moved(
 ) -> tuple[Axis, ...] | None:
     if name in SAME_AXES or (name in ELEMENTWISE and shape == out):
         return axes
+    if name == "stack":
+        return (*axes[: params["axis"]], (), *axes[params["axis"] :])
+    if name == "unstack":
+        return (*axes[: params["axis"]], *axes[params["axis"] + 1 :])
+    if name == "tile":
+        return ((),) * (len(out) - len(axes)) + axes
     if name == "transpose":
         return tuple(axes[i] for i in params["permutation"])
     if name == "squeeze":
@@ -142,15 +156,27 @@ _SAME_AXES = """
     layout_constraint
 """
 _ELEMENTWISE = """
-    abs add add_any and clamp complex conj cos div erf exp exp2 expm1 imag integer_pow log log1p logistic max min mul
-    neg not or pow real rem round rsqrt select_n sign sin sqrt square sub tanh xor
+    abs acos acosh add add_any and asin asinh atan atan2 atanh cbrt ceil clamp complex conj cos cosh div erf erf_inv erfc
+    exp exp2 expm1 floor imag integer_pow log log1p logistic max min mul neg nextafter not or pow real rem round rsqrt
+    select_n sign sin sinh sqrt square sub tan tanh xor
+    cumlogsumexp cummax cummin cumprod cumsum scatter scatter-add scatter-max scatter-min scatter-mul scatter-sub
 """
 #: Each axis stays what it is, though perhaps shorter or longer.
 SAME_AXES = frozenset(_SAME_AXES.split())
-#: Computes with numbers that stand at the same place.
+#: Computes with numbers that stand at the same place, or before it along an axis; the result has their axes.
 ELEMENTWISE = frozenset(_ELEMENTWISE.split())
 #: Primitives that only move numbers.
-MOVES = SAME_AXES | {"transpose", "squeeze", "expand_dims", "broadcast_in_dim", "reshape", "gather"}
+MOVES = SAME_AXES | {
+    "transpose",
+    "squeeze",
+    "expand_dims",
+    "broadcast_in_dim",
+    "reshape",
+    "gather",
+    "stack",
+    "unstack",
+    "tile",
+}
 
 
 def _reshaped(axes: tuple[Axis, ...], old: tuple[int, ...], new: tuple[int, ...]) -> tuple[Axis, ...] | None:

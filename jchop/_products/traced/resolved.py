@@ -178,7 +178,7 @@ def resolve(
     plan = Analyst().plan(closed, call.facts)
     uses: dict[int, list[Use]] = {}
     for step in plan.walk():
-        for use in (use for some in step.uses for use in some):
+        for use in (*(use for some in step.uses for use in some), *step.lost):
             uses.setdefault(use.leaf, []).append(use)
     shapes = tuple(tuple(x.shape) for x in call.abstract[: call.count])
     numbers = tuple(
@@ -201,7 +201,9 @@ def resolve(
                 _check_codes(step, rule, call.paths, shapes, placements)
     sites, turns = sites_of(plan, roundings, chosen, call.paths)
     if all_in_use:
-        _check_effect(rules, numbers, placements, products, {chosen[step].scale_from for step in sites})
+        _check_effect(
+            rules, call.paths, numbers, uses, placements, products, {chosen[step].scale_from for step in sites}
+        )
     return Resolved(
         plan,
         jax.tree.structure(out),
@@ -333,15 +335,18 @@ def _check_matches(
         if rule.weight is None or not names_last(rule.path, paths[leaf]):
             continue
         if use is not None and use.laid is None:
+            why = "of which a product takes no axis" if _is_lost(use) else "which reaches no product"
             raise ValueError(
-                f"{rule} names the parameter {paths[leaf]!r}, which reaches no product; it reaches {use.primitive} "
+                f"{rule} names the parameter {paths[leaf]!r}, {why}; it reaches {use.primitive} "
                 f"at {use.source or 'an unknown line'}. Put Rule({paths[leaf]!r}) before it to leave it as it is"
             )
 
 
 def _check_effect(
     rules: Sequence[Rule],
+    paths: Sequence[str],
     numbers: Sequence[int | None],
+    uses: Mapping[int, Sequence[Use]],
     placements: Mapping[int, tuple[Placement, Use]],
     products: Sequence[tuple[ProductStep, Rule | None]],
     kept: set[Any],
@@ -360,9 +365,17 @@ def _check_effect(
             used.add("scale_from")
         idle = [name for name in FIELDS if getattr(rule, name) is not None and name not in used]
         if idle:
+            reached = next(
+                (
+                    f"the parameter {paths[leaf]!r} reaches {use.primitive} at {use.source or 'an unknown line'}"
+                    for leaf, n in enumerate(numbers)
+                    if n == number and leaf not in placements and (use := _first(uses.get(leaf, ()))) is not None
+                ),
+                "no parameter that it matches reaches anything",
+            )
             raise ValueError(
-                f"{rule}: {', '.join(idle)} has no effect on the parameters and products that it matches; report, "
-                "under rules that have an effect, shows what each parameter reaches"
+                f"{rule}: {', '.join(idle)} has no effect on the parameters and products that it matches: {reached}. "
+                "report, under rules that have an effect, shows what each parameter reaches"
             )
 
 
@@ -375,7 +388,7 @@ def _scales_complex(step: ProductStep, how: Roundings) -> bool:
     return _is_complex(step) and any(spec is not None and spec.scaled is not None for spec in how.specs)
 
 
-_ORDER = {"product": 0, "rows": 1, "sum": 2, "other": 3}
+_ORDER = {"product": 0, "rows": 1, "sum": 2, "lost": 3, "other": 4}
 
 
 def _operation(use: Use | None) -> str:
@@ -385,4 +398,9 @@ def _operation(use: Use | None) -> str:
 
 def _first(uses: Sequence[Use]) -> Use | None:
     """The use that says how a parameter is rounded: its first product; else a look-up; else a sum."""
-    return min(uses, key=lambda use: _ORDER[use.kind], default=None)
+    return min(uses, key=lambda use: _ORDER["lost" if _is_lost(use) else use.kind], default=None)
+
+
+def _is_lost(use: Use) -> bool:
+    """Whether a product reads what is computed of a parameter, without its axes."""
+    return use.kind == "product" and use.laid is None
