@@ -26,6 +26,7 @@ SPECS = (
     "nf4",
     "nvfp4",
 )
+STORED = (*SPECS, "int4(group=32)")
 RULES = {
     "float": jc.Rule(weight=ROW, activation=ROW),
     "codes": jc.Rule(weight=ROW, activation=ROW, product="codes"),
@@ -59,7 +60,7 @@ def layers(x: Any) -> Any:
 
 PROGRAMS: dict[str, Callable[[Any], Any]] = {
     **{f"round to {spec}": lambda x, spec=spec: jc.round_to_format(x, spec) for spec in (*SPECS, "e4m3", "posit16")},
-    **{f"store as {spec}": lambda x, spec=spec: jc.dequantize(jc.quantize(x, spec)) for spec in (*SPECS, "int4(group=32)")},
+    **{f"store as {spec}": lambda x, spec=spec: jc.dequantize(jc.quantize(x, spec)) for spec in STORED},
     "convolution": convolved,
     "layers": layers,
     "emulated": jc.emulate(lambda x: jax.nn.softmax((x - x.mean(-1, keepdims=True)) @ W / 3), "e5m2"),

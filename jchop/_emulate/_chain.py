@@ -94,12 +94,8 @@ def _kind(step: Step | Turns) -> Any:
         return None
     (out,) = step.eqn.outvars
     fits = all(v.aval.dtype == jnp.float32 and v.aval.shape in ((), out.aval.shape) for v in step.eqn.invars)
-    if (
-        not fits
-        or out.aval.dtype != jnp.float32
-        or if_known(lambda: prod(out.aval.shape) < LEAST_TRIED, True)
-        or not gains(spec)
-    ):
+    few = if_known(lambda: prod(out.aval.shape) < LEAST_TRIED, True)
+    if not fits or out.aval.dtype != jnp.float32 or few or not gains(spec):
         return None
     constants = [v for v in step.eqn.invars if isinstance(v, Literal)]
     known = all(k is not None and within(k, spec) for k in step.known)

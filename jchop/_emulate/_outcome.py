@@ -134,7 +134,10 @@ def _compared(step: Step) -> Step:
 def _converted(step: Step) -> Step:
     """A conversion: the known format is kept if the new dtype holds all its values."""
     spec, (source,), (target,) = step.choice.spec, step.eqn.invars, step.eqn.outvars
-    _check(step, spec, target.aval, exact=not is_float(source.aval))
+    try:
+        _check(step, spec, target.aval, exact=not is_float(source.aval))
+    except ValueError as error:
+        raise ValueError(f"{error}; x is what the program casts to {target.aval.dtype} there") from None
     known = step.known[0]
     if is_complex(target.aval):  # a part that is zero, or a wider dtype
         return replace(step, kind="structural", out=step.known) if known is not None else _rounded_by_carrier(step)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -38,10 +39,11 @@ class Quantization(Runner):
 
     Args:
         roundings: of each product that has any but those of its weights, by the identity of its step.
+        paths: of the parameters, for messages.
     """
 
-    def __init__(self, roundings: dict[int, tuple[Roundings, int]]) -> None:
-        self.roundings = roundings
+    def __init__(self, roundings: dict[int, tuple[Roundings, int]], paths: Sequence[str] = ()) -> None:
+        self.roundings, self.paths = roundings, paths
         self._busy: dict[int, bool] = {}
 
     def prepare(self, part: ProductStep, env: dict[Any, Any], seeds: Keys | None) -> None:
@@ -144,10 +146,12 @@ class Quantization(Runner):
         full = w.full if isinstance(w, Twin) else w
         codes = w.codes if isinstance(w, Twin) and how.codes else None
         if how.codes and how.right is not None and codes is None:
+            names = [self.paths[use.leaf] for use in step.uses[weight] if use.leaf < len(self.paths)] or ["*"]
             raise ValueError(
-                f"product='codes': the weight of {step.name} at {step.source or 'an unknown line'} is computed with "
-                "before the product, carried by a loop, or an argument of shard_map, so it has no codes there; put "
-                f"Rule({(step.scope or '*')!r}, ...) without product before {how.place.rule}"
+                f"product='codes': the weight {names[0]!r} of {step.name} at {step.source or 'an unknown line'} is "
+                "computed with before the product, joined with others, carried by a loop, or an argument of shard_map "
+                "or of a function with a derivative of its own, so it has no codes there; put "
+                f"Rule({names[0]!r}, ...) without product before {how.place.rule}"
             )
         return contract(product, x, full, how, key, rounded=rounded(w), codes=codes, extra=extra)
 

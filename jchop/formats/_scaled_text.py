@@ -80,10 +80,10 @@ def parse_any(
     )
     base = named(stem)
     if base is None and not ours and not _SCALED_INTEGER.fullmatch(stem):
-        return parse_element(text, names)
+        return parse_element(text, names, _OPTIONS)
     options = options_of(text, ",".join(ours if base is None else items), _OPTIONS)
     if base is None:
-        base = scaled(parse_element(f"{stem}({','.join(rest)})" if rest else stem, names))
+        base = scaled(parse_element(f"{stem}({','.join(rest)})" if rest else stem, names, _OPTIONS))
     try:
         return base(**options)
     except (TypeError, ValueError) as error:

@@ -24,12 +24,13 @@ _Options = dict[str, Callable[[str], object]]
 _SUFFIXES = ("fn", "fnuz")
 
 
-def parse_element(text: str, more: Iterable[str] = ()) -> ElementFormat:
+def parse_element(text: str, more: Iterable[str] = (), beside: Iterable[str] = ()) -> ElementFormat:
     """The element format of a lower-case text.
 
     Args:
         text: see `jchop.formats.parse_format`.
         more: further known names, which the error of an unknown name suggests.
+        beside: the options that make an element a scaled format, which the error of an unknown option lists too.
 
     Raises:
         ValueError: for any other text; the message has the closest names.
@@ -43,11 +44,13 @@ def parse_element(text: str, more: Iterable[str] = ()) -> ElementFormat:
     name = ALIASES.get(stem, stem)
     if name in CATALOGUE:
         fmt = CATALOGUE[name]
-        options = options_of(text, inside, _FLOAT_OPTIONS)
+        options = options_of(text, inside, _FLOAT_OPTIONS, beside)
         return dataclasses.replace(fmt, **options) if options else fmt
     for pattern, build, allowed in _PATTERNS:
         if found := re.fullmatch(pattern, stem):
-            return build(*found.groups(), **options_of(text, inside, allowed))
+            if stem.startswith(_TAPERED):
+                beside = ()
+            return build(*found.groups(), **options_of(text, inside, allowed, beside))
     raise unknown(text, more)
 
 
@@ -119,6 +122,9 @@ _PATTERNS: tuple[tuple[str, Callable[..., ElementFormat], _Options], ...] = (
 )
 
 
+#: Beginnings of the texts of tapered formats, which are no elements of scaled formats.
+_TAPERED = ("posit", "takum", "hif")
+
 _KINDS: dict[object, str] = {integer_of: "an integer", truth_of: "true or false"}
 
 
@@ -127,15 +133,17 @@ def split_options(inside: str | None) -> list[str]:
     return [item for item in split_outside(inside or "", ",") if item]
 
 
-def options_of(text: str, inside: str | None, allowed: _Options) -> dict[str, Any]:
+def options_of(text: str, inside: str | None, allowed: _Options, beside: Iterable[str] = ()) -> dict[str, Any]:
+    """The values of the options in parentheses; `beside` are further names for the error of an unknown one."""
     options: dict[str, Any] = {}
     for item in split_options(inside):
         name, equals, value = item.partition("=")
         if not equals or name in options:
             raise ValueError(f"format text {quoted(text)}: option {item!r} must be name=value, each name once")
         if name not in allowed:
-            known = f"allowed: {', '.join(allowed)}" if allowed else "there are none for it"
-            raise ValueError(f"format text {quoted(text)}: unknown option {name!r}; {known}")
+            names = [*allowed, *beside]
+            known = f"{close_to(name, names)}; allowed: {', '.join(names)}" if names else "; there are none for it"
+            raise ValueError(f"format text {quoted(text)}: unknown option {name!r}{known}")
         try:
             options[name] = allowed[name](value)
         except (ValueError, KeyError):

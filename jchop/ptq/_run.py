@@ -42,6 +42,12 @@ def check_batches(batches: Any, again: bool) -> None:
         )
 
 
+def _check_not_empty(batch: Any) -> None:
+    empty = [tuple(x.shape) for x in jax.tree.leaves(batch) if hasattr(x, "shape") and 0 in x.shape]
+    if empty:
+        raise ValueError(f"batches: one has an argument of shape {empty[0]}, which holds no number; leave it out")
+
+
 def changed_batches(batches: Any, change: Callable[[tuple[Any, ...]], tuple[Any, ...]]) -> Iterable[Any]:
     """Batches with other arguments; they can be run through as often as the given ones."""
     check_batches(batches, again=False)
@@ -196,6 +202,7 @@ class Data:
 
     def program(self, batch: Any) -> tuple[Any, Any, Sites]:
         """The program of a batch, its arguments taken apart, and its sites."""
+        _check_not_empty(batch)
         program, call = self.low.traced(self.params, *arguments_of(batch))
         return program, call, self.sites(program)
 

@@ -127,6 +127,12 @@ class QArray:
         """The numbers, for functions of `jax.numpy` that take the array: ``x @ q``, ``jnp.einsum(..., q)``."""
         return decode(self.form(), self.qvalue, self.scale, self.zero_point, self.places)
 
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
+        """The numbers, for functions of NumPy; without this method NumPy would make an array of QArrays."""
+        if copy is False:
+            raise ValueError("a QArray holds codes, so its numbers are a new array: copy=False cannot be had")
+        return np.asarray(self.__jax_array__(), dtype)
+
     def astype(self, dtype: Any) -> Any:
         """The numbers in a carrier, as `jchop.dequantize` gives them."""
         return decode(self.form(dtype), self.qvalue, self.scale, self.zero_point, self.places)

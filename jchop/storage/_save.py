@@ -21,7 +21,7 @@ from jchop.formats import ScaledFormat
 from jchop.spec import parse
 from jchop.storage._array import QArray
 from jchop.storage._decode import check_parts
-from jchop.storage._files.json import read_object, shown, small
+from jchop.storage._files.json import Reader, read_object, shown, small, string
 from jchop.storage._files.parts import read_placed, spans_processes, write_together
 from jchop.storage._files.safetensors import Entry, TensorFile, TensorWriter, lay_out
 from jchop.storage._nested import TREE, nest, paths_in, tree_metadata
@@ -29,6 +29,8 @@ from jchop.storage._nested import TREE, nest, paths_in, tree_metadata
 #: The metadata key that describes QArrays: JSON, which maps the name of each to its spec as text, the length of its
 #: last axis and its dtype.
 QARRAYS = "jchop.qarrays"
+#: The metadata key that names the random keys among the tensors: JSON, which maps the name of each to its implementation.
+KEYS = "jchop.keys"
 #: The most differing leaves in an error.
 _MOST_TOLD = 3
 
@@ -39,8 +41,8 @@ def save_safetensors(path: str | os.PathLike[str], tree: Any, *, metadata: Mappi
     The name of a tensor is its path in the tree, joined with dots (``layers.0.kernel``). The leaves of a QArray are
     plain tensors named ``NAME.qvalue``, ``NAME.scale``, ``NAME.zero_point``, ``NAME.places``. If a scale has several
     parts, there are also ``NAME.tensor_scale`` (a rule with a scale of the tensor), or ``NAME.scale_scale`` and
-    possibly ``NAME.scale_zero_point`` (scales that are quantized again). An existing file is replaced in one step. No
-    further package is needed.
+    possibly ``NAME.scale_zero_point`` (scales that are quantized again). A random key (`jax.random.key`) is the tensor of
+    its data. An existing file is replaced in one step. No further package is needed.
 
     If an array spans several processes (`jax.distributed`), all processes call this with the same path, in a folder
     that all of them see, and write one file together: each the parts of its own devices, the first one all other
@@ -73,7 +75,10 @@ def save_safetensors(path: str | os.PathLike[str], tree: Any, *, metadata: Mappi
     described: dict[str, dict[str, Any]] = {}
     leaves = named_leaves(tree)
     used: set[str] = set()
+    keys: dict[str, str] = {}
     for name, _, leaf in leaves:
+        if _is_key(leaf):
+            keys[name], leaf = str(jax.random.key_impl(leaf)), jax.random.key_data(leaf)
         parts = {name: leaf}
         if isinstance(leaf, QArray):
             parts, described[name] = parts_of(name, leaf), description(leaf)
@@ -83,6 +88,7 @@ def save_safetensors(path: str | os.PathLike[str], tree: Any, *, metadata: Mappi
         tensors |= parts
     entries = lay_out({name: _entry(name, array) for name, array in tensors.items()})
     texts |= qarray_metadata(described) | tree_metadata({name: path for name, path, _ in leaves})
+    texts |= {KEYS: json.dumps(keys)} if keys else {}
     if any(map(spans_processes, tensors.values())):
         write_together(Path(path), tensors, entries, texts)
         return
@@ -135,10 +141,11 @@ def load_safetensors(path: str | os.PathLike[str], *, like: Any = None, nested: 
     with TensorFile(path) as file, jax.enable_x64(True):
         described = described_in(file)
         owners = {part for name, fields in described.items() for part in part_names(name, fields)}
+        keys = _keys_in(file, owners)
         paths = paths_in(file, {*described, *file.entries} - owners) if nested else {}
         wanted = {} if like is None else {name: leaf for name, _, leaf in named_leaves(like)}
         if like is not None:
-            _check_like(path, wanted, _stored(file, described, owners))
+            _check_like(path, wanted, _stored(file, described, owners, keys))
         placed = _placed(wanted)
 
         def read(name: str) -> jax.Array:
@@ -147,6 +154,10 @@ def load_safetensors(path: str | os.PathLike[str], *, like: Any = None, nested: 
         found: dict[str, Any] = {name: read(name) for name in file.entries if name not in owners}
         for name, fields in described.items():
             found[name] = joined([read(part) for part in part_names(name, fields)], fields)
+        for name, kind in keys.items():
+            found[name] = jax.random.wrap_key_data(found[name], impl=kind)
+            sharding = getattr(wanted.get(name), "sharding", None)
+            found[name] = jax.device_put(found[name], sharding) if isinstance(sharding, NamedSharding) else found[name]
     if nested:
         return nest([(paths[name], found[name]) for name in found])
     if like is None:
@@ -154,13 +165,39 @@ def load_safetensors(path: str | os.PathLike[str], *, like: Any = None, nested: 
     return jax.tree.unflatten(jax.tree.structure(like, is_leaf=_is_qarray), [found[name] for name in wanted])
 
 
-def _stored(file: TensorFile, described: Mapping[str, Any], owners: set[str]) -> dict[str, Any]:
-    """The arrays and QArrays of a file by name, without their data."""
+def _keys_in(file: TensorFile, owners: set[str]) -> dict[str, str]:
+    """The implementations of the random keys of a file by name.
+
+    Raises:
+        ValueError: if the metadata are damaged, or a tensor is not the data of such a key.
+    """
+    found = _own_metadata(file, KEYS, string)
+    for name, kind in found.items():
+        try:
+            if name not in file.entries or name in owners:
+                raise ValueError("no tensor has this name")
+            _key_of(file, name, kind)
+        except (ValueError, TypeError) as error:
+            raise ValueError(f"{file.path}: bad metadata {KEYS!r} for {shown(name)}: {error}") from None
+    return found
+
+
+def _key_of(file: TensorFile, name: str, kind: str) -> Any:
+    """The type of a random key."""
+    data = jax.ShapeDtypeStruct(file.entries[name].shape, file.entries[name].dtype)
+    return jax.eval_shape(lambda words: jax.random.wrap_key_data(words, impl=kind), data)
+
+
+def _stored(
+    file: TensorFile, described: Mapping[str, Any], owners: set[str], keys: Mapping[str, str]
+) -> dict[str, Any]:
+    """The arrays, QArrays and random keys of a file by name, without their data."""
 
     def empty(name: str) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct(file.entries[name].shape, file.entries[name].dtype)
 
     found: dict[str, Any] = {name: empty(name) for name in file.entries if name not in owners}
+    found |= {name: _key_of(file, name, kind) for name, kind in keys.items()}
     return found | {
         n: joined([empty(part) for part in part_names(n, fields)], fields) for n, fields in described.items()
     }
@@ -170,7 +207,8 @@ def _placed(wanted: Mapping[str, Any]) -> dict[str, NamedSharding]:
     """The shardings of tensors, by the arrays of `like` that have one."""
     tensors: dict[str, Any] = {}
     for name, leaf in wanted.items():
-        tensors |= parts_of(name, leaf) if _is_qarray(leaf) else {name: leaf}
+        if not _is_key(leaf):
+            tensors |= parts_of(name, leaf) if _is_qarray(leaf) else {name: leaf}
     shardings = {name: getattr(leaf, "sharding", None) for name, leaf in tensors.items()}
     return {name: sharding for name, sharding in shardings.items() if isinstance(sharding, NamedSharding)}
 
@@ -252,10 +290,10 @@ def described_in(file: TensorFile) -> dict[str, dict[str, Any]]:
     return found
 
 
-def _own_metadata(file: TensorFile, key: str) -> dict[str, Any]:
+def _own_metadata(file: TensorFile, key: str, reader: Reader[Any] = small) -> dict[str, Any]:
     """A JSON object in the metadata of a file; empty if it is missing."""
     try:
-        return read_object(file.metadata.get(key, "{}"), lambda _: small)
+        return read_object(file.metadata.get(key, "{}"), lambda _: reader)
     except ValueError as error:
         raise ValueError(f"{file.path}: bad metadata {key!r} ({error})") from None
 
@@ -299,6 +337,10 @@ def _is_qarray(node: Any) -> bool:
     return isinstance(node, QArray)
 
 
+def _is_key(leaf: Any) -> bool:
+    return hasattr(leaf, "dtype") and jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
+
+
 def named_leaves(tree: Any) -> list[tuple[str, tuple[Any, ...], Any]]:
     """The name, path and value of each leaf."""
     leaves = jax.tree_util.tree_flatten_with_path(tree, is_leaf=_is_qarray)[0]
@@ -310,8 +352,6 @@ def named_leaves(tree: Any) -> list[tuple[str, tuple[Any, ...], Any]]:
 def _entry(name: str, leaf: Any) -> Entry:
     if not isinstance(leaf, jax.Array | np.ndarray | np.generic):
         raise TypeError(f"leaf {name!r} is {leaf!r}, but only arrays and QArrays can be saved")
-    if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
-        raise TypeError(f"leaf {name!r} is a typed key; save jax.random.key_data of it")
     entry = Entry(np.dtype(leaf.dtype), tuple(leaf.shape))
     try:
         entry.dtype_name  # noqa: B018
@@ -327,6 +367,6 @@ def _checked_metadata(metadata: Mapping[str, str] | None) -> dict[str, str]:
     for key, text in (metadata or {}).items():
         if not isinstance(key, str) or not isinstance(text, str):
             raise TypeError(f"metadata has the entry {key!r}: {text!r}; both must be text")
-        if key in (QARRAYS, TREE):
+        if key in (KEYS, QARRAYS, TREE):
             raise ValueError(f"metadata has an entry {key!r}, which is jchop's own")
     return dict(metadata or {})

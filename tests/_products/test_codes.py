@@ -422,13 +422,13 @@ def test_codes_refuse() -> None:
 
 #: Rules whose elements have no NaN; `groups` says of how many of the five rows and four columns one NaN is.
 NO_NAN = {
-    "rows": (dict(weight=ROW, activation=ROW), 4, 5),
-    "blocks": (dict(weight="int4(group=8)", activation="int8(group=8)"), 4, 5),
-    "zero points": (dict(weight=ROW, activation="uint8(group=all,zero_point=integer)"), 4, 5),
-    "mxfp4": (dict(weight="mxfp4", activation="mxfp4"), 4, 5),
-    "tensors": (dict(weight="int8(group=tensor)", activation="int8(group=tensor)"), 20, 20),
-    "integers": (dict(weight="integer8", activation="integer8"), 20, 20),
-    "weights alone": (dict(weight=ROW), 4, 5),
+    "rows": ({"weight": ROW, "activation": ROW}, 4, 5),
+    "blocks": ({"weight": "int4(group=8)", "activation": "int8(group=8)"}, 4, 5),
+    "zero points": ({"weight": ROW, "activation": "uint8(group=all,zero_point=integer)"}, 4, 5),
+    "mxfp4": ({"weight": "mxfp4", "activation": "mxfp4"}, 4, 5),
+    "tensors": ({"weight": "int8(group=tensor)", "activation": "int8(group=tensor)"}, 20, 20),
+    "integers": ({"weight": "integer8", "activation": "integer8"}, 20, 20),
+    "weights alone": ({"weight": ROW}, 4, 5),
 }
 
 

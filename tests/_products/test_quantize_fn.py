@@ -214,15 +214,55 @@ def test_a_custom_derivative_takes_entries_of_a_constant(compiled: bool) -> None
 
     scaled.defvjp(lambda y, times: (scaled(y, times), times), backward)
     w = normal(8, 4)
-    for low in (jc.quantize_fn, jc.emulate):
-        rule = jc.Rule(weight="e4m3") if low is jc.quantize_fn else "e4m3"
-        fun = jax.grad(lambda w: low(lambda w, x: scaled(x @ w, jnp.array([0.25, 0.5])), rule)(w, X[:, :8]).sum())
-        assert np.isfinite((jax.jit(fun) if compiled else fun)(w)).all()
     ours, theirs = (
-        jax.grad(lambda w, f=f: jc.quantize_fn(f, jc.Rule(weight="e4m3"))(w, X[:, :8]).sum())(w)
+        jax.grad(lambda w, f=f: jc.quantize_fn(f, jc.Rule(weight="e4m3"))(w, X[:, :8]).sum())
         for f in (lambda w, x: scaled(x @ w, jnp.array([0.25, 0.5])), lambda w, x: x @ w * 0.75)
     )
-    np.testing.assert_array_equal(ours, theirs)
+    np.testing.assert_array_equal((jax.jit(ours) if compiled else ours)(w), theirs(w))
+
+
+@pytest.mark.parametrize(
+    "joined",
+    [
+        jnp.stack,
+        lambda layers: jnp.concatenate([w[None] for w in layers]),
+        lambda layers: jnp.stack(layers, axis=2).transpose(2, 0, 1),
+        lambda layers: jnp.tile(layers[0][None], (3, 1, 1)),
+        lambda layers: jnp.stack(jnp.unstack(jnp.stack(layers))),
+    ],
+    ids=["stack", "concatenate", "last", "tile", "unstack"],
+)
+def test_layers_that_the_program_stacks_are_rounded(joined: Any) -> None:
+    def net(layers: Any, x: Any) -> Any:
+        return jax.lax.scan(lambda h, w: (jnp.tanh(h @ w), None), x, joined(layers))[0]
+
+    layers = [normal(16, 16, seed=i) for i in range(3)]
+    low = jc.quantize_fn(net, jc.Rule(weight="int8(group=all)"))
+    report = low.report(layers, X[:, :16])
+    used = [row for row in report.parameters if row.use]
+    assert report.rounded_share == 1 and {row.spec for row in used} == {"int8(group=all,axis=-2)"}
+    packed = low.pack(layers, X[:, :16])
+    assert all(isinstance(q, jc.QArray) for q, row in zip(packed, report.parameters, strict=True) if row.use)
+    np.testing.assert_array_equal(jax.jit(low)(packed, X[:, :16]), jax.jit(low)(layers, X[:, :16]))
+
+
+def test_parameters_whose_axes_are_lost_count_as_not_rounded() -> None:
+    def net(params: Any, x: Any) -> Any:
+        return x @ jnp.sort(params["sorted"], 0) + x @ params["set"].at[0].set(0.0)
+
+    params, x = {"sorted": normal(16, 16), "set": normal(16, 16, seed=1)}, X[:, :16]
+    low = jc.quantize_fn(net, jc.Rule(weight="int8(group=all)"))
+    report = low.report(params, x)
+    assert [(row.path, row.primitive, bool(row.spec)) for row in report.parameters] == [
+        ("set", "dot_general", True), ("sorted", "sort", False)
+    ]  # fmt: skip
+    assert report.rounded_share == 0.5
+    with pytest.raises(
+        ValueError, match=r"weight has no effect .*: the parameter 'w' reaches sort at .*quantize_fn.py"
+    ):
+        jc.quantize_fn(lambda p, x: x @ jnp.sort(p["w"], 0), jc.Rule(weight="int8"))({"w": params["set"]}, x)
+    with pytest.raises(ValueError, match="names the parameter 'sorted', of which a product takes no axis"):
+        jc.quantize_fn(net, jc.Rule("sorted", weight="int8"))(params, x)
 
 
 def test_a_traced_program_is_kept() -> None:

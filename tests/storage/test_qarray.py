@@ -385,3 +385,18 @@ def test_checkpoints_of_orbax(tmp_path: Path) -> None:
         restored = checkpointer.restore(tmp_path / "state", like)
     assert jax.tree.structure(restored) == jax.tree.structure(tree)
     jax.tree.map(same, restored, tree)
+
+
+def test_functions_of_numpy_take_the_numbers() -> None:
+    x = np.random.default_rng(0).normal(size=(4, 64)).astype(np.float32)
+    for spec in ("int4(group=32)", "int8", "e4m3", "bfloat16"):
+        q = jc.quantize(x, spec)
+        numbers = np.asarray(jc.dequantize(q))
+        for found in (np.asarray(q), np.array(q), x * 0 + q, np.asarray(q, np.float64)):
+            np.testing.assert_array_equal(found, numbers)
+        assert np.asarray(q).dtype == np.float32 and np.asarray(q, np.float64).dtype == np.float64
+        np.testing.assert_array_equal(x @ q.T, x @ numbers.T)
+    with pytest.raises(ValueError, match="copy=False cannot be had"):
+        np.array(q, copy=False)
+    with pytest.raises(jax.errors.TracerArrayConversionError):
+        jax.jit(np.asarray)(q)

@@ -155,8 +155,8 @@ def flat_index(shape: Sequence[int], offset: Any = 0, base: int = 0) -> tuple[Ar
     """
     if not are_known(shape):
         raise NotImplementedError(
-            f"shape={tuple(shape)}: the words of a random stream are numbered, so a symbolic length cannot be drawn for; "
-            "export the program for known lengths, or use a format that draws nothing"
+            f"shape={tuple(shape)}: the words of a random stream are numbered, so a symbolic length cannot be drawn "
+            "for; export the program for known lengths, or use a format that draws nothing"
         )
     if max(shape, default=0) > 1 << 32:
         raise ValueError(f"shape={tuple(shape)}: an axis may be at most 2**32 long; reshape, or use chunks with offset")

@@ -31,9 +31,8 @@ MOST_IN_FLOAT64 = 1 << 16
 
 def prefers_float64(x: Array, plan: Plan) -> bool:
     """Whether a program of one CPU rounds in float64: few numbers, or no exact float32 arithmetic for them."""
-    return if_known(lambda: x.size <= MOST_IN_FLOAT64) or not any(
-        way.applies(plan) for way in (integers, floats, thresholds, codebooks)
-    )
+    few = if_known(lambda: x.size <= MOST_IN_FLOAT64)
+    return few or not any(way.applies(plan) for way in (integers, floats, thresholds, codebooks))
 
 
 def held(scales: Scales, plan: Plan) -> Scales:

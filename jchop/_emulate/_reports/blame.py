@@ -242,12 +242,12 @@ def _seeded(
     low, wide = ([as_jax(pair[side]) for pair in results] for side in (0, 1))
     numbers = [i for i, x in enumerate(low) if is_number(jax.typeof(x))]
     if not numbers:
-        raise ValueError("the result of low has no number, so it has no error")
+        raise ValueError("the result has no floating-point number, so it has no error")
     if output is not None:
         return _of_output(program, low, wide, numbers, output)
     errors = [_wide(low[i]) - _wide(wide[i]) for i in numbers]
     if not all(np.all(np.isfinite(error)) for error in errors):
-        raise _not_finite()
+        raise _not_finite(*low, *wide)
     cotangents: list[Any] = [None] * len(low)
     if sum(error.size for error in errors) == 1 and not np.iscomplexobj(errors[0]):
         cotangents[numbers[0]] = jnp.ones_like(low[numbers[0]])
@@ -277,7 +277,7 @@ def _of_output(
     ]
     (one, first), (two, second) = found
     if not (math.isfinite(one) and math.isfinite(two)):
-        raise _not_finite()
+        raise _not_finite(one, two)
     cotangents: list[Any] = [None] * len(low)
     for i, x, y in zip(numbers, first, second, strict=True):
         cotangents[i] = (x + y) / 2
@@ -289,10 +289,12 @@ def _of_output(
     return float(one) - float(two), float(one), float(two), cotangents
 
 
-def _not_finite() -> ValueError:
+def _not_finite(*output: Any) -> ValueError:
+    nan = any(is_number(jax.typeof(x)) and bool(jnp.isnan(x).any()) for x in map(as_jax, output))
+    event, said = ("nan", "gives a NaN") if nan else ("overflow", "overflows")
     return ValueError(
-        "the output is not finite, so its error has no parts; jchop.emulate.report(low, ..., stop_at='overflow') names "
-        "the first equation that overflows"
+        f"the output is {'NaN' if nan else 'not finite'}, so its error has no parts; "
+        f"jchop.emulate.report(low, ..., stop_at={event!r}) names the first equation that {said}"
     )
 
 

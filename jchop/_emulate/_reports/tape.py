@@ -212,8 +212,8 @@ class Tape(Beside):
         low, wide = ([as_jax(pair[side]) for pair in args] for side in (0, 1))
         try:
             pulled = _pulled(equation, low, wide, given)
-        except NotImplementedError as error:
-            raise NotImplementedError(f"blame needs the derivative of {step.name} ({step.place}): {error}") from error
+        except (NotImplementedError, ValueError) as error:  # of a callback it is a ValueError
+            raise type(error)(f"blame needs the derivative of {step.name} ({step.place}): {error}") from error
         for i, cotangent in zip(moved, pulled, strict=True):
             result[i] = cotangent
         return result

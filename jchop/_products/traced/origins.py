@@ -156,27 +156,18 @@ _SAME_AXES = """
     layout_constraint
 """
 _ELEMENTWISE = """
-    abs acos acosh add add_any and asin asinh atan atan2 atanh cbrt ceil clamp complex conj cos cosh div erf erf_inv erfc
-    exp exp2 expm1 floor imag integer_pow log log1p logistic max min mul neg nextafter not or pow real rem round rsqrt
-    select_n sign sin sinh sqrt square sub tan tanh xor
+    abs acos acosh add add_any and asin asinh atan atan2 atanh cbrt ceil clamp complex conj cos cosh div erf erf_inv
+    erfc exp exp2 expm1 floor imag integer_pow log log1p logistic max min mul neg nextafter not or pow real rem round
+    rsqrt select_n sign sin sinh sqrt square sub tan tanh xor
     cumlogsumexp cummax cummin cumprod cumsum scatter scatter-add scatter-max scatter-min scatter-mul scatter-sub
 """
+_MOVED = "transpose squeeze expand_dims broadcast_in_dim reshape gather stack unstack tile"
 #: Each axis stays what it is, though perhaps shorter or longer.
 SAME_AXES = frozenset(_SAME_AXES.split())
 #: Computes with numbers that stand at the same place, or before it along an axis; the result has their axes.
 ELEMENTWISE = frozenset(_ELEMENTWISE.split())
 #: Primitives that only move numbers.
-MOVES = SAME_AXES | {
-    "transpose",
-    "squeeze",
-    "expand_dims",
-    "broadcast_in_dim",
-    "reshape",
-    "gather",
-    "stack",
-    "unstack",
-    "tile",
-}
+MOVES = SAME_AXES | frozenset(_MOVED.split())
 
 
 def _reshaped(axes: tuple[Axis, ...], old: tuple[int, ...], new: tuple[int, ...]) -> tuple[Axis, ...] | None:

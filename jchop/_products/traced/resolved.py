@@ -86,11 +86,14 @@ class Resolved:
     def kept_weights(self) -> dict[int, tuple[str, Placement, ScaleFrom]]:
         """The parameters whose scales are kept: the name of the entry, the rounding, the source."""
         kept = {}
+        names: dict[str, int] = {}
         for leaf, (placement, use) in self.placements.items():
             source = self.rule_of(leaf).scale_from
             if source is not None and "weight" in source.fields and use.kind != "sum":
                 kind = SCALE if isinstance(source, LSQ) else HISTORY
-                kept[leaf] = f"{self.paths[leaf] or 'params'}_weight_{kind}", placement, source
+                name = f"{self.paths[leaf] or 'params'}_weight_{kind}"
+                before = names[name] = names.get(name, -1) + 1  # {"a": {"b": w}, "a/b": v} has one path twice
+                kept[leaf] = f"{name}_{before}" if before else name, placement, source
         return kept
 
     def report(self, platform: str | None = None) -> ProgramReport:
@@ -213,7 +216,7 @@ def resolve(
         uses,
         numbers,
         placements,
-        Quantization(roundings),
+        Quantization(roundings, call.paths),
         products,
         sites,
         turns,

@@ -23,7 +23,7 @@ def read_object(text: str, reader: Callable[[str], Reader[Any]]) -> dict[str, An
 
     Args:
         text: the object, possibly with white space around it.
-        reader: the reader of the value of a key: `small` or `strings`.
+        reader: the reader of the value of a key: `small`, `string` or `strings`.
 
     Raises:
         ValueError: if the text is not such an object, has a duplicate key, or has too many entries.
@@ -38,10 +38,10 @@ def strings(text: str, at: int) -> tuple[dict[str, str], int]:
     """An object whose values are strings; None counts as an empty one."""
     if text.startswith("null", at):
         return {}, at + 4
-    return _members(text, at, lambda _: _string)
+    return _members(text, at, lambda _: string)
 
 
-def _string(text: str, at: int) -> tuple[str, int]:
+def string(text: str, at: int) -> tuple[str, int]:
     """A string."""
     if text[at : at + 1] != '"':
         raise ValueError(f"no string at character {at}")
@@ -90,7 +90,7 @@ def _members(text: str, at: int, reader: Callable[[str], Reader[T]]) -> tuple[di
     if text[at : at + 1] == "}":
         return found, at + 1
     while mark == ",":
-        key, at = _string(text, at)
+        key, at = string(text, at)
         if key in found:
             raise ValueError(f"the key {shown(key)} is duplicated")
         if len(found) == MOST_ENTRIES:
