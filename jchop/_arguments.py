@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -38,8 +38,32 @@ _PARTS = {"complex64": "float32", "complex128": "float64"}
 
 
 def as_array(name: str, value: Any) -> Array | np.ndarray:
-    """A JAX array unchanged; any other value as a NumPy array in the machine's byte order."""
-    return value if isinstance(value, Array) else as_numpy(name, value)
+    """A JAX array unchanged; any other value as a NumPy array in the machine's byte order.
+
+    Raises:
+        TypeError: for a tensor of torch, a QArray or a dict.
+    """
+    if isinstance(value, Array):
+        return value
+    if not isinstance(value, np.ndarray):
+        _check_kind(name, value)
+    return as_numpy(name, value)
+
+
+def _check_kind(name: str, value: Any) -> None:
+    """Refuses values that NumPy would read as something else; without an import of torch or of the storage."""
+    kinds = {(kind.__module__, kind.__name__) for kind in type(value).__mro__}
+    if ("torch", "Tensor") in kinds:
+        raise TypeError(
+            f"{name} is a torch.Tensor; jchop.torch.round_to_format and jchop.torch.quantize take tensors, other "
+            f"functions take the array jchop.torch.as_jax({name})"
+        )
+    if hasattr(value, "qvalue"):
+        raise TypeError(f"{name} is a QArray of codes; pass its numbers, jchop.dequantize({name})")
+    if isinstance(value, Mapping):
+        raise TypeError(
+            f"{name} is a {type(value).__name__}, not an array; jax.tree.map calls a function for each leaf"
+        )
 
 
 def carrier_of(dtype: Any, name: str = "x", *, complex_too: bool = True) -> Carrier:
@@ -51,10 +75,16 @@ def carrier_of(dtype: Any, name: str = "x", *, complex_too: bool = True) -> Carr
     allowed = (*CARRIERS, *_PARTS) if complex_too else tuple(CARRIERS)
     if dtype.name not in allowed:
         raise TypeError(
-            f"{name} has dtype {dtype}, which is not a carrier; allowed: {', '.join(allowed)}. Convert it first, for "
-            f"example {name}.astype('float32')"
+            f"{name} has dtype {dtype}, which is not a carrier; allowed: {', '.join(allowed)}. {_advice(name, dtype)}"
         )
     return CARRIERS[str(_PARTS.get(dtype.name, dtype.name))]
+
+
+def _advice(name: str, dtype: Any) -> str:
+    if not (is_whole(dtype) or jnp.issubdtype(dtype, jnp.inexact)):
+        return "Pass a number or an array of floats"
+    number = f", or float({name}) if it is a Python number" if is_whole(dtype) else ""
+    return f"Convert it first, for example {name}.astype('float32'){number}"
 
 
 def as_operands(names: Sequence[str], values: Sequence[Any], *, complex_too: bool = False) -> list[Array | np.ndarray]:

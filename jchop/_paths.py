@@ -73,11 +73,14 @@ def names_last(pattern: str, path: str) -> bool:
 def nearest_paths(patterns: Iterable[str], paths: Iterable[str]) -> str:
     """The part of an error that names the paths nearest to patterns which match none; the first ones if none is near.
 
+    A path that is one of the patterns is left out: it is no correction.
+
     Example:
         >>> nearest_paths(["blocks/*/mpl"], ["blocks/0/mlp", "head"])
         "; the nearest paths are 'blocks/0/mlp'"
     """
-    given = [path for path in dict.fromkeys(paths) if path]
+    patterns = list(patterns)
+    given = [path for path in dict.fromkeys(paths) if path and path not in patterns]
     wanted = [
         [part for part in _parts(term.removeprefix("!")) if part.strip("*")] for p in patterns for term in p.split()
     ]

@@ -86,7 +86,7 @@ def _fp8(block: int, bits: int) -> dict[str, TensorCore]:
 
 #: Types that a unit has, but of which no model is published.
 _UNPUBLISHED = {
-    "blackwell": ("fp6_e3m2", "fp6_e2m3", "fp4", "mxfp6_e3m2", "mxfp6_e2m3"),
+    "blackwell": ("fp6", "mxfp6", "fp6_e3m2", "fp6_e2m3", "fp4", "mxfp6_e3m2", "mxfp6_e2m3"),
     "tpu": ("fp8", "fp8_e5m2", "int8", "int4"),
 }
 

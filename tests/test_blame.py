@@ -270,7 +270,7 @@ def test_arguments_are_checked() -> None:
         jax.jit(lambda x: jc.blame(low, x))(1.0)
     with pytest.raises(ValueError, match="key=None"):
         jc.blame(jc.emulate(jnp.sin, "e4m3:stochastic"), 1.0)
-    with pytest.raises(ValueError, match="no number"):
+    with pytest.raises(ValueError, match="no floating-point number"):
         jc.blame(jc.emulate(lambda x: x > 1, "e4m3"), 1.0)
 
 
@@ -278,6 +278,19 @@ def test_arguments_are_checked() -> None:
 def test_an_overflow_has_no_parts(output: Any) -> None:
     with pytest.raises(ValueError, match=r"the output is not finite.*stop_at='overflow'"):
         jc.blame(jc.emulate(lambda x: x * 200, "e4m3"), jnp.array([1.0, 2.0]), output=output)
+
+
+def test_a_nan_has_no_parts() -> None:
+    with pytest.raises(ValueError, match=r"the output is NaN.*stop_at='nan'"):
+        jc.blame(jc.emulate(jnp.log, "bfloat16"), jnp.array([-1.0, 2.0]))
+
+
+def test_callbacks_have_no_derivative() -> None:
+    def fun(x: Any) -> Any:
+        return jax.pure_callback(lambda a: np.asarray(a) * np.float32(1.1), jax.typeof(x), x) * 1.3
+
+    with pytest.raises(ValueError, match=r"blame needs the derivative of pure_callback \(.*test_blame.py:\d+\)"):
+        jc.blame(jc.emulate(fun, "bfloat16"), jnp.ones(3))
 
 
 @pytest.mark.slow

@@ -50,7 +50,7 @@ def test_convert_and_inspect(capsys: pytest.CaptureFixture[str], tmp_path: Path)
 def test_errors(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     case = CASES["nf4"]
     write_folder(source := tmp_path / "in", case.make(np.random.default_rng(0)), case)
-    assert "It has int4" in error(capsys, "convert", str(source), str(tmp_path / "out"), "--layout", "gptq")
+    assert "gptq holds, for example" in error(capsys, "convert", str(source), str(tmp_path / "out"), "--layout", "gptq")
     assert "is the checkpoint that is read" in error(capsys, "convert", str(source), str(source), "--layout", "jchop")
     assert "has tensors already" in _again(capsys, source, tmp_path / "b")
     (tmp_path / "empty").mkdir()
@@ -100,6 +100,8 @@ def test_quantize_a_folder(capsys: pytest.CaptureFixture[str], tmp_path: Path) -
     assert found["norm"].dtype == np.float32 and found["norm"].qvalue.dtype == "bfloat16"
     said = error(capsys, "quantize", str(source), str(tmp_path / "c"), "--rule", "kernel=int8")
     assert "no tensor is quantized by 'kernel=int8" in said
+    again = error(capsys, "quantize", str(target), str(tmp_path / "c"), "--rule", "weight=int8")
+    assert "by 'weight=int8'; packed already: 'l0.weight', 'l1.weight', 'l2.weight'. `jchop" in again
 
 
 CHILD = """

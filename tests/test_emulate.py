@@ -238,3 +238,16 @@ def test_an_accumulator_of_its_own_is_rounded_to_the_format_at_the_end() -> None
     wide = jc.emulate(jnp.sum, "e5m2", accumulate=jc.MatmulSpec(accumulate="e6m9"))
     assert float(wide(jnp.ones(100))) == 96
     assert float(jc.emulate(jnp.sum, None, accumulate=jc.MatmulSpec(accumulate="e6m9"))(jnp.ones(100))) == 100
+
+
+@pytest.mark.parametrize("spec", ["e5m2:up", "posit16:up"])
+def test_roots_and_quotients_with_results_that_meet_again_are_compiled(spec: str) -> None:
+    """Quirk `long_fusion_compiled_for_minutes`: of directed modes, on JAX 0.12."""
+
+    def scene(p: Any) -> Any:
+        found = jnp.linalg.norm(p) if spec == "e5m2:up" else p[0] / jnp.sum(p * p)
+        return jnp.minimum(found - 1, p[1] + 1)
+
+    points = jnp.array([[0, 0, -3.0], [0.3, 0.2, -4], [2, 0.5, -2]])
+    low = jc.emulate(jax.vmap(lambda o: scene(o + jnp.array([0.1, -0.2, 1.0]))), spec)
+    np.testing.assert_array_equal(jax.jit(low)(points), low(points))

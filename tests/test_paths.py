@@ -68,3 +68,4 @@ def test_the_nearest_paths_come_first() -> None:
     )
     assert nearest_paths(["zzz"], paths) == f"; the nearest paths are {', '.join(map(repr, paths))}"
     assert nearest_paths(["a"], [""]) == ""
+    assert nearest_paths(["head"], ["head", "head/kernel"]) == "; the nearest paths are 'head/kernel'"

@@ -15,13 +15,13 @@ import numpy as np
 
 from jchop._bits import CARRIERS
 from jchop._cli._text import Percents, printable, records, table
-from jchop._paths import matches_path, nearest_paths
+from jchop._paths import matches_path
 from jchop.storage import QArray, quantize
 from jchop.storage._checkpoints.folder import SHARD
 from jchop.storage._checkpoints.opened import NAMES, OWN, PLAIN, Checkpoint, open_checkpoint
 from jchop.storage._checkpoints.public import convert
 from jchop.storage._checkpoints.table import beside_weights
-from jchop.storage._stream import Rule
+from jchop.storage._stream import Rule, check_unused
 
 
 def is_checkpoint(path: Path, layout: str) -> bool:
@@ -88,10 +88,8 @@ def _chosen(opened: Checkpoint, rules: Sequence[Rule]) -> dict[str, Rule]:
         if rule is not None and not item.quantized and item.format in CARRIERS:
             chosen[name] = rule
     unused = [rule for rule in rules if rule not in chosen.values()]
-    if unused:
-        texts = ", ".join(f"'{rule.pattern}={rule.spec}'" for rule in unused)
-        near = nearest_paths([rule.pattern for rule in unused], [name for name in opened.items if name not in chosen])
-        raise ValueError(f"no tensor is quantized by {texts}{near}. `jchop inspect` lists the names")
+    packed = [name for name, item in opened.items.items() if item.quantized]
+    check_unused(unused, [name for name in opened.items if name not in chosen], packed)
     return chosen
 
 

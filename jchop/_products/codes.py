@@ -204,7 +204,7 @@ def scales_of(q: QArray) -> Array:
 
 def _elements(q: QArray) -> tuple[Array, int]:
     """The elements in the smallest dtype that a unit takes, and by how much unsigned integers were lowered."""
-    fmt, count = q.spec.element, 1 if q.size is None else q.size
+    fmt, count = q.spec.element, 1 if q.length is None else q.length
     if isinstance(fmt, IntegerFormat):
         shift = 0 if fmt.signed or fmt.bits < 8 else 128
         if fmt.bits == 8:

@@ -63,7 +63,10 @@ def compute_quant_params(array: np.ndarray, quant_dtype: str = "uint8") -> tuple
         >>> piquant.compute_quant_params(np.array([-1.0, 0.5, 2.0], np.float32), "uint2")
         (1.0, 1)
     """
-    scale, zero_point = fit_scale(_vector("array", array), _format(quant_dtype))
+    vector = _vector("array", array)
+    if not vector.size:
+        raise ValueError("array is empty, so it has no range, and no scale follows from it")
+    scale, zero_point = fit_scale(vector, _format(quant_dtype))
     return float(np.asarray(scale).item()), int(np.asarray(zero_point).item())
 
 

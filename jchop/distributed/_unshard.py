@@ -114,7 +114,7 @@ def _gathered(leaf: Any, name: Any, axis: int) -> Any:
     at = check_int("axis", axis, -len(leaf.shape), len(leaf.shape) - 1) % len(leaf.shape)
     if not isinstance(leaf, QArray):
         return lax.all_gather(leaf, name, axis=at, tiled=True)
-    size, length, unit, fmt = leaf.size, leaf.shape[at], group_length(leaf, at), leaf.spec.scaled
+    size, length, unit, fmt = leaf.length, leaf.shape[at], group_length(leaf, at), leaf.spec.scaled
     if at == leaf.ndim - 1:
         element, ranks = leaf.spec.element, lax.axis_size(name)
         rows, bits = (leaf.qvalue, element.bits) if leaf.places is None else (leaf.places, 1)

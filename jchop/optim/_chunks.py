@@ -133,7 +133,7 @@ def _is_divisible(leaf: Any, count: int) -> bool:
 
 def _chunk_size(leaf: QArray, count: int) -> int | None:
     """The length of the last axis of a chunk."""
-    return leaf.size // count if leaf.ndim == 1 and leaf.size is not None else leaf.size
+    return leaf.length // count if leaf.ndim == 1 and leaf.length is not None else leaf.length
 
 
 def _none_of(leaf: Any) -> Any:

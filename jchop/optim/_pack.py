@@ -239,7 +239,7 @@ def bundle(inner_state: Any, key: Any, skips: Mapping[str, Any]) -> QuantizedSta
         if is_packed(leaf):
             codes, shape = codes_of(leaf), leaf.shape if isinstance(leaf, PackedRows) else None
             leaves[place] = codes.qvalue
-            entries.append((place, str(codes.spec), codes.size, np.dtype(codes.dtype).name, shape))
+            entries.append((place, str(codes.spec), codes.length, np.dtype(codes.dtype).name, shape))
             scales.append((codes.scale, codes.zero_point))
     return QuantizedState(
         dict(skips), jax.tree.unflatten(structure, leaves), tuple(scales), Packing(tuple(entries)), key

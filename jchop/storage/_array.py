@@ -31,7 +31,7 @@ Array = jax.Array
 @partial(
     jax.tree_util.register_dataclass,
     data_fields=("qvalue", "scale", "zero_point", "places"),
-    meta_fields=("spec", "size", "dtype"),
+    meta_fields=("spec", "length", "dtype"),
 )
 @dataclass(frozen=True, eq=False, repr=False)
 class QArray:
@@ -54,7 +54,7 @@ class QArray:
         zero_point: int32, or stored like the scales if zero points are numbers; in the shape of the scales. None for a
             format without zero points.
         spec: the spec of the codes, with the format's axes counted from the end.
-        size: length of the last axis, which packed codes do not determine; None for an array without axes.
+        length: of the last axis, which packed codes do not determine; None for an array without axes.
         dtype: dtype of the array, and the default of `dequantize`.
         places: for a format with `sparse`, which numbers have codes: a bit for each number, packed along the last axis
             as codes of one bit. `qvalue` then has the codes of these alone, in their order along the sparse axis: n of
@@ -73,7 +73,7 @@ class QArray:
     scale: Scale
     zero_point: Any
     spec: Spec
-    size: int | None
+    length: int | None
     dtype: np.dtype
     places: Any = None
 
@@ -81,12 +81,17 @@ class QArray:
     @property
     def shape(self) -> tuple[int, ...]:
         """Shape of the array."""
-        return shape_of(self.qvalue, self.size, self.places)
+        return shape_of(self.qvalue, self.length, self.places)
 
     @property
     def ndim(self) -> int:
         """Number of axes of the array."""
         return len(self.shape)
+
+    @property
+    def size(self) -> int:
+        """Number of elements of the array."""
+        return math.prod(self.shape)
 
     @property
     def nbytes(self) -> int:
@@ -96,8 +101,7 @@ class QArray:
     @property
     def bits_per_element(self) -> float:
         """Bits of all leaves divided by the number of elements; NaN if there are none."""
-        count = math.prod(self.shape)
-        return 8 * self.nbytes / count if count else math.nan
+        return 8 * self.nbytes / self.size if self.size else math.nan
 
     def __len__(self) -> int:
         if not self.shape:
@@ -111,7 +115,7 @@ class QArray:
             parts = ", ".join(f"{name}={getattr(self, name)!r}" for name in names)
             return f"QArray({parts}, {facts})"
         traced = any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves(self))
-        if traced or math.prod(self.shape) > _MOST_SHOWN:
+        if traced or self.size > _MOST_SHOWN:
             return f"QArray(shape={self.shape}, {facts})"
         with jax.enable_x64(True):
             values = np.asarray(self.__jax_array__())
@@ -142,7 +146,7 @@ class QArray:
 
     def form(self, dtype: Any = None) -> Form:
         """The static data of `decode`, for results in `dtype` (default: the dtype of the array)."""
-        return Form(self.spec, self.size, np.dtype(self.dtype if dtype is None else dtype).name)
+        return Form(self.spec, self.length, np.dtype(self.dtype if dtype is None else dtype).name)
 
     # -- parts and shapes ----------------------------------------------------------------------------------------------
     @property
@@ -252,8 +256,8 @@ class QArray:
             dense, which, axis = self._whole()
             scale_entry(axis, entries[axis], self._unit, self.shape[axis])
             return dense[tuple(entries)].thinned(which[tuple(entries)], self.spec, kept.index(axis))
-        if self.size is None or (entries and isinstance(entries[-1], slice) and entries[-1] == slice(None)):
-            qvalue, size = self.qvalue[tuple(entries[:-1])], self.size
+        if self.length is None or (entries and isinstance(entries[-1], slice) and entries[-1] == slice(None)):
+            qvalue, size = self.qvalue[tuple(entries[:-1])], self.length
         else:
             cut = self._entries()[tuple(entries)]
             size = cut.shape[-1] if kept else None
@@ -299,14 +303,14 @@ class QArray:
 
     def _whole(self) -> tuple[QArray, Any, int]:
         """The array with codes of all numbers, which of them are kept, and the axis along which these are counted."""
-        assert self.spec.scaled is not None and self.size is not None
-        codes, kept = filled(self.qvalue, self.places, self.size, self.spec)
+        assert self.spec.scaled is not None and self.length is not None
+        codes, kept = filled(self.qvalue, self.places, self.length, self.spec)
         spec = replace(self.spec, format=self.spec.scaled.dense)
         return replace(self, qvalue=codes, places=None, spec=spec), kept, self.spec.scaled.axis_of_sparse % self.ndim
 
     def _entries(self) -> Any:
         """The codes, one entry for each element, in the shape of the array."""
-        return spread(self.qvalue, self._element, 1 if self.size is None else self.size).reshape(self.shape)
+        return spread(self.qvalue, self._element, 1 if self.length is None else self.length).reshape(self.shape)
 
     def _codes(self, entries: Any) -> Any:
         return gather(entries, self._element)

@@ -78,10 +78,10 @@ def check_parts(q: Any) -> None:
         ValueError: for other leaves, or axes of a format that are not counted from the end.
     """
     spec, rows = q.spec, q.qvalue if q.places is None else q.places
-    shape = shape_of(q.qvalue, q.size, q.places)
-    if not rows.shape or (q.size is None and len(rows.shape) != 1):
+    shape = shape_of(q.qvalue, q.length, q.places)
+    if not rows.shape or (q.length is None and len(rows.shape) != 1):
         raise ValueError(f"{'qvalue' if q.places is None else 'places'} of shape {list(rows.shape)} does not fit "
-                         f"size={q.size}")  # fmt: skip
+                         f"length={q.length}")  # fmt: skip
     kept = shape or (1,)
     if (q.places is not None) != bool(spec.scaled and spec.scaled.sparse):
         raise ValueError(f"{spec} has {'no places' if q.places is not None else 'places, which are missing'}")

@@ -51,14 +51,14 @@ def codes_at_ends(q: Any) -> np.ndarray | None:
 def _entries(q: Any) -> np.ndarray:
     """The codes, one unsigned integer for each element, in the shape of the array."""
     fmt = q.spec.element
-    count = 1 if q.size is None else q.size
+    count = 1 if q.length is None else q.length
     stored = q.qvalue if q.places is None else filled(q.qvalue, q.places, count, q.spec)[0]
     return spread(raw(np.asarray(stored), fmt), fmt, count).reshape(q.shape)
 
 
 def _kept(q: Any) -> Any:
     """Which numbers have codes; True for all."""
-    return True if q.places is None else np.asarray(filled(q.qvalue, q.places, q.size, q.spec)[1])
+    return True if q.places is None else np.asarray(filled(q.qvalue, q.places, q.length, q.spec)[1])
 
 
 def clipped(q: Any, x: np.ndarray) -> np.ndarray | None:
@@ -77,7 +77,7 @@ def clipped(q: Any, x: np.ndarray) -> np.ndarray | None:
         return None
     entries = _entries(q)
     inner = ends[1][entries].astype(entries.dtype)
-    codes = inner.reshape(1) if q.size is None else inner
+    codes = inner.reshape(1) if q.length is None else inner
     packed = hold(gather(codes, fmt), fmt)
     with jax.enable_x64(True):
         form = q.form(np.float64)

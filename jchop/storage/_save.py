@@ -29,7 +29,7 @@ from jchop.storage._nested import TREE, nest, paths_in, tree_metadata
 #: The metadata key that describes QArrays: JSON, which maps the name of each to its spec as text, the length of its
 #: last axis and its dtype.
 QARRAYS = "jchop.qarrays"
-#: The metadata key that names the random keys among the tensors: JSON, which maps the name of each to its implementation.
+#: The metadata key that names the random keys among the tensors: JSON, which maps each name to its implementation.
 KEYS = "jchop.keys"
 #: The most differing leaves in an error.
 _MOST_TOLD = 3
@@ -41,8 +41,8 @@ def save_safetensors(path: str | os.PathLike[str], tree: Any, *, metadata: Mappi
     The name of a tensor is its path in the tree, joined with dots (``layers.0.kernel``). The leaves of a QArray are
     plain tensors named ``NAME.qvalue``, ``NAME.scale``, ``NAME.zero_point``, ``NAME.places``. If a scale has several
     parts, there are also ``NAME.tensor_scale`` (a rule with a scale of the tensor), or ``NAME.scale_scale`` and
-    possibly ``NAME.scale_zero_point`` (scales that are quantized again). A random key (`jax.random.key`) is the tensor of
-    its data. An existing file is replaced in one step. No further package is needed.
+    possibly ``NAME.scale_zero_point`` (scales that are quantized again). A random key (`jax.random.key`) is the tensor
+    of its data. An existing file is replaced in one step. No further package is needed.
 
     If an array spans several processes (`jax.distributed`), all processes call this with the same path, in a folder
     that all of them see, and write one file together: each the parts of its own devices, the first one all other
@@ -258,7 +258,7 @@ def description(q: QArray) -> dict[str, Any]:
         reads_back = False
     if not reads_back:
         raise ValueError(f"spec={text!r} cannot be stored: parsing this text does not return the spec")
-    return {"spec": text, "size": q.size, "dtype": np.dtype(q.dtype).name}
+    return {"spec": text, "size": q.length, "dtype": np.dtype(q.dtype).name}
 
 
 def part_names(name: str, fields: Mapping[str, Any]) -> list[str]:

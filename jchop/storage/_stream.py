@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import zlib
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -149,7 +149,8 @@ def _tell(progress: Callable[[str, int, int], None], name: str, before: int, tot
 
 
 def _jobs(file: TensorFile, rules: Sequence[Rule]) -> list[_Job]:
-    stored = {part for name, fields in described_in(file).items() for part in part_names(name, fields)}
+    described = described_in(file)
+    stored = {part for name, fields in described.items() for part in part_names(name, fields)}
     used: set[int] = set()
     jobs = []
     for name, entry in sorted(file.entries.items(), key=lambda item: item[1].start):
@@ -165,14 +166,34 @@ def _jobs(file: TensorFile, rules: Sequence[Rule]) -> list[_Job]:
             used.add(index)
         jobs.append(_job(name, entry, None if index is None else rules[index].spec, why))
     unused = [rule for i, rule in enumerate(rules) if i not in used]
-    if unused:
-        texts = ", ".join(f"'{rule.pattern}={rule.spec}'" for rule in unused)
-        near = nearest_paths([rule.pattern for rule in unused], [job.name for job in jobs if job.spec is None])
-        raise ValueError(f"no tensor is quantized by {texts}{near}. `jchop inspect` lists the names")
+    check_unused(unused, [job.name for job in jobs if job.spec is None], described)
     count = Counter(output for job in jobs for output in job.outputs)
     if twice := [name for name, times in count.items() if times > 1]:
         raise ValueError(f"quantized tensors would have the names of others: {', '.join(twice)}")
     return jobs
+
+
+def check_unused(unused: Sequence[Rule], names: Iterable[str], packed: Iterable[str]) -> None:
+    """Refuses rules that quantize nothing.
+
+    Args:
+        unused: the rules.
+        names: of the tensors that no rule quantizes, for the error.
+        packed: the names of arrays that are codes and scales already.
+
+    Raises:
+        ValueError: if there are such rules.
+    """
+    if not unused:
+        return
+    matched = {rule: [name for name in packed if matches_path(rule.pattern, name)] for rule in unused}
+    owners = list(dict.fromkeys(name for found in matched.values() for name in found))
+    more = f" and {len(owners) - 3} more" if len(owners) > 3 else ""
+    known = f"; packed already: {', '.join(map(repr, owners[:3]))}{more}" if owners else ""
+    lost = [rule.pattern for rule, found in matched.items() if not found]
+    texts = ", ".join(f"'{rule.pattern}={rule.spec}'" for rule in unused)
+    near = nearest_paths(lost, names) if lost else ""
+    raise ValueError(f"no tensor is quantized by {texts}{known}{near}. `jchop inspect` lists the names")
 
 
 def _job(name: str, entry: Entry, spec: Spec | None, why: str) -> _Job:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any, Literal
 
 import torch
@@ -12,8 +13,9 @@ from torch.nn.parameter import is_lazy
 from torch.nn.utils import parametrize
 
 from jchop._checks import check_choice
-from jchop._paths import nearest_paths
+from jchop._paths import matches_path, nearest_paths
 from jchop.spec import Spec
+from jchop.torch._bridge import check_tensor
 from jchop.torch._packed import PackedTensor, codes_of, pack_parameter, packed_in
 from jchop.torch._plan import plan_of
 from jchop.torch._quantizer import Quantizer, first_words
@@ -46,12 +48,22 @@ def quantize_module(module: nn.Module, rules: Mapping[str, Mapping[str, Any]], s
             used.setdefault(pattern, set()).update(_equip(layer, path, checked[pattern], (seed, number), shared))
     for pattern, roundings in checked.items():
         if pattern not in used:
-            near = nearest_paths([pattern], [path for path, _, _ in layers])
-            raise ValueError(f"rules: {pattern!r} matches no layer that an earlier rule left{near}")
+            paths = [path for path, _, _ in layers]
+            raise ValueError(f"rules: {pattern!r} matches {_why_unused(pattern, checked, paths)}")
         idle = [name for name in ("weight", "bias") if getattr(roundings, name) and name not in used[pattern]]
         if idle:
             raise ValueError(f"rules[{pattern!r}]: {idle[0]} has no effect, since no layer that it matches has one")
     return result
+
+
+def _why_unused(pattern: str, rules: Mapping[str, Roundings], paths: list[str]) -> str:
+    """What a pattern matches that is the first match of no layer."""
+    takers = dict.fromkeys(first_match(path, rules) for path in paths if matches_path(pattern, path))
+    if not takers:
+        return f"no layer{nearest_paths([pattern], paths)}"
+    names = ", ".join(map(repr, takers))
+    earlier = f"rule {names} takes" if len(takers) == 1 else f"rules {names} take"
+    return f"only layers that the earlier {earlier}; put {pattern!r} first"
 
 
 #: The packed form of each parameter and spec, so that tied parameters share it. It keeps the parameters alive.
@@ -79,7 +91,10 @@ def _check_layer(layer: nn.Module, path: str, roundings: Roundings, opaque: bool
     """Refuse a layer that cannot follow its rule."""
     what = f"the layer {path!r} ({type(layer).__name__})"
     if isinstance(layer, nn.RNNBase):
-        raise NotImplementedError(f"{what} keeps its weights in a list, which parametrizations do not support")
+        raise NotImplementedError(
+            f"{what} keeps its weights in a list, so they can be neither parametrized nor packed; the cells "
+            "torch.nn.GRUCell, LSTMCell and RNNCell hold theirs by name"
+        )
     passing = [name for name in _PASSING if getattr(roundings, name) is not None]
     if opaque and passing:
         raise NotImplementedError(
@@ -106,6 +121,7 @@ def _equip(
         seen.add(field)
         spec = getattr(roundings, field)
         if spec is not None and shared is None:
+            _check_readable(layer, path, name)
             parametrize.register_parametrization(layer, name, Quantizer(spec, seed=(*seed, 2 + place)))
         elif spec is not None and shared is not None:
             _pack(layer, path, name, spec, (*seed, 2 + place), shared)
@@ -118,16 +134,33 @@ def _equip(
     return seen
 
 
+def _check_readable(layer: nn.Module, path: str, name: str) -> None:
+    """Refuse a parameter whose numbers JAX cannot read: its parametrization would fail without its name."""
+    with _naming(layer, path, name):
+        if parametrize.is_parametrized(layer, name):  # reading it would compute it
+            for original in layer.parametrizations[name].parameters():  # type: ignore[index]
+                check_tensor("x", original)
+        else:
+            check_tensor("x", getattr(layer, name))
+
+
+@contextmanager
+def _naming(layer: nn.Module, path: str, name: str) -> Iterator[None]:
+    """Puts a parameter and its layer in front of errors."""
+    try:
+        yield
+    except (TypeError, ValueError) as error:
+        raise type(error)(f"{name} of the layer {path!r} ({type(layer).__name__}): {error}") from None
+
+
 def _pack(layer: nn.Module, path: str, name: str, spec: Spec, seed: tuple[int, ...], shared: _Shared) -> None:
     """Replace a parameter of a layer by its codes and scales."""
     parameter = getattr(layer, name)
     if (parameter, spec) not in shared:
         plan = plan_of(spec)
-        try:
+        with _naming(layer, path, name):
             q = codes_of(parameter, plan.spec, first_words(seed, plan.draws), copy=True)
             shared[parameter, spec] = PackedTensor(q)
-        except (TypeError, ValueError) as error:
-            raise type(error)(f"{name} of the layer {path!r} ({type(layer).__name__}): {error}") from None
     pack_parameter(layer, name, shared[parameter, spec])
 
 

@@ -94,6 +94,7 @@ def test_refused() -> None:
         (ValueError, "quant_dtype='int8'", lambda: piquant.quantize(x, "int8", scale=1.0, zero_point=0)),
         (TypeError, "must be a NumPy array", lambda: piquant.quantize([1.0], scale=1.0, zero_point=0)),  # type: ignore[arg-type]
         (ValueError, "array.dtype='float64'", lambda: piquant.compute_quant_params(x.astype(float))),
+        (ValueError, "array is empty", lambda: piquant.compute_quant_params(x[:0])),
         (ValueError, "scale=0.0", lambda: piquant.quantize(x, scale=0.0, zero_point=0)),
         (ValueError, "zero_point", lambda: piquant.quantize(x, "uint4", scale=1.0, zero_point=16)),
         (ValueError, "zero_point=256 must be", lambda: piquant.quantize(x, scale=1.0, zero_point=256)),

@@ -245,7 +245,10 @@ def test_modules_among_the_arguments_keep_their_state() -> None:
 @pytest.mark.parametrize(
     ("call", "message"),
     [
-        (lambda m: jc.nn.quantize(m, RULE, "ptq"), r"inputs=None, but a program that is packed.*inputs=\(x,\)"),
+        (
+            lambda m: jc.nn.quantize(m, RULE, "ptq"),
+            r"inputs=None, but rules match .*one that is packed has to be traced.*inputs=\(x,\).*Put Rule\(",
+        ),
         (lambda m: jc.nn.quantize(m, RULE, "ptq", inputs={"encode": (TOKENS,)}), "Own has no method 'encode'"),
         (lambda m: jc.nn.quantize(m, jc.Rule("quary", weight="int8"), inputs=(TOKENS,)), "nearest paths are 'query'"),
         (lambda m: jc.nn.quantize(m, RULE, "emulate", inputs=(TOKENS,)), "mode='emulate' is for layers"),

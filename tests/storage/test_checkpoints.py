@@ -193,7 +193,7 @@ def test_layouts_convert_into_each_other(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("spec", "layout", "said"),
     [
-        ("nf4", "gptq", "not integers of 2 or 3 or 4 or 8 bits.*It has int4"),
+        ("nf4", "gptq", "not integers of 2 or 3 or 4 or 8 bits.*; gptq holds, for example, int4.* multiples of 32$"),
         ("int4(group=32)", "gptq", "not exact in float16"),
         ("int4(group=32,axis=0,scale=float16)", "awq", "not groups along its last axis"),
         ("uint4(group=32,zero_point=float)", "compressed-tensors", "zero points are numbers"),
@@ -201,7 +201,7 @@ def test_layouts_convert_into_each_other(tmp_path: Path) -> None:
         ("int4(group=16,scale=float16)", "gguf", "not whole groups of 32"),
         ("float8_e4m3fn(group=(64,64))", "fp8", "not tiles of 128 x 128"),
         ("nf4(scale=uint8(group=256,zero_point=float))", "bitsandbytes", "scales are .* not floats"),
-        ("e3m2fn(group=32)", "compressed-tensors", "It has nvfp4, int4"),
+        ("e3m2fn(group=32)", "compressed-tensors", "holds, for example, nvfp4, int4"),
         ("bfloat16", "gptq", "it has no scales"),
     ],
 )

@@ -126,7 +126,7 @@ GOOD = {"spec": "int4(group=4)", "size": 8, "dtype": "float32"}
         ("size=-8", GOOD | {"size": -8}),
         ("do(es)? not fit|the leaves are", GOOD | {"size": 10**18}),
         ("the leaves are", GOOD | {"size": 6}),
-        ("does not fit size=None", GOOD | {"size": None}),
+        ("does not fit length=None", GOOD | {"size": None}),
         ("dtype='int32' must be one of", GOOD | {"dtype": "int32"}),
         ("dtype=\\['float32'\\]", GOOD | {"dtype": ["float32"]}),
         ("lacks tensors of its QArrays: w.tensor_scale", GOOD | {"spec": "nvfp4"}),

@@ -36,7 +36,7 @@ def numbers(shape: tuple[int, ...] = (4, 6, 16)) -> jax.Array:
 
 def decoded(q: QArray) -> np.ndarray:
     """What is stored, by NumPy alone: bits of a row in little-endian order, values of the format, scales repeated."""
-    fmt, size = q.spec.scaled, 1 if q.size is None else q.size
+    fmt, size = q.spec.scaled, 1 if q.length is None else q.length
     element = q.spec.format if fmt is None else fmt.element
     assert isinstance(element, jc.formats.ElementFormat)
     rows = np.unpackbits(np.asarray(q.qvalue).view(np.uint8), axis=-1, bitorder="little")
@@ -325,7 +325,7 @@ def test_derivative_in_float_codes() -> None:
     q = jc.quantize(numbers((4, 16)), "float8_e4m3fn(channel=0)")
 
     def of_codes(codes: jax.Array) -> jax.Array:
-        return jc.dequantize(QArray(codes, q.scale, None, q.spec, q.size, q.dtype))
+        return jc.dequantize(QArray(codes, q.scale, None, q.spec, q.length, q.dtype))
 
     values, tangent = jax.jvp(of_codes, (q.qvalue,), (jnp.ones_like(q.qvalue),))
     same(values, jc.dequantize(q))
@@ -365,7 +365,7 @@ def test_export_of_what_takes_and_returns_stored_arrays() -> None:
 
     @jax.jit
     def part(q: QArray, by: jax.Array) -> dict[str, Any]:
-        return {"part": q[1:3, 8:], "scaled": QArray(q.qvalue, q.scale * by, q.zero_point, q.spec, q.size, q.dtype)}
+        return {"part": q[1:3, 8:], "scaled": QArray(q.qvalue, q.scale * by, q.zero_point, q.spec, q.length, q.dtype)}
 
     again = export.deserialize(export.export(part)(q, jnp.float32(2)).serialize())
     got, wanted = again.call(q, jnp.float32(2)), part(q, jnp.float32(2))
@@ -394,6 +394,7 @@ def test_functions_of_numpy_take_the_numbers() -> None:
         numbers = np.asarray(jc.dequantize(q))
         for found in (np.asarray(q), np.array(q), x * 0 + q, np.asarray(q, np.float64)):
             np.testing.assert_array_equal(found, numbers)
+        assert q.size == np.size(q) == jnp.size(q) == numbers.size
         assert np.asarray(q).dtype == np.float32 and np.asarray(q, np.float64).dtype == np.float64
         np.testing.assert_array_equal(x @ q.T, x @ numbers.T)
     with pytest.raises(ValueError, match="copy=False cannot be had"):

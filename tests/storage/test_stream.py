@@ -135,6 +135,13 @@ def test_refused(tmp_path: Path) -> None:
         with pytest.raises(ValueError, match=said):
             quantize_file(source, target, rules(**texts))
     assert list(tmp_path.iterdir()) == [source]
+    jc.save_safetensors(source, {"w": jc.quantize(numbers(4, 8), "int8"), "b": numbers(8)})
+    for said, texts in (
+        ("by 'w=int8'; packed already: 'w'. `jchop", {"w": "int8"}),
+        ("by 'w=int8', 'c=int8'; packed already: 'w'; the nearest paths are", {"w": "int8", "c": "int8"}),
+    ):
+        with pytest.raises(ValueError, match=said):
+            quantize_file(source, target, rules(**texts))
 
 
 def test_reports() -> None:

@@ -61,10 +61,10 @@ def digest(codes: np.ndarray) -> str:
 
 def entries(q: QArray) -> np.ndarray:
     """A code for each element, by NumPy alone: bits of a row in little-endian order."""
-    assert q.spec.scaled is not None and q.size is not None
+    assert q.spec.scaled is not None and q.length is not None
     bits = q.spec.scaled.bits
     rows = np.unpackbits(np.asarray(q.qvalue).view(np.uint8), axis=-1, bitorder="little")
-    rows = rows[..., : q.size * bits].reshape(*q.shape, bits)
+    rows = rows[..., : q.length * bits].reshape(*q.shape, bits)
     return (rows << np.arange(bits, dtype=np.uint8)).sum(-1, dtype=np.uint8)
 
 

@@ -184,7 +184,19 @@ def test_attention_and_tied_weights():
 @pytest.mark.parametrize(
     ("layer", "rules", "error", "message"),
     [
-        (nn.Linear(2, 2), {"head": {"weight": "e5m2"}}, ValueError, "'head' matches no layer"),
+        (nn.Linear(2, 2), {"head": {"weight": "e5m2"}}, ValueError, "^rules: 'head' matches no layer$"),
+        (
+            nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)),
+            {"*": {"weight": "e5m2"}, "1": {}},
+            ValueError,
+            "^rules: '1' matches only layers that the earlier rule '\\*' takes; put '1' first$",
+        ),
+        (
+            nn.Linear(2, 2, device="meta"),
+            {"*": {"weight": "e5m2"}},
+            ValueError,
+            r"weight of the layer '' \(Linear\): x is on device meta; allowed: cpu, cuda",
+        ),
         (nn.Linear(2, 2), {"*": {"weight": "e5m2"}, "0": {}}, ValueError, "'0' matches no layer"),
         (nn.Linear(2, 2, bias=False), {"*": {"bias": "e5m2"}}, ValueError, "bias has no effect"),
         (nn.Linear(2, 2), {"*": {"weights": "e5m2"}}, TypeError, "some of the keys weight, bias"),
@@ -192,7 +204,7 @@ def test_attention_and_tied_weights():
         (nn.Linear(2, 2), {}, TypeError, "must be a dict"),
         (nn.Linear(2, 2), {3: {}}, TypeError, "must be a pattern"),
         (nn.Linear(2, 2), {"*": {"weight": "e5mm2"}}, ValueError, "e5mm2"),
-        (nn.LSTM(2, 2), {"*": {"weight": "e5m2"}}, NotImplementedError, "LSTM"),
+        (nn.LSTM(2, 2), {"*": {"weight": "e5m2"}}, NotImplementedError, "'' .LSTM. .* LSTMCell"),
         (nn.LazyLinear(2), {"*": {"weight": "e5m2"}}, ValueError, "run it once"),
     ],
 )

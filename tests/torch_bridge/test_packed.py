@@ -262,7 +262,7 @@ def test_a_state_of_another_form(other: Any, said: str) -> None:
         (None, {"*": {"weight": "nf4", "activation": "e4m3"}}, "weight_only", ValueError, "use mode='ptq'"),
         (None, {"*": {"weight": "nf4"}}, "packed", ValueError, "mode='packed'"),
         (None, {"*": {"weight": "e8m20"}}, "ptq", ValueError, r"weight of the layer '0' \(Linear\)"),
-        (nn.LSTM(2, 2), {"*": {"weight": "nf4"}}, "ptq", NotImplementedError, "LSTM"),
+        (nn.LSTM(2, 2), {"*": {"weight": "nf4"}}, "weight_only", NotImplementedError, "LSTMCell"),
         (nn.Linear(2, 2, dtype=torch.complex64), {"*": {"weight": "nf4"}}, "ptq", TypeError, "weight of the layer ''"),
     ],
 )

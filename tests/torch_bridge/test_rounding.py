@@ -208,6 +208,16 @@ def test_errors(arguments, error, message):
         rounded(*arguments)
 
 
+@pytest.mark.parametrize("x", [torch.ones(2), torch.ones(2, dtype=torch.bfloat16), torch.nn.Parameter(torch.ones(2))])
+def test_functions_of_arrays_name_those_of_tensors(x: torch.Tensor) -> None:
+    said = r"^x is a torch.Tensor; jchop.torch.round_to_format and jchop.torch.quantize .*jchop.torch.as_jax\(x\)$"
+    for function in (jc.round_to_format, jc.quantize, jc.math.sqrt):
+        with pytest.raises(TypeError, match=said):
+            function(x, "e5m2")
+    with pytest.raises(TypeError, match=r"^y is a torch\.Tensor"):
+        jc.math.add(1.0, x, "e5m2")
+
+
 def test_errors_of_seeds():
     x = torch.ones(2)
     for seed, error in ((-1, ValueError), (2**64, ValueError), (True, TypeError), (1.5, TypeError)):

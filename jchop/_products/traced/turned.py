@@ -28,20 +28,21 @@ def turn_of(rule: Rule, path: str, shape: Sequence[int], uses: Sequence[Use], is
     Raises:
         ValueError: if anything needs the parameter as it is.
     """
-    first = next((use.laid for use in uses if use.kind == "product" and use.laid is not None), None)
+    first = next((use for use in uses if use.kind == "product" and use.laid is not None), None)
     if rule.forward_rotation is None or first is None:
         return None
+    assert first.laid is not None
     for use in uses:
         if use.kind != "product":
             raise _refused(rule, path, f"{use.primitive} at {use.source or 'an unknown line'} takes it as it is")
-        if use.laid is None or use.laid.summed != first.summed:
+        if use.laid is None or use.laid.summed != first.laid.summed:
             raise _refused(rule, path, f"{use.primitive} at {use.source or 'an unknown line'} sums over other axes")
         if not use.moved:
             where = use.source or "an unknown line"
             raise _refused(rule, path, f"its numbers are computed with before {use.primitive} at {where}")
     if is_result:
         raise _refused(rule, path, "the function returns it")
-    layout = MatrixLayout.of(shape, stack_of(shape, first), first, 0)
+    layout = MatrixLayout.of(shape, stack_of(shape, first.laid), first.laid, 0)
     if layout is None:
         raise _refused(rule, path, f"{first.primitive} at {first.source or 'an unknown line'} takes a part of an axis")
     return Turn(rule.forward_rotation, layout)

@@ -206,8 +206,31 @@ def needs_program(model: nnx.Module, rules: Sequence[Rule], mode: str) -> bool:
     """Whether a rule that rounds matches a module with parameters that is no layer of Flax."""
     if mode == "emulate" or is_program(model):
         return mode != "emulate"
-    found = (rules_for(placed, kind, rules) for placed, kind in placed_layers(model) if kind is None)
-    return any(numbers and rules[numbers[0]].rounds for numbers in found)
+    return bool(_outside(model, rules))
+
+
+def _outside(model: nnx.Module, rules: Sequence[Rule]) -> list[tuple[Placed, Rule]]:
+    """The modules with parameters that are no layers of Flax, each with the rule that rounds it."""
+    found = [(p, rules_for(p, kind, rules)) for p, kind in placed_layers(model) if kind is None]
+    return [(placed, rules[numbers[0]]) for placed, numbers in found if numbers and rules[numbers[0]].rounds]
+
+
+def check_traceable(model: nnx.Module, rules: Sequence[Rule]) -> None:
+    """Refuse to pack the program of a model without arguments to trace it with.
+
+    Raises:
+        ValueError: that names the modules for which the program is quantized.
+    """
+    found = [] if is_program(model) else _outside(model, rules)
+    if not found:
+        return
+    names = ", ".join(f"{placed.paths[0]!r} ({type(placed.module).__name__})" for placed, _ in found)
+    own = [path for placed, _ in found for path in placed.paths]
+    raise ValueError(
+        f"inputs=None, but rules match {names}, whose parameters no layer of Flax holds. So the program of the model is "
+        "quantized, and one that is packed has to be traced: pass example arguments of the model's call, inputs=(x,), "
+        f"or of other methods, inputs={{'decode': (x,)}}; jax.ShapeDtypeStruct will do. {left_alone(own, found[0][1])}"
+    )
 
 
 def strip(layer: Any, kind: Kind) -> Any:

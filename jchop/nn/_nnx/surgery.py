@@ -9,7 +9,7 @@ import jax
 from flax import nnx
 
 from jchop._products.rule import Rule, as_rules
-from jchop.nn._nnx.layers import Mode, apply, check_modes, needs_program
+from jchop.nn._nnx.layers import Mode, apply, check_modes, check_traceable, needs_program
 from jchop.nn._nnx.programs import Inputs, quantize_program
 from jchop.nn._trees.modules import is_module, quantize_module
 
@@ -97,5 +97,7 @@ def quantize(
         apply(result, given, mode, rngs)
     else:
         check_modes(given, mode, program=True)
+        if inputs is None and mode != "qat":
+            check_traceable(result, given)
         quantize_program(result, given, mode, inputs, rngs)
     return result

@@ -32,7 +32,7 @@ class Row:
         look: gives the shape of the weight from its entries; None if they are of another row.
         read: makes the QArray. It raises a ValueError for tensors that contradict each other.
         write: makes the tensors and the facts. It raises a ValueError for a QArray that has no such form.
-        fits: a spec that can be written, for errors.
+        fits: a spec that can be written, and for which arrays; for errors.
         peek: a short tensor and a function that finds the shape of the weight in it, if the entries do not show it.
     """
 

@@ -107,7 +107,7 @@ def _gptq(name: str, added: int) -> Row:
         _look_gptq,
         partial(_read_gptq, added=added),
         partial(_write_gptq, added=added),
-        "int4(group=128,scale=float16)",
+        "int4(group=128,scale=float16) with both axes multiples of 32",
         ("g_idx",),
     )
 

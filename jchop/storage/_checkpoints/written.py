@@ -85,7 +85,7 @@ def _in_rows(layout: Layout, name: str, q: QArray, exact: bool, record: Record) 
     fits = ", ".join(dict.fromkeys(row.fits for row in layout.rows))
     raise ValueError(
         f"{name!r} of {q.spec} cannot be written in the layout {layout.name} ({'; '.join(dict.fromkeys(reasons))}). "
-        f"Layouts with every array are {OWN} and {PLAIN}. It has {fits}"
+        f"The layouts {OWN} and {PLAIN} hold any array; {layout.name} holds, for example, {fits}"
     )
 
 

@@ -81,7 +81,10 @@ class Entry:
             TypeError: if the format does not have it.
         """
         if self.dtype not in _NAMES:
-            raise TypeError(f"dtype {self.dtype} is none of a safetensors file; allowed: {', '.join(map(str, _NAMES))}")
+            swapped = self.dtype.newbyteorder("<")
+            advice = f". Convert it, for example by x.astype({swapped.str!r})" if swapped in _NAMES else ""
+            allowed = ", ".join(map(str, _NAMES))
+            raise TypeError(f"dtype {self.dtype} is none of a safetensors file; allowed: {allowed}{advice}")
         return _NAMES[self.dtype]
 
 

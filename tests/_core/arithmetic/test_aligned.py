@@ -525,6 +525,8 @@ REFUSED: dict[str, tuple[Any, str]] = {
         lambda: jc.tensor_core("blackwell", "mxfp6_e3m2"),
         "how blackwell adds mxfp6_e3m2 is not published",
     ),
+    "unpublished, without its bits": (lambda: jc.tensor_core("blackwell", "fp6"), "how blackwell adds fp6 is not publ"),
+    "scaled and unpublished": (lambda: jc.tensor_core("blackwell", "mxfp6"), "how blackwell adds mxfp6 is not publ"),
     "unit": (lambda: jc.tensor_core("hoper", "fp8"), "unit='hoper' is not known; close: hopper; known: 'volta'"),
     "dtype": (lambda: jc.tensor_core("volta", "fp8"), "dtype='fp8' is not known of volta; known: 'fp16'"),
     "out": (lambda: jc.tensor_core("hopper", "bf16", out="binary16"), "out='binary16': bf16 on hopper has no float16"),
