@@ -165,6 +165,7 @@ TESTS: dict[str, tuple[str, ...]] = {
         "_core/scaled_float32/test_select.py::test_codes_are_packed_beside_their_groups",
         *_GROUPED,
     ),
+    "jchop/_core/sizes.py": ("_core/test_sizes.py",),
     "jchop/_core/xla_gpu.py": ("_core/test_xla_gpu.py",),
     "jchop/_core/xla_cpu.py": ("_core/test_xla_cpu.py::test_maximum_in_steps", *_GROUPED),
     "jchop/_core/arithmetic/levels.py": ("_core/scaled_float32/test_select.py::test_levels", *_BY_TABLES, *_SCALED),

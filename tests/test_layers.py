@@ -27,7 +27,6 @@ FLOORS: list[tuple[int, str]] = [
     (1, "_paths"),
     (1, "_bits"),
     (1, "_settings"),
-    (1, "_sizes"),
     (1, "_text"),
     (2, "formats"),
     (2, "spec"),

@@ -17,8 +17,8 @@ from jax.extend.core import Primitive
 from jax.interpreters import batching, mlir
 
 from jchop._bits import CARRIERS
+from jchop._core.sizes import if_known
 from jchop._settings import compiled
-from jchop._sizes import if_known
 
 __all__ = [
     "QUIRKS",

@@ -15,6 +15,7 @@ from jax.extend.core import Literal
 
 from jchop._core.arithmetic.chain import ELEMENTWISE, Link, gains, is_in_safe_range, words_of
 from jchop._core.arithmetic.operations import draws
+from jchop._core.sizes import if_known
 from jchop._emulate._known import within
 from jchop._emulate._perform import Task, perform
 from jchop._emulate._rules import EXACT
@@ -25,7 +26,6 @@ from jchop._program.repeats import Turns
 from jchop._program.seeds import Seeds, varying
 from jchop._program.step import Plan
 from jchop._settings import compiled
-from jchop._sizes import if_known
 from jchop.spec import Spec
 
 __all__ = ["Chain", "parts_of", "run_chain"]

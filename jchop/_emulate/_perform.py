@@ -20,6 +20,7 @@ from jchop._core.arithmetic.basic import Range, range_of
 from jchop._core.arithmetic.operations import draws, operation, operation_carrier
 from jchop._core.elementary.rounded import elementary, rounds
 from jchop._core.rounding.elements import round_elements
+from jchop._core.sizes import if_known
 from jchop._emulate._known import Known, is_float
 from jchop._emulate._rules import EXACT
 from jchop._kernels.elementary import elementary_op
@@ -28,7 +29,6 @@ from jchop._kernels.primitive import make_op
 from jchop._program.bind import bind, straight_through
 from jchop._program.seeds import Draw
 from jchop._settings import compiled
-from jchop._sizes import if_known
 from jchop.spec import Spec
 
 Array = jax.Array

@@ -27,8 +27,8 @@ from jax.extend.mlir import ir, passmanager
 from jax.interpreters import batching, mlir
 
 from jchop._checks import check_choice
+from jchop._core.sizes import are_known
 from jchop._settings import compiled, own_settings
-from jchop._sizes import are_known
 
 __all__ = [
     "IMPLEMENTATIONS",

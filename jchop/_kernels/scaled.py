@@ -30,11 +30,11 @@ from jchop._core.scaled_bodies import (
     unflat,
 )
 from jchop._core.scaled_float32 import select
+from jchop._core.sizes import are_known
 from jchop._kernels.primitive import Kernel, make_op
 from jchop._kernels.round import chunk_arguments
 from jchop._kernels.scaled_tile import SUBLANES, WORDS, Problem
 from jchop._settings import compiled
-from jchop._sizes import are_known
 from jchop.formats import ScaledFormat
 from jchop.spec import Spec
 

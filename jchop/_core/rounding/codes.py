@@ -21,7 +21,7 @@ from jchop._core.rounding import codebooks
 from jchop._core.rounding.bins import take
 from jchop._core.rounding.log_takum import decode_log, encode_log
 from jchop._core.rounding.tapered import decode_hif8, decode_tapered, encode_hif8, encode_tapered
-from jchop._sizes import are_known
+from jchop._core.sizes import are_known
 from jchop.formats import (
     CodebookFormat,
     ElementFormat,

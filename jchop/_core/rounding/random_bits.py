@@ -48,9 +48,9 @@ import numpy as np
 from jax import Array, lax
 from jax import numpy as jnp
 
+from jchop._core.sizes import are_known
 from jchop._core.xla_cpu import computed_once
 from jchop._settings import compiled
-from jchop._sizes import are_known
 
 _WORD = 0xFFFF_FFFF
 _DOMAIN = 0x6A63_686F

@@ -33,8 +33,8 @@ from jchop._core.arithmetic.quotient import (
 from jchop._core.rounding.codes import decode_elements, encode_elements, extended
 from jchop._core.rounding.elements import round_elements
 from jchop._core.rounding.grid import require_carrier
+from jchop._core.sizes import if_known
 from jchop._core.xla_cpu import branch
-from jchop._sizes import if_known
 from jchop.formats import (
     CodebookFormat,
     ElementFormat,

@@ -19,8 +19,8 @@ from jchop._core.scaled import elements
 from jchop._core.scaled.elements import narrow, with_nan
 from jchop._core.scaled.scales import LEAST_TO_BRANCH, Plan, Scales, all_in_safe_range
 from jchop._core.scaled_float32 import codebooks, floats, in_float64, integers, thresholds
+from jchop._core.sizes import if_known
 from jchop._core.xla_cpu import branch, materialize_per_group
-from jchop._sizes import if_known
 
 Array = jax.Array
 

@@ -21,10 +21,10 @@ from jchop._arguments import OWN_SCOPE, own_results
 from jchop._bits import CARRIERS
 from jchop._core.arithmetic.dequantize_matmul import exact_in
 from jchop._core.rounding.codes import decode_elements
+from jchop._core.sizes import if_known
 from jchop._kernels.primitive import by_platform
 from jchop._kernels.products.dequantize_matmul import dequantize_matmul
 from jchop._products.codes import Coded, exact_sum, multiply, scaled, scales_of
-from jchop._sizes import if_known
 from jchop.formats import CodebookFormat, FloatFormat, UniformFormat
 from jchop.storage import QArray
 from jchop.storage._codes import decode_plain

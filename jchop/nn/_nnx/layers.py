@@ -227,9 +227,10 @@ def check_traceable(model: nnx.Module, rules: Sequence[Rule]) -> None:
     names = ", ".join(f"{placed.paths[0]!r} ({type(placed.module).__name__})" for placed, _ in found)
     own = [path for placed, _ in found for path in placed.paths]
     raise ValueError(
-        f"inputs=None, but rules match {names}, whose parameters no layer of Flax holds. So the program of the model is "
-        "quantized, and one that is packed has to be traced: pass example arguments of the model's call, inputs=(x,), "
-        f"or of other methods, inputs={{'decode': (x,)}}; jax.ShapeDtypeStruct will do. {left_alone(own, found[0][1])}"
+        f"inputs=None, but rules match {names}, whose parameters no layer of Flax holds. So the program of the model "
+        "is quantized, and one that is packed has to be traced: pass example arguments of the model's call, "
+        "inputs=(x,), or of other methods, inputs={'decode': (x,)}; jax.ShapeDtypeStruct will do. "
+        + left_alone(own, found[0][1])
     )
 
 
