@@ -65,7 +65,7 @@ FLOORS: list[tuple[int, str]] = [
 ]
 SIBLING_FLOOR = 8
 # The rooms of the core, in order; the bodies of operations stand beside them, on top, and BELOW_ROOMS beneath.
-BELOW_ROOMS = ("xla_cpu", "xla_gpu")
+BELOW_ROOMS = ("sizes", "xla_cpu", "xla_gpu")
 ROOMS = ["rounding", "arithmetic", "elementary", "scaled", "scaled_float32"]
 MOST_FILES = 17  # in a folder
 
