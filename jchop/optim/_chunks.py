@@ -69,7 +69,7 @@ class Chunks:
 
     def _part(self, leaf: Any, i: Array) -> Any:
         if isinstance(leaf, QArray):
-            return replace(jax.tree.map(lambda x: self._part(x, i), leaf), size=_chunk_size(leaf, self.count))
+            return replace(jax.tree.map(lambda x: self._part(x, i), leaf), length=_chunk_size(leaf, self.count))
         return _number(lax.dynamic_index_in_dim(_folded(_word(leaf), self.count), i, 0, keepdims=False), leaf.dtype)
 
     def start(self, leaf: Any, i: Array) -> Array:
