@@ -384,3 +384,8 @@ def test_axes_of_size_one_are_stretched_as_by_the_primitive(name: str) -> None:
     assert got.shape == (4, 3)
     for other in (fun(*jnp.broadcast_arrays(x, y)), jax.jit(fun)(x, y)):
         np.testing.assert_array_equal(got, other)
+
+
+def test_a_cast_of_the_program_is_named() -> None:
+    with pytest.raises(ValueError, match="x is what the program casts to float16 there"):
+        jc.emulate(lambda x: x.astype(jnp.float16), "bfloat16")(jnp.ones(2))

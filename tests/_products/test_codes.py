@@ -413,7 +413,9 @@ def test_codes_refuse() -> None:
         jc.quantize_fn(
             lambda w, x: x @ w, jc.Rule(weight="int4(group=8)", activation="int8(group=12)", product="codes")
         )(w, x)
-    with pytest.raises(ValueError, match=r"the weight of dot_general at .*test_codes.py.* is computed with before"):
+    with pytest.raises(
+        ValueError, match=r"the weight '.*' of dot_general at .*test_codes.py.* is computed with before"
+    ):
         jc.quantize_fn(lambda w, x: x @ (w * 2), jc.Rule(weight=ROW, product="codes"))(w, x)
     both = lambda w, x: (x @ w) @ w.T  # noqa: E731
     with pytest.raises(ValueError, match=r"follow its first product, at .*test_codes.py"):

@@ -264,3 +264,14 @@ def test_what_is_missing_is_said() -> None:
         within(PARAMS["up"], X[0], scales=jc.Scales())
     with pytest.raises(ValueError, match="scale_from has no effect"):
         jc.quantize_fn(lambda p, x: p["up"][x], moving)(PARAMS, jnp.arange(3))
+
+
+def test_parameters_of_one_path_have_scales_of_their_own() -> None:
+    params = {"a": {"b": normal(8, 6)}, "a/b": normal(6, 3, seed=1)}
+    low = jc.quantize_fn(
+        lambda p, x: x @ p["a"]["b"] @ p["a/b"], jc.Rule(weight="int4(group=all)", scale_from=jc.LSQ())
+    )
+    scales = low.start(params, X[0])
+    shapes = {name: scale.shape for name, scale in scales.learned.items()}
+    assert shapes == {"a/b_weight_scale": (1, 6), "a/b_weight_scale_1": (1, 3)}
+    assert low(params, X[0], scales=scales).shape == (4, 3)

@@ -316,6 +316,8 @@ def test_bad_arguments() -> None:
         jc.ptq.quantize(dense, rule, params, [])
     with pytest.raises(ValueError, match="batches has no batch"):
         jc.ptq.quantize(dense, rule, params, [], sequential=True)
+    with pytest.raises(ValueError, match=r"one has an argument of shape \(0, 32\), which holds no number"):
+        jc.ptq.quantize(dense, rule, params, [x, jnp.zeros((0, 32))])
     with pytest.raises(TypeError, match="can be run through once"):
         jc.ptq.quantize(dense, rule, params, iter([x]), jc.ptq.correct_error())
     with pytest.raises(ValueError, match=r"'w' at .* an input with NaN"):
