@@ -29,6 +29,7 @@ from jax import lax
 from jchop._arguments import OWN_SCOPE, own_results
 from jchop._bits import CARRIERS
 from jchop._core.rounding.grid import holds
+from jchop._core.scaled.groups import Groups
 from jchop._core.xla_cpu import maximum, one_row, prevent_fma, with_two_rows
 from jchop._core.xla_gpu import in_whole_words, precision_of
 from jchop._kernels.primitive import by_platform
@@ -72,7 +73,7 @@ class Coded:
 
     Args:
         elements: int8 for integers of up to 8 bits, float8 for its values, else a float dtype that holds them.
-        scale: of each element; None for a plain format.
+        scale: of each element; None for a plain format, unless NaN of its numbers are marked (`parts_of`).
         zero: of each element, int32; None if all are zero.
         block: how many numbers along the sum have one scale; None for all.
         stored: the array itself, if it has not been moved since.
@@ -151,11 +152,16 @@ def parts_of(q: QArray, numbers: Array | None = None) -> Coded:
     """
     with jax.named_scope(OWN_SCOPE):  # `emulate` rounds no scale
         elements, shift = _elements(q)
-        kinds, scale = (WHOLE,) * q.ndim, None
+        kinds: Sequence[Kind] = (WHOLE,) * q.ndim
+        scale, sizes = None, q.shape
         if q.spec.scaled is not None:
-            kinds, scale = kinds_of(q.spec.scaled, q.ndim, batch_axes(q.spec, q.shape, q.scale)), scales_of(q)
+            batch = batch_axes(q.spec, q.shape, q.scale)
+            kinds, scale = kinds_of(q.spec.scaled, q.ndim, batch), scales_of(q)
+            sizes = (1,) * batch + q.spec.scaled.group_shape(q.shape[batch:])
         if numbers is not None and numbers.size and not q.spec.element.has_nan:
-            scale = jnp.where(_has_nan(numbers, kinds), jnp.nan, jnp.float32(1) if scale is None else scale)
+            scale = jnp.where(
+                _has_nan(numbers, Groups(q.shape, sizes)), jnp.nan, jnp.float32(1) if scale is None else scale
+            )
 
         def over(values: Array) -> Array:
             return jnp.broadcast_to(expand(values, kinds, q.shape), q.shape)
@@ -166,18 +172,11 @@ def parts_of(q: QArray, numbers: Array | None = None) -> Coded:
         return Coded(elements, None if scale is None else over(scale), zero, None, q, -shift)
 
 
-def _has_nan(x: Array, kinds: Sequence[Kind]) -> Array:
+def _has_nan(x: Array, groups: Groups) -> Array:
     """Whether each group has a NaN, in the shape of the scales."""
-    word = lax.bitcast_convert_type(jnp.abs(x), jnp.dtype(f"int{jnp.finfo(x.dtype).bits}"))
-    for axis, kind in reversed(list(enumerate(kinds))):
-        if isinstance(kind, int):
-            missing = -word.shape[axis] % kind
-            word = jnp.pad(word, [(0, missing if i == axis else 0) for i in range(word.ndim)])
-            word = word.reshape(*word.shape[:axis], -1, kind, *word.shape[axis + 1 :])
-            word = maximum(word, axis + 1, keepdims=False)
-        elif kind == WHOLE:
-            word = maximum(word, axis)
-    return word > lax.bitcast_convert_type(jnp.array(jnp.inf, x.dtype), word.dtype)
+    bits = lax.bitcast_convert_type(jnp.abs(x), jnp.dtype(f"int{jnp.finfo(x.dtype).bits}"))
+    largest = groups.squeeze(maximum(groups.view(bits), groups.axes))
+    return largest > lax.bitcast_convert_type(jnp.array(jnp.inf, x.dtype), bits.dtype)
 
 
 def scales_of(q: QArray) -> Array:

@@ -256,7 +256,7 @@ def why_wide(layer: str, supported: bool, rule: Rule | None, role: str | None) -
     if not rule.rounds:
         return f"{rule} rounds nothing"
     if not supported:
-        return f"{layer} cannot be quantized as a layer, so quantize takes the program of the model"
+        return f"{layer} cannot be quantized as a layer, only in its program"
     if role is None:
         return f"no field of a rule is for this parameter of {layer}"
     return None if getattr(rule, role) is not None else f"{rule} has no {role}"

@@ -43,6 +43,7 @@ def check_batches(batches: Any, again: bool) -> None:
 
 
 def _check_not_empty(batch: Any) -> None:
+    """Refuse a batch with an empty array, of which there are no statistics."""
     empty = [tuple(x.shape) for x in jax.tree.leaves(batch) if hasattr(x, "shape") and 0 in x.shape]
     if empty:
         raise ValueError(f"batches: one has an argument of shape {empty[0]}, which holds no number; leave it out")

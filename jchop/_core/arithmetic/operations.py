@@ -218,10 +218,10 @@ def _sqrt(step: _Step, x: Array) -> Array:
 
 
 def _settled(step: _Step, *args: Array) -> tuple[Array, ...]:
-    """Operands behind a barrier, for a quotient or root in a mode that does not round to the nearest.
+    """Operands or results behind a barrier, for a quotient or root in a mode that does not round to the nearest.
 
     The quirk `long_fusion_compiled_for_minutes` (`_core/xla_cpu.py`) is the reason: such modes compute more bits, and
-    have comparisons with zero that the vectorizer follows through all the operations before them.
+    have comparisons with zero that the vectorizer follows through all the operations before them, and after a quotient.
     """
     return args if step.spec.rounding in _NEAREST else lax.optimization_barrier(args)
 

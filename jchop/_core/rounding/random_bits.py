@@ -147,6 +147,7 @@ def flat_index(shape: Sequence[int], offset: Any = 0, base: int = 0) -> tuple[Ar
         ``(lo, hi)``: uint32 arrays of `shape`; `hi` is an int if it is one known number (nearly always 0).
 
     Raises:
+        NotImplementedError: for symbolic lengths.
         ValueError: if an axis is longer than 2**32.
 
     Example:

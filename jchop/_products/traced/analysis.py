@@ -15,6 +15,7 @@ from jchop._products.traced.origins import (
     DATA,
     MOVES,
     NOTHING,
+    SCATTERS,
     Fact,
     Origin,
     joined,
@@ -235,6 +236,6 @@ _CHOOSING: dict[str, tuple[int, ...]] = {
     "dynamic_slice": tuple(range(1, 16)),
     "dynamic_update_slice": tuple(range(2, 16)),
     "select_n": (0,),
-    **dict.fromkeys(("scatter", "scatter-add", "scatter-max", "scatter-min", "scatter-mul", "scatter-sub"), (1,)),
+    **dict.fromkeys(SCATTERS, (1,)),
     "ragged_dot_general": (2,),
 }

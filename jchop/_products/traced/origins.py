@@ -16,6 +16,7 @@ __all__ = [
     "DATA",
     "MOVES",
     "NOTHING",
+    "SCATTERS",
     "Fact",
     "Origin",
     "Part",
@@ -159,13 +160,15 @@ _ELEMENTWISE = """
     abs acos acosh add add_any and asin asinh atan atan2 atanh cbrt ceil clamp complex conj cos cosh div erf erf_inv
     erfc exp exp2 expm1 floor imag integer_pow log log1p logistic max min mul neg nextafter not or pow real rem round
     rsqrt select_n sign sin sinh sqrt square sub tan tanh xor
-    cumlogsumexp cummax cummin cumprod cumsum scatter scatter-add scatter-max scatter-min scatter-mul scatter-sub
+    cumlogsumexp cummax cummin cumprod cumsum
 """
+#: Writes into an array at indexes.
+SCATTERS = frozenset(["scatter", "scatter-add", "scatter-max", "scatter-min", "scatter-mul", "scatter-sub"])
 _MOVED = "transpose squeeze expand_dims broadcast_in_dim reshape gather stack unstack tile"
 #: Each axis stays what it is, though perhaps shorter or longer.
 SAME_AXES = frozenset(_SAME_AXES.split())
 #: Computes with numbers that stand at the same place, or before it along an axis; the result has their axes.
-ELEMENTWISE = frozenset(_ELEMENTWISE.split())
+ELEMENTWISE = frozenset(_ELEMENTWISE.split()) | SCATTERS
 #: Primitives that only move numbers.
 MOVES = SAME_AXES | frozenset(_MOVED.split())
 

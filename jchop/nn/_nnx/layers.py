@@ -17,7 +17,7 @@ from jchop.nn._nnx import hooks
 from jchop.nn._nnx.attach import QuantizedParam, attach, attach_emulated
 from jchop.nn._nnx.kinds import KINDS, Kind
 from jchop.nn._nnx.modules import Placed, modules_of
-from jchop.nn._nnx.programs import is_program
+from jchop.nn._nnx.programs import EXAMPLES, is_program
 from jchop.nn._scale_state import Source
 
 Array = jax.Array
@@ -228,9 +228,7 @@ def check_traceable(model: nnx.Module, rules: Sequence[Rule]) -> None:
     own = [path for placed, _ in found for path in placed.paths]
     raise ValueError(
         f"inputs=None, but rules match {names}, whose parameters no layer of Flax holds. So the program of the model "
-        "is quantized, and one that is packed has to be traced: pass example arguments of the model's call, "
-        "inputs=(x,), or of other methods, inputs={'decode': (x,)}; jax.ShapeDtypeStruct will do. "
-        + left_alone(own, found[0][1])
+        f"is quantized, and one that is packed has to be traced: {EXAMPLES}. {left_alone(own, found[0][1])}"
     )
 
 

@@ -46,6 +46,13 @@ _PARAMETERS = (nnx.Param, QuantizedParam)
 _RULES, _STREAM, _SCALES = "quantization_rules", "quantization_stream", "quantization_scales"
 
 
+#: The advice of an error for a program that has to be traced.
+EXAMPLES = (
+    "pass example arguments of the model's call, inputs=(x,), or of other methods, inputs={'decode': (x,)}; "
+    "jax.ShapeDtypeStruct will do"
+)
+
+
 def quantize_program(
     model: Any, rules: Sequence[Rule], mode: str, inputs: Inputs | None, rngs: nnx.Rngs | None
 ) -> None:
@@ -75,10 +82,7 @@ def quantize_program(
         report_program(model, rules, inputs)  # the errors of rules come here, not in the first call
     if mode != "qat":
         if inputs is None:
-            raise ValueError(
-                "inputs=None, but a program that is packed has to be traced: pass example arguments of the model's "
-                "call, inputs=(x,), or of other methods, inputs={'decode': (x,)}; jax.ShapeDtypeStruct will do"
-            )
+            raise ValueError(f"inputs=None, but a program that is packed has to be traced: {EXAMPLES}")
         key = fork(stochastic[0], rngs, "the model")() if any(map(_draws_weights, rules)) else None
         packed = _pack(model, rules, inputs, scales, key)
         learned = {name: scale for name, scale in scales.learned.items() if name not in packed}
