@@ -65,6 +65,10 @@ def _always(*_: Any, **__: Any) -> bool:
     return True
 
 
+def _any(*_: Any, **__: Any) -> float:
+    return _LEAST_CAPABILITY
+
+
 @dataclass(frozen=True)
 class Kernel:
     """A Pallas implementation of an operation for one platform.
@@ -74,11 +78,13 @@ class Kernel:
         refuse: returns the reason against given shapes and dtypes (`jax.ShapeDtypeStruct`, without the axes of
             enclosing vmaps) and static keywords, or None.
         profitable: whether ``impl="auto"`` should prefer it to the body, from the same arguments.
+        capability: the least compute capability of a GPU for it, from the same arguments.
     """
 
     run: Callable[..., Any]
     refuse: Callable[..., str | None] = _takes_all
     profitable: Callable[..., bool] = _always
+    capability: Callable[..., float] = _any
 
 
 @dataclass(frozen=True)
@@ -260,17 +266,12 @@ def _lower_kernel(
     avals = _within(ctx.avals_in, vmaps)
     keywords = dict(static)
     fun = op.body
-    if impl == "pallas":
-        if why := _obstacle(ctx, platform) or kernel.refuse(*avals, **keywords):
+    if impl != "xla":
+        why = _obstacle(ctx, platform, kernel.capability(*avals, **keywords)) or kernel.refuse(*avals, **keywords)
+        if why and impl == "pallas":
             raise NotImplementedError(_cannot(op, why))
-        fun = kernel.run
-    elif (
-        impl == "auto"
-        and not _obstacle(ctx, platform)
-        and not kernel.refuse(*avals, **keywords)
-        and kernel.profitable(*avals, **keywords)
-    ):
-        fun = kernel.run
+        if not why and (impl == "pallas" or kernel.profitable(*avals, **keywords)):
+            fun = kernel.run
     with warnings.catch_warnings():  # known here, and users can do nothing about it
         warnings.filterwarnings("ignore", "The Pallas Triton backend is deprecated", DeprecationWarning)
         return _lower(ctx, op, fun, args, wide=wide, vmaps=vmaps, static=static)
@@ -404,8 +405,8 @@ def _platforms(ctx: Any) -> str:
     return ", ".join(ctx.platforms or ctx.module_context.platforms)
 
 
-def _obstacle(ctx: Any, platform: str) -> str | None:
-    """The reason why no kernel can be lowered in this context, or None."""
+def _obstacle(ctx: Any, platform: str, least: float) -> str | None:
+    """The reason why no kernel can be lowered in this context, or None; a GPU has the compute capability `least`."""
     if not all(are_known(aval.shape) for aval in ctx.avals_in):
         return "its shapes are symbolic, and a kernel is compiled for known ones"
     if not _one_device(ctx.module_context.axis_context):
@@ -417,8 +418,8 @@ def _obstacle(ctx: Any, platform: str) -> str | None:
         capability = _compute_capability()
         if capability is None:
             return "the GPU that it is lowered for is not known; name it with jax.default_device"
-        if capability < _LEAST_CAPABILITY:
-            return f"the GPU has compute capability {capability}, less than {_LEAST_CAPABILITY}"
+        if capability < least:
+            return f"the GPU has compute capability {capability}, less than {least}"
     return None
 
 

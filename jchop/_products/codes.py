@@ -32,7 +32,8 @@ from jchop._core.rounding.grid import holds
 from jchop._core.scaled.groups import Groups
 from jchop._core.xla_cpu import maximum, one_row, prevent_fma, with_two_rows
 from jchop._core.xla_gpu import in_whole_words, precision_of
-from jchop._kernels.primitive import by_platform
+from jchop._kernels.primitive import by_platform, make_op
+from jchop._kernels.products import product_of_blocks
 from jchop._products.layout import Layout
 from jchop.formats import ElementFormat, FloatFormat, IntegerFormat, float8_e4m3fn, float8_e5m2
 from jchop.spec import Spec
@@ -57,6 +58,7 @@ __all__ = [
     "matrices",
     "multiply",
     "parts_of",
+    "product_of_blocks_op",
     "scaled",
     "scales_of",
 ]
@@ -370,20 +372,22 @@ def multiply(x: Coded, w: Coded, dtype: Any, how: Matrices = _MATRICES) -> Array
             f"product='codes': the operands have scales of {blocks[0]} and of {blocks[1]} numbers along the sum; one "
             "length must divide the other"
         )
-    work = jnp.float64 if jnp.dtype(dtype) == jnp.float64 else jnp.float32
     out = how.shape(x.elements, w.elements)
     if not all(math.prod(shape) for shape in (x.elements.shape, w.elements.shape, out)):
         return jnp.zeros(out, dtype)
-    inner = [v.scale is not None and size < count for v, size in zip((x, w), blocks, strict=True)]
     with jax.named_scope(OWN_SCOPE):
-        if block == count:
-            total = _sum(x, w, count * how.width, work, how)
-        else:
-            total = _sum_of_blocks(x, w, block, inner, out, work, how)
-        for v, within, spread in zip((x, w), inner, (how.left, how.right), strict=True):
-            if v.scale is not None and not within:
+        if block < count:
+            return own_results(_of_blocks(x, w, block, blocks, dtype, how))
+        total = _sum(x, w, count * how.width, _work(dtype), how)
+        for v, spread in zip((x, w), (how.left, how.right), strict=True):
+            if v.scale is not None:
                 total = scaled(total, spread(v.scale[..., 0]))
         return own_results(total.astype(dtype))
+
+
+def _work(dtype: Any) -> Any:
+    """The dtype of scaled sums."""
+    return jnp.float64 if jnp.dtype(dtype) == jnp.float64 else jnp.float32
 
 
 def scaled(total: Array, scale: Array) -> Array:
@@ -393,11 +397,49 @@ def scaled(total: Array, scale: Array) -> Array:
     return prevent_fma(product, jnp.broadcast_to(scale, product.shape)) if total.dtype == jnp.float32 else product
 
 
-def _sum_of_blocks(
-    x: Coded, w: Coded, block: int, inner: Sequence[bool], out: tuple[int, ...], work: Any, how: Matrices
+def _of_blocks(x: Coded, w: Coded, block: int, blocks: Sequence[int], dtype: Any, how: Matrices) -> Array:
+    """The product of operands with scales of `blocks` numbers along the sum each."""
+    parts = {
+        name: values[..., :: block if each < x.elements.shape[-1] else each]
+        for side, v, each in zip("xw", (x, w), blocks, strict=True)
+        for name, values in ((f"{side}_scale", v.scale), (f"{side}_zero", v.zero))
+        if values is not None
+    }
+    given = x.elements, w.elements, *parts.values()
+    static = {"names": tuple(parts), "block": block, "dtype": jnp.dtype(dtype).name}
+    if type(how) is Matrices:
+        return product_of_blocks_op(*given, **static, apart=how.apart)
+    return _blocks_body(*given, **static, how=how)
+
+
+def _blocks_body(
+    x: Array,
+    w: Array,
+    *parts: Array,
+    names: tuple[str, ...],
+    block: int,
+    dtype: str,
+    apart: bool = False,
+    tiling: object = None,
+    how: Matrices | None = None,
 ) -> Array:
-    """The scaled sums of the blocks, added from the first to the last."""
-    size = x.elements.shape[-1]
+    """The scaled sums of the blocks, added from the first to the last.
+
+    Args:
+        x: elements (batch, m, k).
+        w: elements (batch, n, k).
+        parts: of each operand scales and zero points, (batch, rows, blocks), or (batch, rows, 1) if they are one along
+            the sum.
+        names: what they are, of "x_scale", "w_scale", "x_zero", "w_zero".
+        block: numbers of the sum in a block.
+        dtype: of the result.
+        apart: as in `Matrices`.
+        tiling: used by kernels only.
+        how: the sums of another product.
+    """
+    del tiling
+    how = how or Matrices(apart=apart)
+    given, work, size = dict(zip(names, parts, strict=True)), _work(dtype), x.shape[-1]
     count = -(-size // block)
 
     def cut(v: Array) -> Array:
@@ -405,21 +447,30 @@ def _sum_of_blocks(
         v = jnp.pad(v, ((0, 0),) * (v.ndim - 1) + ((0, count * block - size),))
         return jnp.moveaxis(v.reshape(*v.shape[:-1], count, block), -2, 0)
 
-    def first(v: Array | None) -> Array | None:
-        return None if v is None else jnp.moveaxis(v[..., ::block], -1, 0)[..., None]
-
-    cuts = [Coded(cut(v.elements), first(v.scale), first(v.zero)) for v in (x, w)]
+    changing = {name: jnp.moveaxis(v, -1, 0)[..., None] for name, v in given.items() if v.shape[-1] > 1}
     lengths = np.minimum(block, size - block * np.arange(count)).astype(np.int32)
+    spreads = {"x_scale": how.left, "w_scale": how.right}
 
-    def turn(total: Array, given: Any) -> tuple[Array, None]:
-        left, right, length = given
-        term = _sum(left, right, length, work, how)
-        for v, within, spread in zip((left, right), inner, (how.left, how.right), strict=True):
-            if within:
-                term = scaled(term, spread(v.scale[..., 0]))
+    def turn(total: Array, now: Any) -> tuple[Array, None]:
+        left, right, length, changed = now
+        known = given | changed
+        a, b = (Coded(v, None, known.get(f"{side}_zero")) for side, v in (("x", left), ("w", right)))
+        term = _sum(a, b, length, work, how)
+        for name, spread in spreads.items():
+            if name in changed:
+                term = scaled(term, spread(changed[name][..., 0]))
         return total + term, None
 
-    return lax.scan(turn, jnp.zeros(out, work), (*cuts, lengths))[0]
+    total = lax.scan(turn, jnp.zeros(how.shape(x, w), work), (cut(x), cut(w), lengths, changing))[0]
+    for name, spread in spreads.items():
+        if name in given and name not in changing:
+            total = scaled(total, spread(given[name][..., 0]))
+    return total.astype(dtype)
+
+
+product_of_blocks_op = make_op(
+    "jchop_product_of_blocks", _blocks_body, tpu=product_of_blocks.TPU, gpu=product_of_blocks.GPU
+)
 
 
 def _sum(x: Coded, w: Coded, length: Any, work: Any, how: Matrices) -> Array:

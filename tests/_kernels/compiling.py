@@ -159,10 +159,13 @@ class Compiled:
 
     @functools.cached_property
     def products(self) -> list[tuple[str, str, str]]:
-        """The types of every product: of its operands and its result."""
+        """The types of every product: of its operands and its result; in a kernel, of its sums."""
         types = dict(re.findall(r"%([\w.-]+) = (\w+)\[", self.optimized))
         found = re.findall(r"= (\w+)\[[^=]*? (?:dot|convolution)\(%([\w.-]+), %([\w.-]+)\)", self.optimized)
-        return [(types.get(left, "?"), types.get(right, "?"), out) for out, left, right in found]
+        products = [(types.get(left, "?"), types.get(right, "?"), out) for out, left, right in found]
+        for left, right in re.findall(r" custom-call\(%([\w.-]+), %([\w.-]+)[^\n]*product_of_blocks", self.optimized):
+            products.append((types[left], types[right], "s32" if types[left] == "s8" else "f32"))
+        return products
 
     @functools.cached_property
     def multiplied(self) -> str:
@@ -332,6 +335,12 @@ def _check_machine_code(kinds: tuple[str, ...], compiled: Compiled) -> _Findings
     return found, wrong or ([] if found else ["no product of a unit was found in the PTX"])
 
 
+def _check_separate(compiled: Compiled) -> _Findings:
+    """Products are rounded before they are added: no Triton kernel contracts them."""
+    faults = [f"{path.name} has fused multiply-adds" for path in compiled.ptx if "fma.rn" in path.read_text()]
+    return [], faults or ([] if compiled.ptx else ["no PTX of a Triton kernel was found"])
+
+
 def _check_moved(compiled: Compiled) -> _Findings:
     """The program moves hardly more than its arguments."""
     ratio = compiled.moved / compiled.given
@@ -367,6 +376,7 @@ CHECKS: dict[str, Callable[[Compiled], _Findings]] = {
     "layer of an old GPU": functools.partial(_check_kernels, 10),
     "layer of a GPU": functools.partial(_check_kernels, 7),
     "moved": _check_moved,
+    "separate": _check_separate,
     "told": _tell_products,
     "float8 machine code": functools.partial(_check_machine_code, ("e4m3", "e5m2", "kind::f8f6f4")),
     "float8 units": functools.partial(_check_units, ("f8e4m3fn", "f8e5m2")),

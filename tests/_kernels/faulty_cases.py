@@ -40,12 +40,13 @@ def cases(target: str) -> Iterator[Case]:
         yield Case("spills", _triton(_spill, block=8192, num_warps=1), (large,), checks=("masked", "ptx"))
         yield Case("spills alone", _triton(_spill, block=8192, num_warps=1), (large,), checks=("spills",))
         yield Case("no kernel", lambda x: x + 1, (even,), checks=("masked", "ptx"))
-        square = jax.ShapeDtypeStruct((256, 256), jnp.float8_e4m3fn)
+        square = jax.ShapeDtypeStruct((128, 128), jnp.float8_e4m3fn)
         for precision in (lax.Precision.HIGH, lax.Precision.HIGHEST):
             product = functools.partial(lax.dot, precision=precision, preferred_element_type=jnp.float32)
             checks = ("float8 machine code",)
             yield Case(f"float8, {precision.name}", product, (square, square), checks=checks, tile=LARGE_TILE)
         yield Case("float8, small tile", lax.dot, (square, square), checks=checks)
+        yield Case("float8, Pallas", _dot_of_pallas, (square, square), checks=checks)
     yield Case("sound again", lambda x: x - 1, (odd,))
 
 
@@ -78,6 +79,14 @@ def _triton(kernel: Callable[..., None], block: int = 512, num_warps: int = 4) -
         )(*arrays)
 
     return call
+
+
+def _dot_of_pallas(x: Array, w: Array) -> Array:
+    def dot(x, w, out):
+        out[...] = lax.dot_general(x[...], w[...], (((1,), (1,)), ((), ())), preferred_element_type=jnp.float32)
+
+    shape = jax.ShapeDtypeStruct((x.shape[0], w.shape[0]), jnp.float32)
+    return pl.pallas_call(dot, out_shape=shape, compiler_params=plt.CompilerParams(num_warps=8))(x, w)
 
 
 def _copy(x, out, mask):

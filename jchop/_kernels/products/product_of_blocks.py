@@ -1,0 +1,72 @@
+"""The kernels of a product of codes whose scales change along the sum. The body is in `_products/codes.py`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import numpy as np
+
+from jchop._kernels.primitive import Kernel
+from jchop._kernels.products.product_of_blocks_tile import ProductOfBlocksGpuTiling, ProductOfBlocksTpuTiling
+
+__all__ = ["GPU", "TPU"]
+
+Array = jax.Array
+
+_INT8, _FLOAT8 = {"int8"}, {"float8_e4m3fn", "float8_e5m2"}
+#: The longest block whose sum of products of two int8 is surely in int32.
+_LONGEST = (2**31 - 1) // 2**14
+#: Blocks that a step of a TPU holds whole.
+_SHORTEST_ON_TPU, _LONGEST_ON_TPU = 8, 512
+#: Hopper and Ada have units for float8; the compiler knows no e4m3 for older GPUs.
+_INT8_CAPABILITY, _FLOAT8_CAPABILITY = 8.0, 8.9
+
+
+def _tpu(*args: Array, **static: Any) -> Array:
+    from jchop._kernels.products import product_of_blocks_tpu
+
+    return product_of_blocks_tpu.product_of_blocks(*args, **static)
+
+
+def _gpu(*args: Array, **static: Any) -> Array:
+    from jchop._kernels.products import product_of_blocks_gpu
+
+    return product_of_blocks_gpu.product_of_blocks(*args, **static)
+
+
+def _refuse(x: Any, w: Any, *scales: Any, block: int, dtype: str, **_: Any) -> str | None:
+    kinds = {x.dtype.name, w.dtype.name}
+    if not (kinds <= _INT8 or kinds <= _FLOAT8):
+        return f"the operands have elements of {' and '.join(sorted(kinds))}, not both of int8 or both of float8"
+    if np.dtype(dtype).itemsize == 8:
+        return f"the result has dtype {dtype}"
+    if kinds <= _INT8 and block > _LONGEST:
+        return f"the sum of a block of {block} numbers may leave int32"
+    return None
+
+
+def _refuse_gpu(x: Any, w: Any, *scales: Any, tiling: Any = None, **static: Any) -> str | None:
+    if tiling is not None and not isinstance(tiling, ProductOfBlocksGpuTiling):
+        return f"tiling={tiling!r} is not a ProductOfBlocksGpuTiling"
+    for name, size in (("x", x.size), ("w", w.size), ("y", x.shape[0] * x.shape[1] * w.shape[1])):
+        if size >= 1 << 31:
+            return f"{name} has {size} elements, and a kernel takes fewer than 2^31"
+    return _refuse(x, w, *scales, **static)
+
+
+def _refuse_tpu(x: Any, w: Any, *scales: Any, block: int, tiling: Any = None, **static: Any) -> str | None:
+    if block & (block - 1) or not _SHORTEST_ON_TPU <= block <= _LONGEST_ON_TPU:
+        return f"the blocks of {block} are no power of two from {_SHORTEST_ON_TPU} to {_LONGEST_ON_TPU}"
+    if tiling is not None and not isinstance(tiling, ProductOfBlocksTpuTiling):
+        return f"tiling={tiling!r} is not a ProductOfBlocksTpuTiling"
+    misfit = None if tiling is None else tiling.misfit(x.shape[1], w.shape[1], block)
+    return misfit or _refuse(x, w, *scales, block=block, **static)
+
+
+def _least_capability(x: Any, *_: Any, **__: Any) -> float:
+    return _FLOAT8_CAPABILITY if x.dtype.name in _FLOAT8 else _INT8_CAPABILITY
+
+
+TPU = Kernel(_tpu, _refuse_tpu)
+GPU = Kernel(_gpu, _refuse_gpu, capability=_least_capability)

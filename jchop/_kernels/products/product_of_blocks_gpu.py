@@ -1,0 +1,180 @@
+"""The product of codes whose scales change along the sum, for NVIDIA GPUs (Triton).
+
+A program computes one tile of the product: it goes along the sum block by block, multiplies the codes of a block by the
+matrix units, and scales and adds the result in registers. So no sum of a block passes through memory. The scales of the
+next block are loaded while a block is multiplied. Every load and store is masked.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import triton as plt
+
+from jchop._core.xla_cpu import prevent_fma
+from jchop._kernels.products.float8_dot_gpu import dot_float8
+from jchop._kernels.products.product_of_blocks_tile import LONGEST_STEP, ProductOfBlocksGpuTiling, sums_of_blocks
+
+Array = jax.Array
+
+
+def product_of_blocks(
+    x: Array,
+    w: Array,
+    *parts: Array,
+    names: tuple[str, ...],
+    block: int,
+    dtype: str,
+    apart: bool = False,
+    tiling: ProductOfBlocksGpuTiling | None = None,
+    interpret: Any = False,
+) -> Array:
+    """The result of the body in `jchop/_products/codes.py`: the same bits for int8.
+
+    Args:
+        x: (batch, m, k), int8 or float8.
+        w: (batch, n, k), likewise.
+        parts: of each operand the scales and the zero points, (batch, rows, blocks), or (batch, rows, 1) if they are
+            one along the sum.
+        names: what they are, of "x_scale", "w_scale", "x_zero", "w_zero".
+        block: the length of a block.
+        dtype: of the result.
+        apart: used by the body only.
+        tiling: the tiles. Default: the heuristic's.
+        interpret: as in `pallas_call`, to run it on any device.
+    """
+    del apart
+    (batch, m, k), n = x.shape, w.shape[1]
+    if tiling is None:
+        more = any(name.endswith("zero") for name in names) or (x.dtype != jnp.int8 and block > LONGEST_STEP)
+        tiling = ProductOfBlocksGpuTiling.for_shape(m, n, block, more=more)
+    tile = _Tile(m, n, k, block, tiling, bool(interpret))
+    given = dict(zip(names, parts, strict=True))
+    columns = {name: jnp.swapaxes(part, 1, 2) for name, part in (given | sums_of_blocks(x, w, given, block)).items()}
+    return pl.pallas_call(
+        lambda x, w, *refs: tile.kernel(x, w, dict(zip(columns, refs[:-1], strict=True)), refs[-1]),
+        out_shape=jax.ShapeDtypeStruct((batch, m, n), dtype, manual_axis_type=jax.typeof(x).manual_axis_type),
+        grid=(tile.down * tile.across, batch),
+        compiler_params=plt.CompilerParams(num_warps=tile.tiling.num_warps, num_stages=tile.tiling.num_stages),
+        interpret=interpret,
+        name="product_of_blocks",
+    )(x, w, *columns.values())
+
+
+@dataclass(frozen=True)
+class _Tile:
+    """The kernel of one tile, and its static data."""
+
+    m: int
+    n: int
+    k: int
+    block: int
+    tiling: ProductOfBlocksGpuTiling
+    interpreted: bool
+
+    #: Rows of tiles that follow one another, so that caches hold what they share.
+    _TOGETHER = 8
+
+    @property
+    def down(self) -> int:
+        return pl.cdiv(self.m, self.tiling.block_m)
+
+    @property
+    def across(self) -> int:
+        return pl.cdiv(self.n, self.tiling.block_n)
+
+    @property
+    def blocks(self) -> int:
+        return pl.cdiv(self.k, self.block)
+
+    def kernel(self, x: Any, w: Any, parts: dict[str, Any], out: Any) -> None:
+        i, j = self._corner()
+        batch = pl.program_id(1)
+        rows = i * np.int32(self.tiling.block_m) + lax.iota(jnp.int32, self.tiling.block_m)
+        columns = j * np.int32(self.tiling.block_n) + lax.iota(jnp.int32, self.tiling.block_n)
+
+        def load(name: str, number: Any) -> Array:
+            """What a part has for the rows or columns of the tile, in block `number`."""
+            if name.startswith("x"):
+                return plt.load(parts[name].at[batch, number, rows], mask=rows < self.m, other=0)[:, None]
+            return plt.load(parts[name].at[batch, number, columns], mask=columns < self.n, other=0)[None, :]
+
+        once = {name: load(name, np.int32(0)) for name in parts if parts[name].shape[1] == 1}
+        changing = [name for name in parts if name not in once]
+
+        def turn(number: Array, carried: tuple[Array, ...]) -> tuple[Array, ...]:
+            total, *now = carried
+            following = jnp.minimum(number + np.int32(1), np.int32(self.blocks - 1))
+            then = [load(name, following) for name in changing]
+            known = once | dict(zip(changing, now, strict=True))
+            term = self._of_block(x, w, batch, number, rows, columns)
+            for zero, sums in (("w_zero", "x_sum"), ("x_zero", "w_sum")):
+                if zero in known:
+                    term = term - known[zero] * known[sums]
+            term = term.astype(jnp.float32)
+            return total + self._times(term, known, [name for name in changing if name.endswith("scale")]), *then
+
+        zeros = jnp.zeros((self.tiling.block_m, self.tiling.block_n), jnp.float32)
+        first = [load(name, np.int32(0)) for name in changing]
+        total, *_ = lax.fori_loop(np.int32(0), np.int32(self.blocks), turn, (zeros, *first))
+        total = self._times(total, once, [name for name in ("x_scale", "w_scale") if name in once])
+        place = out.at[batch, rows[:, None], columns[None, :]]
+        mask = (rows < self.m)[:, None] & (columns < self.n)[None, :]
+        plt.store(place, total.astype(out.dtype), mask=mask)
+
+    def _corner(self) -> tuple[Array, Array]:
+        """The row and the column of this program's tile among tiles."""
+        number = pl.program_id(0)
+        size = self._TOGETHER * self.across
+        first = lax.div(number, np.int32(size)) * np.int32(self._TOGETHER)
+        height = jnp.minimum(np.int32(self.down) - first, np.int32(self._TOGETHER))
+        within = lax.rem(number, np.int32(size))
+        return first + lax.rem(within, height), lax.div(within, height)
+
+    def _of_block(self, x: Any, w: Any, batch: Array, number: Array, rows: Array, columns: Array) -> Array:
+        """The sum of the products of elements of a block."""
+        deep = self.tiling.block_k
+        begin = number * np.int32(self.block)
+        stop: Any = np.int32(self.k)
+        if self.block % deep:
+            stop = jnp.minimum(begin + np.int32(self.block), stop)
+        kind = jnp.int32 if x.dtype == jnp.int8 else jnp.float32
+
+        def step(start: Any) -> Array:
+            along = start + lax.iota(jnp.int32, deep)
+            a = _load(x, batch, rows, along, self.m, stop)
+            b = _load(w, batch, columns, along, self.n, stop)
+            if kind == jnp.float32:
+                return dot_float8(a, b)
+            return lax.dot_general(a, b, (((1,), (1,)), ((), ())), preferred_element_type=kind)
+
+        steps = pl.cdiv(self.block, deep)
+        if steps == 1:
+            return step(begin)
+        zeros = jnp.zeros((self.tiling.block_m, self.tiling.block_n), kind)
+        return lax.fori_loop(
+            np.int32(0), np.int32(steps), lambda t, sums: sums + step(begin + t * np.int32(deep)), zeros
+        )
+
+    def _times(self, numbers: Array, known: dict[str, Array], names: Sequence[str]) -> Array:
+        """Sums times scales, one after the other. A GPU rounds each product before it is added to another number."""
+        for name in names:
+            numbers = numbers * known[name]
+            if self.interpreted:
+                numbers = prevent_fma(numbers, jnp.broadcast_to(known[name], numbers.shape))
+        return numbers
+
+
+def _load(array: Any, batch: Array, rows: Array, columns: Array, rows_end: Any, columns_end: Any) -> Array:
+    """A tile of a matrix; elements beyond the ends are zero."""
+    mask = (rows < rows_end)[:, None] & (columns < columns_end)[None, :]
+    return plt.load(
+        array.at[batch, rows[:, None], columns[None, :]], mask=mask, other=0 if array.dtype == jnp.int8 else 0.0
+    )

@@ -1,0 +1,206 @@
+"""The kernels of the product of codes whose scales change along the sum, interpreted, beside the body and NumPy."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import partial
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from _kernels.quickly import compiled
+
+import jchop as jc
+from jchop._kernels.products import float8_dot_gpu, product_of_blocks_gpu, product_of_blocks_tpu
+from jchop._kernels.products.product_of_blocks import GPU, TPU
+from jchop._kernels.products.product_of_blocks_tile import ProductOfBlocksGpuTiling, ProductOfBlocksTpuTiling
+from jchop._products.codes import product_of_blocks_op
+
+KERNELS: dict[str, ModuleType] = {"gpu": product_of_blocks_gpu, "tpu": product_of_blocks_tpu}
+#: batch, m, n, k. Nothing divides anything.
+SHAPES = [(2, 5, 7, 100), (1, 37, 45, 300), (1, 3, 20, 50), (2, 17, 9, 1100), (1, 70, 130, 64)]
+#: The lengths of their blocks: a block fills steps, a part of one, or several; on a TPU whole ones fill a step.
+BLOCKS = {"gpu": [32, 96, 16, 260, 5], "tpu": [32, 128, 16, 512, 8]}
+
+
+def shape_of(number: int, platform: str) -> tuple[int, ...]:
+    return (*SHAPES[number], BLOCKS[platform][number])
+
+
+def data(rng: np.random.Generator, shape: tuple[int, ...], within: Mapping[str, bool], kinds: tuple[str, str]) -> Any:
+    """Elements, and scales and zero points of blocks (`within`) or of rows."""
+    batch, m, n, k, block = shape
+    elements = []
+    for rows, kind in zip((m, n), kinds, strict=True):
+        most = 127 if kind == "int8" else 4  # sums of few small numbers of float8 are exact
+        elements.append(rng.integers(-most - 1, most + 1, (batch, rows, k)).astype(jnp.dtype(kind)))
+    parts = {}
+    for name, changes in within.items():
+        size = batch, m if name.startswith("x") else n, -(-k // block) if changes else 1
+        parts[name] = (
+            rng.integers(-128, 128, size).astype(np.int32)
+            if name.endswith("zero")
+            else np.exp(rng.normal(0, 3, size)).astype(np.float32)
+        )
+    return elements, parts
+
+
+def reference(elements: Any, parts: Mapping[str, np.ndarray], block: int) -> np.ndarray:
+    """By whole numbers of NumPy; each scaled sum and each addition is rounded to float32."""
+    x, w = (np.asarray(v, np.float64).astype(np.int64) for v in elements)
+    k = x.shape[-1]
+
+    def of(name: str, default: Any, g: int) -> Any:
+        return parts[name][..., g % parts[name].shape[-1]] if name in parts else default
+
+    total = np.zeros((*x.shape[:2], w.shape[1]), np.float32)
+    for g, start in enumerate(range(0, k, block)):
+        a, b = (
+            v[..., start : start + block] - np.asarray(of(f"{side}_zero", np.int64(0), g))[..., None]
+            for side, v in (("x", x), ("w", w))
+        )
+        term = (a @ np.swapaxes(b, 1, 2)).astype(np.float32)
+        if "x_scale" in parts and parts["x_scale"].shape[-1] > 1:
+            term = term * of("x_scale", None, g)[..., None]
+        if "w_scale" in parts and parts["w_scale"].shape[-1] > 1:
+            term = term * of("w_scale", None, g)[:, None, :]
+        total = total + term
+    if "x_scale" in parts and parts["x_scale"].shape[-1] == 1:
+        total = total * parts["x_scale"]
+    if "w_scale" in parts and parts["w_scale"].shape[-1] == 1:
+        total = total * np.swapaxes(parts["w_scale"], 1, 2)
+    return total
+
+
+def check(platform: str, rng: np.random.Generator, shape: Any, within: Any, kinds: Any, tiling: Any = None) -> None:
+    elements, parts = data(rng, shape, within, kinds)
+    static: Any = {"names": tuple(parts), "block": shape[-1], "dtype": "float32"}
+    arrays = [jnp.asarray(v) for v in (*elements, *parts.values())]
+    kernel = partial(KERNELS[platform].product_of_blocks, **static, tiling=tiling, interpret=True)
+    expected = reference(elements, parts, shape[-1])
+    np.testing.assert_array_equal(product_of_blocks_op(*arrays, **static, impl="xla"), expected, strict=True)
+    np.testing.assert_array_equal(compiled(kernel)(*arrays), expected, strict=True)
+
+
+#: Which scales and zero points there are, and whether they change along the sum.
+PARTS: list[dict[str, bool]] = [
+    {"x_scale": True, "w_scale": True},
+    {"x_scale": False, "w_scale": True},
+    {"w_scale": True},
+    {"x_scale": True, "w_scale": False, "x_zero": True},
+    {"x_scale": False, "w_scale": True, "x_zero": False, "w_zero": True},
+    {"x_scale": True, "w_scale": True, "x_zero": True, "w_zero": True},
+]
+
+
+@pytest.mark.parametrize("platform", KERNELS)
+@pytest.mark.parametrize("within", PARTS, ids=lambda within: " ".join(f"{k}{'s' * v}" for k, v in within.items()))
+def test_integers_with_scales_and_zero_points(within, platform, rng):
+    check(platform, rng, shape_of(1, platform), within, ("int8", "int8"))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("platform", KERNELS)
+@pytest.mark.parametrize("within", PARTS, ids=str)
+@pytest.mark.parametrize("number", [0, 2, 3, 4])
+def test_shapes_of_integers(number, within, platform, rng):
+    check(platform, rng, shape_of(number, platform), within, ("int8", "int8"))
+
+
+@pytest.mark.parametrize("platform", KERNELS)
+@pytest.mark.parametrize(
+    "kinds",
+    [
+        ("float8_e4m3fn", "float8_e4m3fn"),
+        ("float8_e5m2", "float8_e5m2"),
+        ("float8_e4m3fn", "float8_e5m2"),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("number", [0, pytest.param(3, marks=pytest.mark.slow)])
+def test_float8(number, kinds, platform, rng):
+    check(platform, rng, shape_of(number, platform), {"x_scale": True, "w_scale": True}, kinds)
+
+
+@pytest.mark.parametrize("kinds", [("float8_e5m2", "float8_e5m2"), ("float8_e5m2", "float8_e4m3fn")], ids=str)
+def test_float8_without_the_private_names_of_pallas(kinds, rng, monkeypatch):
+    monkeypatch.setattr(float8_dot_gpu, "_is_registered", lambda: False)
+    check("gpu", rng, (1, 5, 7, 100, 20), PARTS[1], kinds)
+
+
+def test_the_private_names_of_pallas_are_there():
+    assert float8_dot_gpu._is_registered()
+
+
+TILINGS = {
+    "gpu": [ProductOfBlocksGpuTiling(16, 16, 32), ProductOfBlocksGpuTiling(64, 32, 128, 8, 1)],
+    "tpu": [ProductOfBlocksTpuTiling(32, 40, 128), ProductOfBlocksTpuTiling(150, 40, 384)],
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("platform", "tiling"), [(p, t) for p, tilings in TILINGS.items() for t in tilings], ids=str)
+def test_tilings(tiling, platform, rng):
+    check(platform, rng, (2, 150, 40, 300, 64), PARTS[0], ("int8", "int8"), tiling)
+
+
+@pytest.mark.parametrize("platform", KERNELS)
+def test_nan_and_infinity_stay_in_their_rows(platform):
+    """Also beyond the end of a block, where zeros fill up a step."""
+    x, w = jnp.ones((1, 3, 40), jnp.float8_e5m2), jnp.ones((1, 4, 40), jnp.float8_e5m2)
+    x, w = x.at[0, 1, 20].set(jnp.nan), w.at[0, 2, 39].set(jnp.inf)
+    scales = jnp.ones((1, 3, 3)), jnp.ones((1, 4, 3))
+    static: Any = {"names": ("x_scale", "w_scale"), "block": 16, "dtype": "float32"}
+    y = KERNELS[platform].product_of_blocks(x, w, *scales, **static, interpret=True)
+    np.testing.assert_array_equal(y[0, [0, 2]], [[40, 40, np.inf, 40]] * 2)
+    assert np.isnan(y[0, 1]).all()
+
+
+@pytest.mark.parametrize("platform", KERNELS)
+def test_vmap(platform, rng):
+    elements, parts = data(rng, (3, 5, 7, 100, 32), PARTS[0], ("int8", "int8"))
+    static: Any = {"names": tuple(parts), "block": 32, "dtype": "float32"}
+    x, *others = (jnp.asarray(v) for v in (*elements, *parts.values()))
+    kernel = partial(KERNELS[platform].product_of_blocks, **static, interpret=True)
+    w, *scales = (v[:1] for v in others)
+    y = compiled(jax.vmap(kernel, (0, None, None, None)))(x[:, None], w, *scales)
+    each = [reference((v[None], w), {name: part[:1] for name, part in parts.items()}, 32) for v in x]
+    np.testing.assert_array_equal(y, each)
+
+
+def test_what_is_refused(rng):
+    x, w = jax.ShapeDtypeStruct((1, 8, 4 * 10**5), jnp.int8), jax.ShapeDtypeStruct((1, 8, 4 * 10**5), jnp.int8)
+    static: Any = {"names": (), "dtype": "float32"}
+    assert GPU.refuse(x, w, block=128, **static) is TPU.refuse(x, w, block=128, **static) is None
+    assert "blocks of 48 are no power of two from 8 to 512" in str(TPU.refuse(x, w, block=48, **static))
+    assert "blocks of 1024" in str(TPU.refuse(x, w, block=1024, **static))
+    assert "not a ProductOfBlocksTpuTiling" in str(TPU.refuse(x, w, block=128, tiling=1, **static))
+    for tiling, why in (((9, 8, 128), "block_m=9"), ((8, 9, 128), "block_n=9"), ((8, 8, 96), "block_k=96")):
+        assert why in str(TPU.refuse(x, w, block=32, tiling=ProductOfBlocksTpuTiling(*tiling), **static))
+    assert "block of 200000 numbers may leave int32" in str(GPU.refuse(x, w, block=2 * 10**5, **static))
+    assert "dtype float64" in str(GPU.refuse(x, w, names=(), block=128, dtype="float64"))
+    assert "not a ProductOfBlocksGpuTiling" in str(GPU.refuse(x, w, block=128, tiling=1, **static))
+    wide = jax.ShapeDtypeStruct(x.shape, jnp.float8_e4m3fn)
+    assert "float8_e4m3fn and int8" in str(GPU.refuse(x, wide, block=128, **static))
+    assert "2^31" in str(GPU.refuse(SimpleNamespace(shape=(1, 2**16, 2**16), size=2**32, dtype=x.dtype), w, block=128))
+    assert GPU.capability(wide) == 8.9 and GPU.capability(x) == 8.0
+
+
+@pytest.mark.parametrize("bad", [{"block_m": 8}, {"block_n": 24}, {"block_k": 16}, {"num_warps": 3}, {"num_stages": 0}])
+def test_bad_tilings(bad):
+    with pytest.raises(ValueError, match=next(iter(bad))):
+        ProductOfBlocksGpuTiling(**{"block_m": 16, "block_n": 16, "block_k": 32, **bad})
+
+
+def test_products_of_stored_arrays_are_this_operation(rng):
+    """What `jc.dot` traces for blocks, and not for scales of whole sums."""
+    x, w = (jnp.asarray(rng.normal(size=shape), jnp.float32) for shape in ((5, 96), (96, 7)))
+    a = jc.quantize(x, "int8(group=32)")
+    b = jc.quantize(w, "int8(group=32,axis=0)")
+    assert jc.dot(a, b).shape == (5, 7)
+    assert "jchop_product_of_blocks" in str(jax.make_jaxpr(jc.dot)(a, b))
+    whole = [jc.quantize(v, "int8(group=all)" if v is x else "int8(group=all,axis=0)") for v in (x, w)]
+    assert "jchop_product_of_blocks" not in str(jax.make_jaxpr(jc.dot)(*whole))
