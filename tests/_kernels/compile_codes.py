@@ -81,6 +81,7 @@ def _cases(target: str) -> Iterator[Case]:
             checks = ("integer units",) if is_tpu(target) else ("integer units", "integer machine code")
         elif activation and not weight.startswith("nf4") and target != "a100":  # which has no units for float8
             checks = ("float8 units",) if is_tpu(target) else ("float8 units", "float8 machine code")
+        checks += ("no loop",) if checks else ()  # also with several scales along the sum
         if gradient is None:
             yield Case(name, low, (low.pack(w, x), x), checks=checks, tile=LARGE_TILE)
         else:

@@ -341,6 +341,12 @@ def _check_separate(compiled: Compiled) -> _Findings:
     return [], faults or ([] if compiled.ptx else ["no PTX of a Triton kernel was found"])
 
 
+def _check_no_loop(compiled: Compiled) -> _Findings:
+    """The program has no loop, which would write sums to memory in each turn."""
+    loops = re.findall(r"%([\w.-]+) = [^\n]* while\(", compiled.optimized)
+    return [], [f"loop {name}" for name in loops]
+
+
 def _check_moved(compiled: Compiled) -> _Findings:
     """The program moves hardly more than its arguments."""
     ratio = compiled.moved / compiled.given
@@ -376,6 +382,7 @@ CHECKS: dict[str, Callable[[Compiled], _Findings]] = {
     "layer of an old GPU": functools.partial(_check_kernels, 10),
     "layer of a GPU": functools.partial(_check_kernels, 7),
     "moved": _check_moved,
+    "no loop": _check_no_loop,
     "separate": _check_separate,
     "told": _tell_products,
     "float8 machine code": functools.partial(_check_machine_code, ("e4m3", "e5m2", "kind::f8f6f4")),
