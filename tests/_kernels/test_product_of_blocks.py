@@ -21,7 +21,7 @@ from jchop._products.codes import product_of_blocks_op
 
 KERNELS: dict[str, ModuleType] = {"gpu": product_of_blocks_gpu, "tpu": product_of_blocks_tpu}
 #: batch, m, n, k. Nothing divides anything.
-SHAPES = [(2, 5, 7, 100), (1, 37, 45, 300), (1, 3, 20, 50), (2, 17, 9, 1100), (1, 70, 130, 64)]
+SHAPES = [(2, 5, 7, 100), (1, 37, 45, 300), (1, 1, 20, 50), (2, 17, 9, 1100), (1, 70, 130, 64)]
 #: The lengths of their blocks: a block fills steps, a part of one, or several; on a TPU whole ones fill a step.
 BLOCKS = {"gpu": [32, 96, 16, 260, 5], "tpu": [32, 128, 16, 512, 8]}
 

@@ -57,15 +57,17 @@ def product_of_blocks(
         tiling = ProductOfBlocksGpuTiling.for_shape(m, n, block, more=more)
     tile = _Tile(m, n, k, block, tiling, bool(interpret))
     given = dict(zip(names, parts, strict=True))
-    columns = {name: jnp.swapaxes(part, 1, 2) for name, part in (given | sums_of_blocks(x, w, given, block)).items()}
+    given |= sums_of_blocks(x, w, given, block)
+    # As activations and packed weights (k, n) have them. Another order would reach back to x through XLA's layouts.
+    laid = {name: part if name.startswith("x") else jnp.swapaxes(part, 1, 2) for name, part in given.items()}
     return pl.pallas_call(
-        lambda x, w, *refs: tile.kernel(x, w, dict(zip(columns, refs[:-1], strict=True)), refs[-1]),
+        lambda x, w, *refs: tile.kernel(x, w, dict(zip(laid, refs[:-1], strict=True)), refs[-1]),
         out_shape=jax.ShapeDtypeStruct((batch, m, n), dtype, manual_axis_type=jax.typeof(x).manual_axis_type),
         grid=(tile.down * tile.across, batch),
         compiler_params=plt.CompilerParams(num_warps=tile.tiling.num_warps, num_stages=tile.tiling.num_stages),
         interpret=interpret,
         name="product_of_blocks",
-    )(x, w, *columns.values())
+    )(x, w, *laid.values())
 
 
 @dataclass(frozen=True)
@@ -103,10 +105,11 @@ class _Tile:
         def load(name: str, number: Any) -> Array:
             """What a part has for the rows or columns of the tile, in block `number`."""
             if name.startswith("x"):
-                return plt.load(parts[name].at[batch, number, rows], mask=rows < self.m, other=0)[:, None]
+                return plt.load(parts[name].at[batch, rows, number], mask=rows < self.m, other=0)[:, None]
             return plt.load(parts[name].at[batch, number, columns], mask=columns < self.n, other=0)[None, :]
 
-        once = {name: load(name, np.int32(0)) for name in parts if parts[name].shape[1] == 1}
+        along = {name: parts[name].shape[2 if name.startswith("x") else 1] for name in parts}
+        once = {name: load(name, np.int32(0)) for name in parts if along[name] == 1}
         changing = [name for name in parts if name not in once]
 
         def turn(number: Array, carried: tuple[Array, ...]) -> tuple[Array, ...]:
