@@ -50,10 +50,14 @@ def as_array(name: str, value: Any) -> Array | np.ndarray:
     return as_numpy(name, value)
 
 
+def is_tensor(value: Any) -> bool:
+    """Whether a value is a tensor of PyTorch, which this does not import."""
+    return any((kind.__module__, kind.__name__) == ("torch", "Tensor") for kind in type(value).__mro__)
+
+
 def _check_kind(name: str, value: Any) -> None:
     """Refuses values that NumPy would read as something else; without an import of torch or of the storage."""
-    kinds = {(kind.__module__, kind.__name__) for kind in type(value).__mro__}
-    if ("torch", "Tensor") in kinds:
+    if is_tensor(value):
         raise TypeError(
             f"{name} is a torch.Tensor; jchop.torch.round_to_format and jchop.torch.quantize take tensors, other "
             f"functions take the array jchop.torch.as_jax({name})"

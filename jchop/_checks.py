@@ -31,12 +31,18 @@ def as_numpy(name: str, value: Any) -> np.ndarray:
 
     Raises:
         TypeError: for a masked array, because the result would lose the mask.
+        ValueError: for lists of different lengths.
     """
     if isinstance(value, np.ma.MaskedArray):
         raise TypeError(
             f"{name} is a masked array, whose mask would be lost; pass {name}.filled(number), and mask the result again"
         )
-    array = np.asarray(value)
+    try:
+        array = np.asarray(value)
+    except ValueError as error:
+        if not isinstance(value, list | tuple):
+            raise
+        raise ValueError(f"{name} is no array, since its lists have different lengths or depths: {error}") from None
     return array if array.dtype.isnative else array.astype(array.dtype.newbyteorder("="))
 
 

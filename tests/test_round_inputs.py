@@ -226,7 +226,12 @@ CALLS: dict[str, tuple[Callable[[Any], Any], type[Exception], list[str]]] = {
     "range of bfloat16 in float16": (
         lambda x: jc.round_to_format(x.astype(F16), "bfloat16"),
         ValueError,
-        ["x has dtype float16", "spec='bfloat16'", "cast x to", "float32"],
+        ["x has dtype float16", "spec='bfloat16'", "cast x to float32 or float64 first"],  # a cast to bfloat16 rounds
+    ),
+    "ragged lists": (
+        lambda x: jc.round_to_format([[1.1], [2.2, 3.0]], "e5m2"),
+        ValueError,
+        ["x is no array", "lists have different lengths"],
     ),
     "range of binary64 in float32": (
         lambda x: jc.round_to_format(x, "binary64:saturate"),

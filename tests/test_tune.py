@@ -340,6 +340,18 @@ def weighted(specs: Any) -> float:
     return sum(spec.format.bits * (9 if path == "one" else 1) for path, spec in specs.items())
 
 
+@pytest.mark.parametrize("metric", ["relative", "absolute", "largest"])
+def test_infinities_and_nan_of_the_carrier_are_no_errors(metric: Any) -> None:
+    x = jnp.array([-1.0, 0.0, 2.0, 3.0])  # NaN, -inf, and numbers
+    menu = ["e5m2", "bfloat16", None]
+    found = jc.tune(jnp.log, [(x,)], 1e-2, menu, metric=metric)
+    plain = jc.tune(jnp.log, [(x[2:],)], 1e-2, menu, metric=metric)
+    assert found.errors == plain.errors
+    assert [row.spec for row in found.rows] == [row.spec for row in plain.rows] == ["bfloat16"]
+    with pytest.raises(ValueError, match="error of 2 measured is inf"):  # where the carrier is finite, they are
+        jc.tune(lambda v: jnp.exp(v) * 1e-3, [(jnp.array([20.0]),)], 1e-2, ["e4m3fn", "e3m4"], metric=metric)
+
+
 def test_costs_and_metrics() -> None:
     args = [(X,)]
     found = jc.tune(two_parts, args, 0.1, ["e4m3", "bfloat16"], cost="bytes", metric="largest")

@@ -8,9 +8,10 @@ import json
 from pathlib import Path
 
 from jchop._cli._load import imports_from_here, load_arrays, load_function, order_of
-from jchop._cli._text import check_suffix, printable, seed
+from jchop._cli._text import check_suffix, key_of, printable, seed
 from jchop._files import require_extra, write_atomically
 from jchop._text.html import image, page
+from jchop.spec import as_spec
 
 
 def run_blame(options: argparse.Namespace) -> None:
@@ -18,17 +19,16 @@ def run_blame(options: argparse.Namespace) -> None:
         if path is not None:
             check_suffix(option, path, suffix)
             require_extra(option, "plot", ("matplotlib",))
-    import jax
-
     from jchop._emulate import blame, emulate
 
-    key = None if options.seed is None else jax.random.key(options.seed)
+    spec = as_spec(options.to, "--to")
+    key = key_of(options.seed, [spec])
     with imports_from_here():
         function = load_function("FUNCTION", options.function)
         output = None if options.output is None else load_function("--output", options.output)
         arrays = load_arrays("--data", options.data)
         args = [arrays[name] for name in order_of(list(arrays), function, f"--data {options.data}")]
-        found = blame(emulate(function, options.to), *args, output=output, key=key, max_turns=options.max_turns)
+        found = blame(emulate(function, spec), *args, output=output, key=key, max_turns=options.max_turns)
     pictures = (options.plot, options.html)
     if any(pictures) and not found.rows:
         raise ValueError(f"FUNCTION {options.function} makes no error in {options.to}, so there is nothing to draw")

@@ -11,10 +11,11 @@ import numpy as np
 
 from jchop._bits import CARRIERS
 from jchop._cli._study import items
-from jchop._cli._text import check_suffix, printable, seed
+from jchop._cli._text import check_suffix, key_of, printable, seed
 from jchop._compare.compare import SCALES, Comparison, compare
 from jchop._files import require_extra, write_atomically
 from jchop._paths import check_pattern, matches_path, nearest_paths
+from jchop.spec import as_spec
 from jchop.storage._files.npy import NpyFile
 from jchop.storage._files.safetensors import TensorFile
 
@@ -24,12 +25,8 @@ def run_compare(options: argparse.Namespace) -> None:
         check_suffix("--plot", options.plot, ".png")
         require_extra("--plot", "plot", ("matplotlib",))
     found: dict[str, Comparison] = {}
-    formats = items(options.formats) if options.formats else None
-    key = None
-    if options.seed is not None:
-        import jax
-
-        key = jax.random.key(options.seed)
+    formats = [as_spec(f, "--formats", scaled=True) for f in items(options.formats)] if options.formats else None
+    key = key_of(options.seed, formats or ())
     for name, array in _tensors(options.file, options.tensor):
         try:
             found[name] = compare(array, formats, key, scale=options.scale)

@@ -13,7 +13,7 @@ import numpy as np
 
 from jchop._cli._load import load_arrays, load_function, order_of
 from jchop._cli._quantize import parse_rule
-from jchop._cli._text import check_folder, check_suffix, printable, seed
+from jchop._cli._text import check_folder, check_suffix, key_of, printable, seed
 from jchop._files import require_extra, write_atomically
 from jchop.storage import load_safetensors, save_safetensors
 from jchop.storage._files.safetensors import TensorFile
@@ -25,7 +25,6 @@ _NEAREST = "nearest"
 
 
 def run_ptq(options: argparse.Namespace) -> None:
-    import jax
 
     from jchop import ptq
     from jchop._products.quantize_fn import quantize_fn
@@ -44,7 +43,8 @@ def run_ptq(options: argparse.Namespace) -> None:
     rules = [Rule(r.pattern, weight=r.spec, activation=options.activation) for r in map(parse_rule, options.rule)]
     steps = _steps(options.method, ptq)
     function = load_function("FUNCTION", options.function)
-    key = None if options.seed is None else jax.random.key(options.seed)
+    specs = [spec for rule in rules for spec in (rule.weight, rule.activation) if spec is not None]
+    key = key_of(options.seed, specs)
     params = _parameters(options.weights)
     batches = _batches(options.data, function, options.batch)
     sequential = True if options.sequential else None

@@ -16,7 +16,18 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
-from jchop._cli._text import Percents, binary, check_suffix, hexadecimal, printable, records, short, shortest, table
+from jchop._cli._text import (
+    Percents,
+    binary,
+    check_suffix,
+    hexadecimal,
+    key_of,
+    printable,
+    records,
+    short,
+    shortest,
+    table,
+)
 from jchop._files import write_atomically
 from jchop.formats import ElementFormat
 from jchop.rounding import as_overflow, as_rounding
@@ -37,7 +48,7 @@ _DIGITS, _EXPONENT = 1000, 20_000
 
 def run_round(options: argparse.Namespace) -> None:
     spec = _spec_of(options)
-    key = _key(options, spec)
+    key = key_of(options.seed, [spec])
     if options.out:
         check_suffix("--out", options.out, ".npy")
     if any(word.lower().endswith(".npy") for word in options.values):
@@ -62,16 +73,6 @@ def _spec_of(options: argparse.Namespace) -> Spec:
     except ValueError as error:
         parse(options.to)  # an error in it is reported first
         raise ValueError(f"--to {options.to!r} together with the other options: {error}") from None
-
-
-def _key(options: argparse.Namespace, spec: Spec) -> Any:
-    if not spec.rounding.stochastic:
-        return None
-    if options.seed is None:
-        raise ValueError(f"rounding {spec.rounding.value} needs --seed N; the same seed gives the same result")
-    import jax
-
-    return jax.random.key(options.seed)
 
 
 def _element(spec: Spec) -> ElementFormat | None:

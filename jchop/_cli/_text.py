@@ -7,7 +7,7 @@ import json
 import os
 import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from fractions import Fraction
 from pathlib import Path
 from typing import Any
@@ -152,6 +152,22 @@ def seed(text: str) -> int:
     if not re.fullmatch(r"-?[0-9]{1,19}", text) or not -(2**63) <= int(text) < 2**63:
         raise argparse.ArgumentTypeError(f"{text!r} must be an integer from -2^63 to 2^63 - 1")
     return int(text)
+
+
+def key_of(seed: int | None, specs: Iterable[Any]) -> Any:
+    """The key of ``--seed``, or None without one.
+
+    Raises:
+        ValueError: without a seed, for a `Spec` that rounds stochastically.
+    """
+    if seed is not None:
+        import jax
+
+        return jax.random.key(seed)
+    for spec in specs:
+        if spec.rounding.stochastic:
+            raise ValueError(f"{spec} rounds stochastically and needs --seed N; the same seed gives the same result")
+    return None
 
 
 def check_suffix(option: str, path: Path, suffix: str) -> None:

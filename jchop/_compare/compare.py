@@ -12,8 +12,9 @@ import jax
 import jax.core
 import numpy as np
 
+from jchop._arguments import as_array
 from jchop._bits import CARRIERS
-from jchop._checks import as_numpy, check_choice
+from jchop._checks import check_choice
 from jchop._round.round_to_format import round_to_format
 from jchop._text import Part, Tables
 from jchop.formats import ElementFormat, ScaledFormat
@@ -218,7 +219,7 @@ def _numbers(x: Any) -> np.ndarray:
     """The array in the dtype in which it is rounded, with at least one axis."""
     if isinstance(x, jax.core.Tracer):
         raise TypeError("x is traced: compare looks at numbers; call it outside of jax.jit")
-    array = np.atleast_1d(as_numpy("x", x))
+    array = np.atleast_1d(np.asarray(as_array("x", x)))
     name = array.dtype.name
     if array.dtype.kind in "iub":
         array = array.astype(np.float64)

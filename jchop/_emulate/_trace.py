@@ -11,6 +11,7 @@ import jax
 import numpy as np
 from jax.core import Tracer
 
+from jchop._arguments import is_tensor
 from jchop._emulate._interpret import Eager
 from jchop._emulate._known import is_number
 from jchop._emulate._plan import Planner
@@ -54,6 +55,14 @@ class Program:
 def trace(fun: Callable[..., Any], settings: Settings, args: Any, kwargs: Any) -> Program:
     """The program of `fun` for these arguments."""
     return Programs(fun, settings).of(args, kwargs)
+
+
+def _refuse_tensors(args: Any, kwargs: Any) -> None:
+    for prefix, values in (("args", args), ("kwargs", kwargs)):
+        for path, leaf in jax.tree_util.tree_leaves_with_path(values):
+            if is_tensor(leaf):
+                name = prefix + jax.tree_util.keystr(path)
+                raise TypeError(f"{name} is a torch.Tensor; pass the array jchop.torch.as_jax({name})")
 
 
 def is_moved(value: Any) -> bool:
@@ -102,6 +111,8 @@ class Programs:
         moved = tuple(map(is_moved, leaves))
         values = tuple(leaf for leaf, m in zip(leaves, moved, strict=True) if m)
         others = tuple(None if m else leaf for leaf, m in zip(leaves, moved, strict=True))
+        if any(map(is_tensor, others)):
+            _refuse_tensors(args, kwargs)
         traced = self._traced_with(tree, moved, others)
         with jax.disable_jit(False):  # loops, branches and the names of calls are parts of the program
             closed, shapes = jax.make_jaxpr(traced.function, return_shape=True)(*values)

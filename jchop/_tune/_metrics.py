@@ -42,6 +42,8 @@ METRICS: dict[str, Callable[[list[np.ndarray], list[np.ndarray]], float]] = {
 def error_of(metric: str | Metric, low: Any, exact: Any) -> float:
     """The error by name, or by a function of both results; not finite becomes infinite.
 
+    By name, an infinity or NaN that both results have in the same place is no error.
+
     Raises:
         ValueError: for a result without numbers.
         TypeError: for a function that gives no number.
@@ -56,10 +58,17 @@ def error_of(metric: str | Metric, low: Any, exact: Any) -> float:
         if not numbers[0]:
             raise ValueError("the result of fun has no real number, so it has no error; pass a function as metric")
         with np.errstate(all="ignore"):
-            number = METRICS[metric](*numbers)
+            number = METRICS[metric](*_without_common(*numbers))
     if number < 0:
         raise ValueError(f"metric={metric!r} gave {number}; an error is not negative")
     return number if math.isfinite(number) else math.inf
+
+
+def _without_common(low: list[np.ndarray], exact: list[np.ndarray]) -> tuple[list[np.ndarray], list[np.ndarray]]:
+    """Both, with zeros in the places of an infinity or a NaN that they have in common."""
+    common = [~np.isfinite(y) & ((x == y) | (np.isnan(x) & np.isnan(y))) for x, y in zip(low, exact, strict=True)]
+    both = ([np.where(c, 0, v) for c, v in zip(common, side, strict=True)] for side in (low, exact))
+    return next(both), next(both)
 
 
 def _numbers(tree: Any) -> list[np.ndarray]:

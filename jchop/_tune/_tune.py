@@ -82,7 +82,8 @@ def tune(
             such a path. Default ``"scope"``.
         metric: ``"relative"``, the Euclidean norm of the error of all numbers over the norm of the carrier's
             result; ``"absolute"``, the norm of the error; ``"largest"``, the largest magnitude of an error; or a
-            function of the result and of the carrier's result to a number. Default ``"relative"``.
+            function of the result and of the carrier's result to a number. Infinities and NaN that both results have
+            in the same place are no errors; others are infinite ones. Default ``"relative"``.
         held_out: further inputs, whose errors are reported and do not count. Default: none.
         evaluations: the most assignments measured. Default 2000.
         seconds: the most seconds of the search. Default None: any number.

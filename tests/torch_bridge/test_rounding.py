@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from functools import partial
 from typing import Any
 
 import cases
@@ -206,6 +207,18 @@ def test_generators_are_drawn_from():
 def test_errors(arguments, error, message):
     with pytest.raises(error, match=message):
         rounded(*arguments)
+
+
+def test_emulated_functions_and_comparisons_name_the_array_of_a_tensor() -> None:
+    x = torch.ones(2)
+    low = jc.emulate(lambda v, more=None: v, "bfloat16")
+    for call in (low, partial(jc.blame, low)):
+        with pytest.raises(TypeError, match=r"^args\[0\] is a torch.Tensor; pass .*jchop.torch.as_jax\(args\[0\]\)$"):
+            call(x)
+    with pytest.raises(TypeError, match=r"^kwargs\['more'\]\['a'\] is a torch.Tensor"):
+        low(1.0, more={"a": x})
+    with pytest.raises(TypeError, match=r"^x is a torch.Tensor"):
+        jc.compare(x)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("x", [torch.ones(2), torch.ones(2, dtype=torch.bfloat16), torch.nn.Parameter(torch.ones(2))])

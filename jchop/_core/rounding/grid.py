@@ -187,6 +187,8 @@ def require_carrier(spec: Spec, carrier: Carrier) -> None:
         )
     if holds(spec, carrier):
         return
-    able = [name for name, other in CARRIERS.items() if holds(spec, other)]
+    able = [
+        name for name, other in CARRIERS.items() if other.width > carrier.width and holds(spec, other)
+    ]  # exact casts
     remedy = f"cast x to {' or '.join(able)} first" if able else "no carrier up to float64 can"
     raise ValueError(f"x has dtype {carrier.name}, which cannot hold every result of spec={str(spec)!r}; {remedy}")
