@@ -330,6 +330,10 @@ class QuantizedFunction:
         """
         return self._program(Call(params, args, kwargs)).report(platform)
 
+    def resolved(self, params: Any, *args: Any, **kwargs: Any) -> Resolved:
+        """The planned program for arguments, with what the rules do in it."""
+        return self._program(Call(params, args, kwargs))
+
     def traced(self, params: Any, *args: Any, **kwargs: Any) -> tuple[Resolved, Call]:
         """The planned program for arguments, and these taken apart: for `jchop.ptq`, which runs it in its own way."""
         call = Call(params, args, kwargs)

@@ -420,6 +420,12 @@ def test_codes_refuse() -> None:
     both = lambda w, x: (x @ w) @ w.T  # noqa: E731
     with pytest.raises(ValueError, match=r"follow its first product, at .*test_codes.py"):
         jc.quantize_fn(both, jc.Rule(weight=ROW, product="codes"))(w, x)
+    conv = lambda w, x: jax.lax.conv_general_dilated(x, w, (1, 1), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC"))  # noqa: E731
+    with pytest.raises(
+        ValueError, match=r"no blocks along the sum of .*: blocks of 32 numbers do not fit .*3 × 3 × 16"
+    ):
+        rule = jc.Rule(weight="int4(group=32)", product="codes")
+        jc.quantize_fn(conv, rule)(jnp.ones((3, 3, 16, 8)), jnp.ones((1, 8, 8, 16)))
 
 
 #: Rules whose elements have no NaN; `groups` says of how many of the five rows and four columns one NaN is.

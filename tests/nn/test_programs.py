@@ -260,6 +260,38 @@ def test_errors_come_when_the_model_is_quantized(call: Any, message: str) -> Non
         call(own())
 
 
+class Masked(nnx.Module):
+    """A weight under a mask that is no parameter, so data."""
+
+    def __init__(self) -> None:
+        self.kernel, self.mask = nnx.Param(jnp.ones((32, 8))), nnx.Variable(jnp.ones((32, 8)))
+
+    def __call__(self, x: Any) -> Any:
+        return x @ (self.kernel[...] * self.mask[...])
+
+    def decode(self, x: Any) -> Any:
+        return x @ self.kernel[...].T
+
+
+@pytest.mark.parametrize("mode", ["qat", "ptq"])
+def test_a_weight_that_rounds_no_parameter_is_refused(mode: Any) -> None:
+    x, rule = jnp.ones((4, 32)), jc.Rule(weight="int4(group=all)")
+    with pytest.raises(ValueError, match=r"weight rounds no parameter .*'kernel' reaches mul at .*no parameter"):
+        jc.nn.quantize(Masked(), rule, mode, inputs=(x,))
+    both = {"__call__": (x,), "decode": (jnp.ones((4, 8)),)}  # of which one is enough
+    assert jc.nn.quantize(Masked(), rule, mode, inputs=both).decode(jnp.ones((4, 8))).shape == (4, 32)
+
+    class Linen(linen.Module):
+        @linen.compact
+        def __call__(self, x: Any) -> Any:
+            kernel = self.param("kernel", lambda key: jnp.ones((32, 8)))
+            return x @ (kernel * self.variable("masks", "mask", lambda: jnp.ones((32, 8))).value)
+
+    variables = Linen().init(jax.random.key(0), x)
+    with pytest.raises(ValueError, match=r"weight rounds no parameter .*'kernel' reaches mul"):
+        jc.nn.linen.quantize(Linen(), rule, program=True).pack(variables, x)
+
+
 def test_inputs_that_are_no_tuple_are_refused() -> None:
     with pytest.raises(TypeError, match=r"must be a tuple of arguments of '__call__'"):
         jc.nn.quantize(own(), RULE, inputs=TOKENS)  # type: ignore[arg-type]

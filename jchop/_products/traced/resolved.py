@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 import jax
@@ -31,7 +31,7 @@ from jchop._products.units import PLATFORMS, operands_on
 from jchop._program.step import Plan
 from jchop.spec import Spec
 
-__all__ = ["Resolved", "resolve", "weight_rounding"]
+__all__ = ["Resolved", "check_weights", "resolve", "weight_rounding"]
 
 
 @dataclass(frozen=True)
@@ -304,13 +304,21 @@ def _check_codes(
         found = placements.get(use.leaf)
         if found is None or use.laid is None or rule.weight is None:
             continue
-        same = place(shapes[use.leaf], use.laid, rule.weight) == replace(found[0], turn=None)
-        if not (same and blocks_fit(use.laid, block_of(rule.weight, len(use.laid.kept) + 1))):
+        block = block_of(rule.weight, len(use.laid.kept) + 1)
+        what, line = (
+            f"product='codes': the groups of the parameter {paths[use.leaf]!r}",
+            use.source or "an unknown line",
+        )
+        if place(shapes[use.leaf], use.laid, rule.weight) != replace(found[0], turn=None):
             raise ValueError(
-                f"product='codes': the groups of the parameter {paths[use.leaf]!r} follow its first product, at "
-                f"{found[1].source or 'an unknown line'}, and are not blocks along the sum of that at "
-                f"{use.source or 'an unknown line'}; leave product out of {rule}, or name a group that divides "
-                "its axes"
+                f"{what} follow its first product, at {found[1].source or 'an unknown line'}, and are not blocks along "
+                f"the sum of that at {line}; leave product out of {rule}, or name a group that divides its axes"
+            )
+        if not blocks_fit(use.laid, block):
+            sizes = " × ".join(str(part.size) for part in use.laid.summed)
+            raise ValueError(
+                f"{what} are no blocks along the sum of the product at {line}: blocks of {block} numbers do not "
+                f"fit its axes of {sizes}; leave product out of {rule}, or name a group that fits, or group=all"
             )
 
 
@@ -368,18 +376,50 @@ def _check_effect(
             used.add("scale_from")
         idle = [name for name in FIELDS if getattr(rule, name) is not None and name not in used]
         if idle:
-            reached = next(
-                (
-                    f"the parameter {paths[leaf]!r} reaches {use.primitive} at {use.source or 'an unknown line'}"
-                    for leaf, n in enumerate(numbers)
-                    if n == number and leaf not in placements and (use := _first(uses.get(leaf, ()))) is not None
-                ),
-                "no parameter that it matches reaches anything",
-            )
+            reached = _reached(number, paths, numbers, uses, placements)
             raise ValueError(
                 f"{rule}: {', '.join(idle)} has no effect on the parameters and products that it matches: {reached}. "
                 "report, under rules that have an effect, shows what each parameter reaches"
             )
+
+
+def check_weights(programs: Sequence[Resolved]) -> None:
+    """Refuse a rule whose weight rounds no parameter in any of the programs of a model.
+
+    Raises:
+        ValueError: that names the rule and what a parameter reaches in the first program.
+    """
+    first = programs[0]
+    for number, rule in enumerate(first.rules):
+        if rule.weight is None or any(map(partial(_has_weight, number), programs)):
+            continue
+        reached = _reached(number, first.paths, first.numbers, first.uses, first.placements)
+        raise ValueError(
+            f"{rule}: weight rounds no parameter of the methods that have example arguments: {reached}. A parameter is "
+            "not followed if it is combined with data, such as arguments and state that is no parameter"
+        )
+
+
+def _has_weight(number: int, program: Resolved) -> bool:
+    return any(program.numbers[leaf] == number and use.kind != "sum" for leaf, (_, use) in program.placements.items())
+
+
+def _reached(
+    number: int,
+    paths: Sequence[str],
+    numbers: Sequence[int | None],
+    uses: Mapping[int, Sequence[Use]],
+    placements: Mapping[int, tuple[Placement, Use]],
+) -> str:
+    """What a parameter of a rule reaches that is not rounded."""
+    return next(
+        (
+            f"the parameter {paths[leaf]!r} reaches {use.primitive} at {use.source or 'an unknown line'}"
+            for leaf, n in enumerate(numbers)
+            if n == number and leaf not in placements and (use := _first(uses.get(leaf, ()))) is not None
+        ),
+        "no parameter that it matches reaches anything",
+    )
 
 
 def _is_complex(step: ProductStep) -> bool:

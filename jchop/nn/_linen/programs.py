@@ -18,6 +18,7 @@ from jchop._products.scale_from import LSQ
 from jchop._products.scales.sites import Scales
 from jchop._products.traced.call import arguments_of, numbered
 from jchop._products.traced.report import ProgramReport
+from jchop._products.traced.resolved import check_weights
 from jchop._products.weights import is_packed, numbers_of
 from jchop.nn._linen.layers import seen_in
 from jchop.nn._linen.scales import STATE
@@ -135,6 +136,7 @@ class Program:
         """
         params, rest, scales = self._parts(variables)
         low = self._function(variables, args, rngs, kwargs)
+        check_weights([low.resolved(params, rest, args, rngs, kwargs)])
         packed = low.pack(params, rest, args, rngs, kwargs, scales=scales, key=self._key(rngs))
         learned = {name: value for name, value in scales.learned.items() if not name.endswith("_weight_scale")}
         return {**variables, **_with_scales(packed, scales._replace(learned=learned))}

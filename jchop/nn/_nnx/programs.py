@@ -17,6 +17,7 @@ from jchop._products.rule import Rule
 from jchop._products.scales.observed import Observed
 from jchop._products.scales.sites import Scales
 from jchop._products.traced.report import ProgramReport
+from jchop._products.traced.resolved import check_weights
 from jchop._products.weights import is_packed
 from jchop.nn._nnx.attach import QuantizedParam, fork
 from jchop.nn._nnx.modules import modules_of
@@ -79,7 +80,9 @@ def quantize_program(
     scales = known if inputs is None or keeping is None else _started(model, rules, inputs, known)
     stochastic = [rule for rule in rules if rule.stochastic]
     if mode == "qat" and inputs is not None:
-        report_program(model, rules, inputs)  # the errors of rules come here, not in the first call
+        graph, params, rest = _split(model)  # the errors of rules come here, not in the first call
+        functions = _functions(model, graph, rules, inputs).values()
+        check_weights([low.resolved(params, rest, args) for low, args in functions])
     if mode != "qat":
         if inputs is None:
             raise ValueError(f"inputs=None, but a program that is packed has to be traced: {EXAMPLES}")
@@ -345,7 +348,9 @@ class _Given:
 def _pack(model: Any, rules: Sequence[Rule], inputs: Inputs, scales: Scales, key: Array | None) -> set[str]:
     """Store parameters packed; the names of the learned scales that have become part of them."""
     graph, params, rest = _split(model)
-    for low, args in _functions(model, graph, rules, inputs).values():  # packed for the first method that rounds it
+    functions = _functions(model, graph, rules, inputs).values()
+    check_weights([low.resolved(params, rest, args) for low, args in functions])
+    for low, args in functions:  # packed for the first method that rounds it
         params = low.pack_more(params, rest, args, scales=scales, key=key)
     _put_packed(model, params)
     return {name for name in scales.learned if re.search(r"_weight_scale$", name)}
