@@ -4,14 +4,23 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
+import decimal
 import functools
 import gc
 import inspect
+import math
+import operator
+import os
+import random
+import sys
 import time
+import types
 import weakref
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from importlib.machinery import ModuleSpec
 from typing import Any
 
 import jax
@@ -260,6 +269,136 @@ def test_captured_objects() -> None:
     assert captured(lambda x: x * holder.scale) is None
     assert captured(holder.scaled) is None
     assert captured(lambda x: jnp.sin(x) + jc.round_to_format(x, "e5m2")) is not None
+
+
+def gained(x: Any) -> Any:
+    return x * gained.gain
+
+
+@pytest.mark.parametrize("owner", [gained, *(wrap(lambda x: x) for wrap in (jax.grad, jax.jit, jax.custom_jvp))])
+def test_attributes_of_functions(owner: Any) -> None:
+    """Read by itself, or by another function."""
+    fun = gained if owner is gained else lambda x: x * owner.gain
+    low, owner.gain = jc.emulate(fun, "e5m2"), 3.0
+    assert float(low(2.0)) == 6
+    owner.gain = 5.0
+    assert float(low(2.0)) == 10
+    assert same_objects(captured(fun), captured(fun))
+
+
+IMPORTS = [
+    "from conf import gain\n    return x * gain",
+    "from conf import gain as g, other\n    return x * g",
+    "import conf; return x * conf.gain",
+    "import conf\n    return (lambda v: v * conf.gain)(x)",
+    "import conf; return x * operator.attrgetter('gain')(conf)",
+    "import conf; get = lambda one, _: one.gain; return x * get(conf, conf.gain)",
+    "try: import conf.part as p\n    except ImportError: import conf as p\n    return x * p.gain",
+    "import conf as c\n    return jax.vmap(lambda v: v * c.gain)(x[None])[0]",
+    "import conf.part\n    return x * conf.part.gain",
+    "import conf.part as p; return x * p.gain",
+    "from conf import part as p\n    return p.scaled(x)",
+    "from . import gain\n    return x * gain",
+    "from .part import gain\n    return x * gain",
+    "global gain\n    from conf import gain\n    return x * gain",
+    "class K:\n        from conf import gain\n    return x * K.gain",
+    "import conf\n    return x * getattr(conf, 'gain')",
+    "return x * mine.gain",
+    "return x * getattr(mine, 'gain')",
+    "return x * mine.part.gain",
+]
+
+
+def modules(monkeypatch: pytest.MonkeyPatch) -> types.ModuleType:
+    """A package `conf` with a module `part`."""
+    conf, part = types.ModuleType("conf"), types.ModuleType("conf.part")
+    exec("gain = 3.0\ndef scaled(x):\n    return x * gain", part.__dict__)
+    conf.__dict__.update(gain=3.0, other=1.0, part=part)
+    monkeypatch.setitem(sys.modules, "conf", conf)
+    monkeypatch.setitem(sys.modules, "conf.part", part)
+    return conf
+
+
+@pytest.mark.parametrize("body", IMPORTS)
+@pytest.mark.parametrize("package", [{"__package__": "conf"}, {"__spec__": ModuleSpec("conf.user", None)}])
+def test_modules_that_functions_read(body: str, package: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    conf = modules(monkeypatch)
+    names = {"__name__": "conf.user", "jax": jax, "operator": operator, "mine": conf, **package}
+    exec(f"def fun(x):\n    {body}", names)
+    low = jc.emulate(names["fun"], "e5m2")
+    assert float(low(jnp.float32(2))) == 6
+    before = captured(names["fun"])
+    assert same_objects(before, captured(names["fun"])) is ("get" not in body)  # a module alone is not known
+    conf.gain = conf.part.gain = 5.0
+    assert float(low(jnp.float32(2))) == 10
+
+
+def test_modules_that_may_change_unseen(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that is not imported, one that is not there, and one that computes its attributes."""
+
+    def lazy(x: Any) -> Any:
+        import conf  # pyright: ignore[reportMissingImports]
+
+        return x * conf.computed
+
+    assert captured(lazy) is None
+    modules(monkeypatch).__dict__["__getattr__"] = lambda name: 2.0
+    assert captured(lazy) is None
+    names: dict[str, Any] = {"__name__": "conf.user", "__package__": "conf"}
+    exec("def fun(x):\n    from ... import gain\n    return x * gain", names)
+    assert captured(names["fun"]) is None
+
+
+class Answers:
+    """Has every attribute."""
+
+    def __getattr__(self, name: str) -> Any:
+        return gained
+
+
+NUMBERS = [1.0, 2.0]
+READER = NUMBERS.__getitem__
+
+
+@pytest.mark.parametrize(
+    "fun",
+    [
+        lambda x: x * float(os.environ["GAIN"]),
+        functools.partial(lambda read, x: x * float(read("GAIN")), os.getenv),
+        lambda x: x * decimal.getcontext().prec,
+        functools.partial(lambda read, x: x * read().prec, decimal.getcontext),
+        lambda x: x * globals()["GAIN"],
+        lambda x: x * eval("GAIN"),
+        lambda x: x * gained.__globals__["GAIN"],
+        lambda x: getattr(sys.modules[__name__], "gained")(x),  # noqa: B009
+        lambda x: x * np.random.rand(),
+        lambda x: x * np.random.default_rng().random(),
+        functools.partial(lambda draw, x: x * draw(), random.random),
+        functools.partial(lambda clock, x: x * clock(), time.time),
+        lambda x: x * time.time(),
+        functools.partial(lambda answers, x: answers.scaled(x), Answers()),
+        functools.partial(lambda kind, x: x * kind("1"), decimal.Decimal),
+    ],
+)
+def test_state_is_read_in_every_call(fun: Any) -> None:
+    assert captured(fun) is None
+
+
+def test_what_stays_known() -> None:
+    """Pure functions of the standard library, JAX and NumPy, imported anywhere."""
+
+    def fun(key: Any, x: Any) -> Any:
+        from jax import lax
+
+        with contextlib.nullcontext():
+            x = lax.fori_loop(0, 2, lambda i, c: c * math.pi, x)
+        return functools.reduce(operator.mul, [np.sin(1.0), x, len([x])]) + jax.random.normal(key)
+
+    assert same_objects(captured(fun), captured(fun))
+    before = captured(READER)
+    assert same_objects(before, captured(READER))
+    NUMBERS[1] += 1.0
+    assert not same_objects(before, captured(READER))
 
 
 @pytest.mark.parametrize(
