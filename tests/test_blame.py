@@ -306,6 +306,64 @@ def test_infinities_inside_have_no_parts_but_those_that_do_not_count() -> None:
         jc.blame(jc.emulate(jnp.sin, "bfloat16"), x, output=lambda y: jnp.linalg.norm(y - want))
 
 
+# -- infinite derivatives ----------------------------------------------------------------------------------------------
+
+ROOTS = np.array([0.0, 0.1, 0.7], np.float32)
+STEEP: dict[str, tuple[Callable[..., Any], tuple[Any, ...], str]] = {
+    "sqrt": (lambda x: jnp.sqrt(x).sum(), (ROOTS,), "bfloat16"),
+    "norm": (lambda x: jnp.linalg.norm(x, axis=1).sum(), (np.outer(ROOTS, ROOTS + 1),), "bfloat16"),
+    "distances": (lambda x: jnp.sqrt((x[:, None] - x[None]) ** 2).sum(), (ROOTS,), "bfloat16"),
+    "std": (lambda x: jnp.std(jnp.full(3, 2.0) * x[0]) + x[1], (ROOTS,), "bfloat16"),
+    # Both errors of the difference cancel, so neither counts.
+    "cancellation": (lambda x: jnp.sqrt((x / 3 + 1) - (x / 3 + 1)).sum() + x[1], (ROOTS,), "e4m3"),
+    "power": (lambda x, y: (x**y).sum(), (ROOTS, ROOTS[::-1] + 0.1), "bfloat16"),
+    "complex": (lambda x: jnp.sqrt(x * (1 + 1j)), (ROOTS,), "bfloat16"),
+    "scan": (lambda x: lax.scan(lambda c, _: (jnp.sqrt(c * 0.3), c), x, length=3)[0].sum(), (ROOTS,), "bfloat16"),
+    # Equal eigenvalues and singular values: their vectors have no derivative, and do not count.
+    "eigvalsh": (lambda x: jnp.linalg.eigvalsh(x * jnp.eye(3)), (np.float32(1.1),), "bfloat16"),
+    "svd": (lambda x: jnp.linalg.svd(x * jnp.eye(3))[1], (np.float32(1.1),), "bfloat16"),
+    # One end alone has an infinite derivative.
+    "acos": (lambda x: jnp.arccos(x), (np.array([0.9999, 0.3], np.float32),), "bfloat16"),
+    "underflow": (lambda x, y: x**y, (np.array([1e-5, 0.2], np.float32), np.array([0.3, 0.7], np.float32)), "e4m3"),
+    "angle": (jnp.arctan2, (np.array([1e-5, 0.2], np.float32), np.array([2e-5, 0.7], np.float32)), "e4m3"),
+}
+
+
+@pytest.mark.in_turn(6)
+@pytest.mark.parametrize("name", STEEP)
+def test_parts_at_infinite_derivatives(name: str) -> None:
+    """Without an error at the operands they have no part; with one they have the secant."""
+    fun, args, spec = STEEP[name]
+    low = jc.emulate(fun, spec)
+    found = jc.blame(low, *args)
+    want, got = (
+        np.concatenate([np.ravel(np.asarray(x)) for x in jax.tree.leaves(jax.jit(f)(*args))]) for f in (fun, low)
+    )
+    assert abs(found.error) == pytest.approx(float(np.linalg.norm(got - want)), rel=1e-3) and found.error != 0
+    assert sum(row.contribution for row in found.rows) + found.unexplained == pytest.approx(found.error, rel=1e-9)
+    assert abs(found.unexplained) <= 1e-3 * abs(found.error)
+
+
+def test_operands_that_do_not_differ_have_no_part() -> None:
+    """The root of 0 adds nothing to the parts of the others."""
+    one, two = (jc.blame(jc.emulate(lambda x: jnp.sqrt(x).sum(), "bfloat16"), x) for x in (ROOTS, ROOTS[1:]))
+    assert part(one, "sqrt") == pytest.approx(part(two, "sqrt"), rel=1e-6)
+    assert part(one, "argument [0]") == pytest.approx(part(two, "argument [0]"), rel=1e-6)
+    found = jc.blame(jc.emulate(lambda x: x * 3, "bfloat16"), ROOTS, output=lambda y: jnp.sqrt(y).sum())
+    assert abs(found.unexplained) <= 1e-3 * abs(found.error)
+
+
+def test_an_infinite_derivative_is_named() -> None:
+    """It is no infinite value, so that more range would not help."""
+    with pytest.raises(ValueError, match=r"derivative of qr \(.*test_blame.py:\d+\) is not finite although its result"):
+        jc.blame(jc.emulate(lambda x: jnp.linalg.qr(x * jnp.ones((3, 3)))[1].sum(), "bfloat16"), np.float32(1.1))
+    # The slope of 1 / x at 1e-26 is beyond float32.
+    with pytest.raises(ValueError, match=r"derivative of div \(.*\) is not finite at \d\S*e-27 although its result is"):
+        jc.blame(jc.emulate(lambda x: 1 / jnp.exp(x), "bfloat16"), np.float32(-60.1))
+    with pytest.raises(ValueError, match=r"part of exp \(.*\) is not finite although the output is"):  # in the carrier
+        jc.blame(jc.emulate(lambda x: 2 / jnp.exp(x), "e4m3:saturate"), np.float32(100))
+
+
 # -- long programs -----------------------------------------------------------------------------------------------------
 
 

@@ -146,7 +146,8 @@ def blame(
     The program runs beside the same program in the carrier. Equation i makes the rounding error δᵢ: its emulated result
     minus the carrier's result of the same operands. Its contribution is ⟨aᵢ, δᵢ⟩. The adjoint aᵢ is the derivative of
     the output by the result, from transposed derivatives of each equation, each the mean of that at the emulated
-    operands and that at the carrier's; of a function of one number, the secant, if the two operands are far apart.
+    operands and that at the carrier's; of a function of numbers, the secant, if the two operands are far apart or a
+    derivative is infinite there. Where both are equal, an infinite derivative counts as 0, as it multiplies no error.
     The contributions of a program of products and sums then add up to the error of the output. `unexplained` is the
     rest. A bound such as Σ|aᵢ||δᵢ| has no signs and is often a hundred times too large.
 
@@ -170,7 +171,7 @@ def blame(
 
     Raises:
         TypeError: for a function that `emulate` did not make, traced arguments, or an `output` that gives no number.
-        ValueError: if the output of either program, its derivative, or an error on the way to it is not finite, no
+        ValueError: if the output of either program is not finite, or a derivative or an error on the way to it, no
             number depends on the arguments, or a loop is too long.
         NotImplementedError: for an equation without a derivative on the way to the output.
 
@@ -194,6 +195,7 @@ def blame(
         raise TypeError("blame needs arguments that are not traced: call it outside of jax.jit")
     outer = here()
     steps = list(walk(program.plan, 1, outer))
+    tape.sources.update((id(step), source) for step, _, source in steps)
     results = _run(low, program, tape, names_of(args, kwargs), key, most is not None)
     error, value, reference, cotangents = _seeded(program, results, output)
     shares = tape.shares(results, cotangents)
@@ -280,7 +282,9 @@ def _of_output(
         raise _not_finite(one, two)
     cotangents: list[Any] = [None] * len(low)
     for i, x, y in zip(numbers, first, second, strict=True):
-        cotangents[i] = (x + y) / 2
+        mean = (x + y) / 2
+        # A number that is equal in both results adds nothing, so that 0 is as good as an infinite derivative.
+        cotangents[i] = jnp.where(~jnp.isfinite(mean) & (low[i] == wide[i]), 0, mean)
         if not bool(jnp.all(jnp.isfinite(cotangents[i]))):
             raise ValueError(
                 f"output={output!r} has no finite derivative at both results; the norm of an error has none at zero, "

@@ -70,6 +70,8 @@ class Tape(Beside):
 
     entries: list[_Entry] = field(default_factory=list)
     check: Callable[[], None] | None = None  # called once, when a loop turns out to be long
+    sources: dict[int, str] = field(default_factory=dict)  # file and line of a step, by its id
+    steep: str | None = None  # the equation nearest to the output whose derivative is not finite, and where
 
     def given(self, label: Any, low: Any, wide: Any) -> Node:
         """An argument or a constant, rounded on entry."""
@@ -184,15 +186,22 @@ class Tape(Beside):
         return found
 
     def _check_finite(self, found: dict[Any, Share]) -> None:
-        """Refuses infinite errors inside of a program with a finite output, as of x / 0 in a sum under a quotient."""
+        """Refuses infinite parts of a finite output: of an infinite value, as of x / 0 in a quotient, or derivative."""
         lost = [entry for entry in self.entries if not math.isfinite(found.get(_key(entry), Share()).contribution)]
-        if lost:
-            step = next(filter(_overflows, self.entries), lost[0]).step
-            name = f"{step.name} ({step.place})" if isinstance(step, Step) else step
+        if not lost:
+            return
+        infinite = next(filter(_overflows, self.entries), None)
+        if self.steep is None and infinite is not None:
             raise ValueError(
-                f"the result of {name} is not finite although the output is, so the error of the output has no parts; "
-                "take a format with more range or digits there, as rules={...: None} of jchop.emulate"
+                f"the result of {self._name(infinite.step)} is not finite although the output is, so the error of the "
+                "output has no parts; take a format with more range or digits there, as rules={...: None} of "
+                "jchop.emulate"
             )
+        why = self.steep or f"the part of {self._name(lost[-1].step)} is not finite although the output is"
+        raise ValueError(f"{why}, so the error of the output has no parts; it may have parts at other arguments")
+
+    def _name(self, step: Any) -> str:
+        return f"{step.name} ({self.sources.get(id(step), step.place)})" if isinstance(step, Step) else str(step)
 
     def _pulled(self, step: Step, axes: Axes, args: list[Pair], out: list[Node], cotangents: list[Any]) -> list[Any]:
         moved = [i for i, v in enumerate(step.eqn.invars) if is_number(v.aval) and not isinstance(v, Literal)]
@@ -201,19 +210,27 @@ class Tape(Beside):
             return result
         if step.name == "stop_gradient":
             return list(cotangents)
-        numbers = [i for i, v in enumerate(step.eqn.outvars) if is_number(v.aval)]
+        low, wide = ([as_jax(pair[side]) for pair in args] for side in (0, 1))
+        # Without the results that do not count: the vectors of equal eigenvalues have no derivative, the values have.
+        numbers = [i for i, x in enumerate(cotangents) if x is not None and np.any(np.asarray(x) != 0)]
+        if not numbers:
+            for i in moved:
+                result[i] = jnp.zeros(low[i].shape, low[i].dtype)
+            return result
         eqn = untyped(step, axes).eqn
         params = tuple(sorted(eqn.params.items()))
         equation = _Equation(eqn.primitive, params, tuple(moved), tuple(numbers), axes, step.kind in ELEMENTWISE)
-        given = [
-            _placed(jnp.zeros(jnp.shape(out[i][0]), jax.typeof(out[i][0]).dtype), out[i][0]) if x is None else x
-            for i, x in ((i, cotangents[i]) for i in numbers)
-        ]
-        low, wide = ([as_jax(pair[side]) for pair in args] for side in (0, 1))
+        given = [cotangents[i] for i in numbers]
         try:
             pulled = _pulled(equation, low, wide, given)
+            if not _finite(pulled):
+                pulled = _bounded(equation, low, wide, given, pulled)
         except (NotImplementedError, ValueError) as error:  # of a callback it is a ValueError
-            raise type(error)(f"blame needs the derivative of {step.name} ({step.place}): {error}") from error
+            raise type(error)(f"blame needs the derivative of {self._name(step)}: {error}") from error
+        if self.steep is None and _finite(given) and not _finite(pulled):
+            at = _steep(equation, args, [out[i] for i in numbers], pulled)
+            if at is not None:
+                self.steep = f"the derivative of {self._name(step)} is not finite{at} although its result is"
         for i, cotangent in zip(moved, pulled, strict=True):
             result[i] = cotangent
         return result
@@ -269,6 +286,66 @@ def _pulled(equation: _Equation, low: list[Any], wide: list[Any], cotangents: li
     return mean
 
 
+@partial(compiled, static_argnums=0)
+def _bounded(
+    equation: _Equation, low: list[Any], wide: list[Any], cotangents: list[Any], pulled: list[Any]
+) -> list[Any]:
+    """The cotangents of operands, with finite ones in place of infinite ones and NaN where those can be had.
+
+    Operands that are equal at both ends change no result: theirs are 0. Of an elementwise equation the others have
+    secants: the operands move from one end to the other one by one, in both orders, and each has the mean of its two
+    changes of the result. These always add up to the whole change.
+    """
+    pairs = [(low[i], wide[i]) for i in equation.moved]
+    steep = [~jnp.isfinite(x) for x in pulled]
+    bounded = [jnp.where(a & _alike(x, y), 0, one) for a, one, (x, y) in zip(steep, pulled, pairs, strict=True)]
+    if not equation.elementwise or any(x.shape != cotangents[0].shape for x, _ in pairs):
+        return bounded
+    here = jnp.any(jnp.stack([~jnp.isfinite(x) for x in bounded]), 0)
+    changes: list[Any] = [0] * len(pairs)
+    for order in (range(len(pairs)), reversed(range(len(pairs)))):
+        values = [y for _, y in pairs]
+        (before,) = equation.results(low, values)
+        for k in order:
+            values[k] = pairs[k][0]
+            (after,) = equation.results(low, values)
+            changes[k] += _change(after, before) / 2
+            before = after
+    for k, (x, y) in enumerate(pairs):
+        apart = here & ~_alike(x, y)
+        secant = changes[k] / jnp.where(apart, x - y, 1) * cotangents[0]
+        bounded[k] = jnp.where(apart, secant.astype(pulled[k].dtype), bounded[k])
+    return bounded
+
+
+def _finite(cotangents: Sequence[Any]) -> bool:
+    return all(bool(np.all(np.isfinite(np.asarray(x)))) for x in cotangents)
+
+
+def _alike(x: Any, y: Any) -> Any:
+    return (x == y) | (jnp.isnan(x) & jnp.isnan(y))
+
+
+def _change(x: Any, y: Any) -> Any:
+    """Their difference; 0 of equal infinities and of NaN."""
+    return jnp.where(_alike(x, y), 0, x - y)
+
+
+def _steep(equation: _Equation, args: Sequence[Pair], results: Sequence[Pair], pulled: Sequence[Any]) -> str | None:
+    """Says at which operands a derivative is not finite; None if a value there is not, which is the reason then."""
+    operands = [args[i] for i in equation.moved]
+    bad = next(bad for x in pulled if (bad := ~np.isfinite(np.asarray(x))).any())
+    at = [
+        [np.asarray(x)[bad] if equation.elementwise and np.shape(x) == bad.shape else np.asarray(x) for x in pair]
+        for pair in (*operands, *results)
+    ]
+    if not all(np.all(np.isfinite(x)) for pair in at for x in pair):
+        return None
+    if not equation.elementwise:
+        return ""
+    return " at " + ", ".join(str(np.ravel(low)[0]) for low, _ in at[: len(operands)])
+
+
 def _key(entry: _Entry) -> Any:
     return id(entry.step) if isinstance(entry.step, Step) else entry.step
 
@@ -287,7 +364,7 @@ def _add(share: Share, node: Node, turn: tuple[int, ...]) -> None:
         return
     adjoint = np.asarray(node.cotangent).astype(made.dtype)
     with np.errstate(invalid="ignore"):
-        part = float(np.real(np.sum(np.where(adjoint == 0, 0, adjoint * made))))
+        part = float(np.real(np.sum(np.where((adjoint == 0) | (made == 0), 0, adjoint * made))))
     share.contribution += part
     if turn:
         share.turns[turn[0]] = share.turns.get(turn[0], 0.0) + part
