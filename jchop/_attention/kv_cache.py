@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -12,7 +13,7 @@ import jax
 import jax.core
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
+from jax import export, lax
 
 from jchop._arguments import has_tracer
 from jchop._attention.pages import NO_PAGE, with_pages
@@ -380,3 +381,20 @@ def _empty(
         jnp.zeros(batch, bool),
         window=window,
     )
+
+
+# -- jax.export --------------------------------------------------------------------------------------------------------
+
+
+def _to_bytes(static: tuple[int | None]) -> bytes:
+    return json.dumps(static).encode()
+
+
+def _from_bytes(data: bytes) -> tuple[int | None]:
+    (window,) = json.loads(data)
+    return (window,)
+
+
+export.register_pytree_node_serialization(
+    KVCache, serialized_name="jchop.KVCache", serialize_auxdata=_to_bytes, deserialize_auxdata=_from_bytes
+)

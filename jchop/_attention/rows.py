@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
@@ -10,10 +11,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
+from jax import export, lax
 
 from jchop._products.rule import check_rows
-from jchop.spec import Spec, as_spec
+from jchop.spec import Spec, as_spec, parse
 from jchop.storage import QArray, dequantize, quantize
 from jchop.storage._layout import from_end
 
@@ -125,3 +126,21 @@ def _form(spec: Spec | None, size: int, dtype: np.dtype) -> tuple[Any, tuple[np.
 def _word(dtype: Any) -> np.dtype:
     short = jnp.issubdtype(dtype, jnp.floating) and dtype.itemsize < 4
     return np.dtype(f"u{dtype.itemsize}") if short else np.dtype(dtype)
+
+
+# -- jax.export --------------------------------------------------------------------------------------------------------
+
+
+def _to_bytes(static: tuple[Spec | None, int, np.dtype]) -> bytes:
+    spec, size, dtype = static
+    return json.dumps([None if spec is None else str(spec), size, np.dtype(dtype).name]).encode()
+
+
+def _from_bytes(data: bytes) -> tuple[Spec | None, int, np.dtype]:
+    text, size, dtype = json.loads(data)
+    return None if text is None else parse(text), size, jnp.dtype(dtype)
+
+
+export.register_pytree_node_serialization(
+    Rows, serialized_name="jchop.KVCache.Rows", serialize_auxdata=_to_bytes, deserialize_auxdata=_from_bytes
+)

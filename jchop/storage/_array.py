@@ -21,9 +21,9 @@ from jchop.formats import ScaledFormat
 from jchop.spec import Spec, parse
 from jchop.storage import _show
 from jchop.storage._codes import filled, gather, hold, is_packed, raw, spread, thinned
-from jchop.storage._decode import Form, Scale, batch_axes, decode, shape_of
+from jchop.storage._decode import Form, Scale, batch_axes, decode, shape_of, spec_of_part
 from jchop.storage._index import Index, normalized, scale_entry
-from jchop.storage._layout import OWN, Kind, kinds_of, reshaped, scale_shape, with_kinds, with_sparse_axis
+from jchop.storage._layout import OWN, Kind, kinds_of, of_part, reshaped, scale_shape, with_kinds, with_sparse_axis
 
 Array = jax.Array
 
@@ -146,7 +146,9 @@ class QArray:
 
     def form(self, dtype: Any = None) -> Form:
         """The static data of `decode`, for results in `dtype` (default: the dtype of the array)."""
-        return Form(self.spec, self.length, np.dtype(self.dtype if dtype is None else dtype).name)
+        return Form(
+            spec_of_part(self.spec, self.ndim), self.length, np.dtype(self.dtype if dtype is None else dtype).name
+        )
 
     # -- parts and shapes ----------------------------------------------------------------------------------------------
     @property
@@ -290,7 +292,7 @@ class QArray:
 
     def _kinds(self) -> tuple[tuple[Kind, ...], int]:
         """The grouping of each axis, and the number of leading axes that the tensor scale has, too."""
-        fmt = self.spec.scaled
+        fmt = spec_of_part(self.spec, self.ndim).scaled
         if fmt is None:
             return (OWN,) * self.ndim, 0
         batch = batch_axes(self.spec, self.shape, self.scale)
@@ -328,7 +330,7 @@ class QArray:
 
     def _quantized_scale(self, fmt: ScaledFormat, inner: ScaledFormat) -> QArray:
         """Quantized scales as a QArray."""
-        shape = fmt.scale_shape(self.shape[batch_axes(self.spec, self.shape, self.scale) :])
+        shape = of_part(fmt, self.ndim).scale_shape(self.shape[batch_axes(self.spec, self.shape, self.scale) :])
         codes, *rest = self.scale
         scale, zero_point = unflat(rest, inner)
         size = shape[-1] if shape else None

@@ -19,7 +19,7 @@ from jchop.formats import ElementFormat, ScaledFormat
 from jchop.gradients import CustomJvp
 from jchop.spec import Spec
 from jchop.storage._codes import code_dtype, decode_plain, filled, is_packed, raw
-from jchop.storage._layout import OWN, WHOLE, Kind, from_end, kinds_of
+from jchop.storage._layout import OWN, WHOLE, Kind, from_end, kinds_of, of_part
 
 Array = jax.Array
 #: The scales: an array; a tuple if a scale has several parts; None for a plain format.
@@ -50,17 +50,23 @@ def shape_of(qvalue: Any, size: int | None, places: Any = None) -> tuple[int, ..
     return tuple(rows.shape[:-1]) if size is None else (*rows.shape[:-1], size)
 
 
+def spec_of_part(spec: Spec, ndim: int) -> Spec:
+    """The spec of a stored array of `ndim` axes, without channels along axes that vmap or scan removed (`of_part`)."""
+    fmt = None if spec.scaled is None else of_part(spec.scaled, ndim)
+    return spec if fmt is None or fmt == spec.scaled else replace(spec, format=fmt)
+
+
 def batch_axes(spec: Spec, shape: Sequence[int], scale: Scale) -> int:
     """The number of leading axes that vmap or scan added after quantization; the scales have them, too.
 
     Raises:
         ValueError: if the shape of the scales does not fit the array.
     """
-    found = [tuple(part.shape) for part in _parts(scale)]
+    found, fitting = [tuple(part.shape) for part in _parts(scale)], spec_of_part(spec, len(shape))
     for batch in range(len(shape) + 1):
         front, core = tuple(shape[:batch]), tuple(shape[batch:])
         try:
-            wanted = jax.tree.leaves(stored_shapes(spec, core)[1])
+            wanted = jax.tree.leaves(stored_shapes(fitting, core)[1])
         except ValueError:  # an array with so few axes lacks an axis of the format
             break
         if found == [(*front, *part.shape) for part in wanted]:
@@ -77,7 +83,7 @@ def check_parts(q: Any) -> None:
     Raises:
         ValueError: for other leaves, or axes of a format that are not counted from the end.
     """
-    spec, rows = q.spec, q.qvalue if q.places is None else q.places
+    spec, rows = spec_of_part(q.spec, q.ndim), q.qvalue if q.places is None else q.places
     shape = shape_of(q.qvalue, q.length, q.places)
     if not rows.shape or (q.length is None and len(rows.shape) != 1):
         raise ValueError(f"{'qvalue' if q.places is None else 'places'} of shape {list(rows.shape)} does not fit "

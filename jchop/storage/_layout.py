@@ -2,7 +2,8 @@
 
 Along an axis each index has its own scales (OWN), all indexes share scales (WHOLE), or blocks of a length share them
 (that length). A format counts axes from the front or the end. Stored arrays count them from the end, so that leading
-axes can be added (vmap, scan) or removed (indexing) without a change of the format.
+axes can be added (vmap, scan) or removed (vmap, scan, indexing) without a change of the format. A stored format may so
+name channels along axes in front of all those that its array has now; they say nothing about the array.
 """
 
 from __future__ import annotations
@@ -23,15 +24,28 @@ def kinds_of(fmt: ScaledFormat, ndim: int, batch: int = 0) -> tuple[Kind, ...]:
     """The grouping of each of `ndim` axes, of which the leading `batch` were added after quantization.
 
     Raises:
-        ValueError: for an axis of the format that the array does not have.
+        ValueError: for an axis of the format that the array does not have; `of_part` takes removed ones away.
     """
     core = ndim - batch
+    _check_named(fmt, core)
     kinds: list[Kind] = [OWN if fmt.group is not None else WHOLE] * core
     for axis, kind in _named(fmt):
-        if not -core <= axis < core:
-            raise ValueError(f"{fmt} names axis {axis}, which an array of {core} axes does not have")
         kinds[axis] = kind
     return (OWN,) * batch + tuple(kinds)
+
+
+def of_part(fmt: ScaledFormat, ndim: int) -> ScaledFormat:
+    """A stored format without the channels along axes that vmap or scan removed from in front of the `ndim` left.
+
+    Each index of a removed axis had its own scales, so those that are left are the scales of this part alone.
+    """
+    if isinstance(fmt.scale, ScaledFormat) and (inner := of_part(fmt.scale, ndim)) != fmt.scale:
+        fmt = fmt(scale=inner)
+    if fmt.channel is None:
+        return fmt
+    axes = _as_tuple(fmt.channel)
+    left = tuple(axis for axis in axes if axis >= -ndim)
+    return fmt if left == axes else fmt(channel=_single(left) if left else None)
 
 
 def from_end(fmt: ScaledFormat, ndim: int) -> ScaledFormat:
@@ -40,7 +54,7 @@ def from_end(fmt: ScaledFormat, ndim: int) -> ScaledFormat:
     Raises:
         ValueError: for an axis of the format that an array of `ndim` axes does not have.
     """
-    kinds_of(fmt, ndim)
+    _check_named(fmt, ndim)
     sparse = axis_indexes("sparse_axis", fmt.axis_of_sparse, (1,) * ndim)[0] - ndim if fmt.sparse else None
     if isinstance(fmt.scale, ScaledFormat):
         inner = from_end(fmt.scale, ndim)
@@ -132,6 +146,12 @@ def _named(fmt: ScaledFormat) -> list[tuple[int, Kind]]:
         return [] if fmt.channel is None else [(axis, OWN) for axis in _as_tuple(fmt.channel)]
     sizes = _as_tuple(fmt.group)
     return [(axis, WHOLE if size == "all" else size) for axis, size in zip(_as_tuple(fmt.axis), sizes, strict=True)]
+
+
+def _check_named(fmt: ScaledFormat, ndim: int) -> None:
+    for axis, _ in _named(fmt):
+        if not -ndim <= axis < ndim:
+            raise ValueError(f"{fmt} names axis {axis}, which an array of {ndim} axes does not have")
 
 
 def _as_tuple(item: Any) -> tuple[Any, ...]:

@@ -30,7 +30,7 @@ from jchop.formats import (
 from jchop.spec import Spec
 from jchop.storage._array import QArray
 from jchop.storage._codes import gather, hold, raw
-from jchop.storage._decode import batch_axes
+from jchop.storage._decode import batch_axes, spec_of_part
 from jchop.storage._layout import OWN, WHOLE, Kind, with_kinds
 
 _SCALES: dict[str, FloatFormat] = {
@@ -64,7 +64,7 @@ def to_qwix(q: QArray) -> Any:
     qwix = _qwix()
     if not isinstance(q, QArray):
         raise TypeError(f"q={q!r} must be a QArray, as returned by jchop.quantize")
-    fmt = q.spec.scaled
+    fmt = spec_of_part(q.spec, q.ndim).scaled
     if (
         fmt is None
         or not isinstance(fmt.scale, FloatFormat)

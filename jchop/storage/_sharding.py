@@ -11,6 +11,7 @@ from jax.sharding import NamedSharding, PartitionSpec, Sharding
 
 from jchop.formats import ScaledFormat
 from jchop.storage._array import QArray
+from jchop.storage._decode import spec_of_part
 from jchop.storage._layout import kinds_of
 
 
@@ -98,7 +99,7 @@ def check_groups_uncut(q: QArray, sharding: NamedSharding, name: str) -> None:
 
 def group_length(q: QArray, axis: int) -> int:
     """The length along an axis that parts of a QArray must be multiples of: of its groups, and of groups of scales."""
-    length, fmt = 1, q.spec.format
+    length, fmt = 1, spec_of_part(q.spec, q.ndim).format
     if isinstance(fmt, ScaledFormat) and fmt.sparse is not None and fmt.axis_of_sparse % q.ndim == axis:
         return math.lcm(fmt.sparse[1], group_length(replace(q, spec=replace(q.spec, format=fmt.dense)), axis))
     while isinstance(fmt, ScaledFormat):

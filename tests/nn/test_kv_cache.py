@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax import export
 
 import jchop as jc
 
@@ -240,3 +241,23 @@ def test_arguments_are_checked() -> None:
     with pytest.raises(ValueError, match=r"ended is int32\[2\]"):
         cache.release(jnp.arange(2))
     assert "paged" in repr(of_kind("paged", 4)) and "window=4" in repr(of_kind("rolling", 4, keys="int8(group=all)"))
+
+
+@pytest.mark.parametrize(
+    ("kind", "specs"),
+    [
+        ("full", EIGHT),
+        pytest.param("full", {"dtype": "bfloat16"}, marks=pytest.mark.slow),
+        pytest.param("rolling", {"keys": "nf4(group=8,scale=bfloat16)"}, marks=pytest.mark.slow),
+        pytest.param("paged", {"values": "int4(group=4)", "dtype": "float16"}, marks=pytest.mark.slow),
+    ],
+)
+def test_exported_programs_take_and_return_a_cache(kind: str, specs: dict[str, Any]) -> None:
+    pytest.importorskip("flatbuffers")
+    cache, k, v = of_kind(kind, 8, **specs), normal(0, 3), normal(1, 3)
+    again = export.deserialize(export.export(update)(cache, k, v).serialize())
+    got: Any = again.call(again.call(cache, k, v), v, k)
+    wanted = update(update(cache, k, v), v, k)
+    assert jax.tree.structure(got) == jax.tree.structure(wanted)
+    jax.tree.map(np.testing.assert_array_equal, got, wanted)
+    np.testing.assert_array_equal(got.keys, wanted.keys)

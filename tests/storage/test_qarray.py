@@ -272,6 +272,58 @@ def test_scan_takes_a_layer_at_a_time() -> None:
     jax.tree.map(same, again, weights)
 
 
+@pytest.mark.parametrize(
+    "text",
+    [
+        "int8(channel=(0,-1))",
+        pytest.param("int3(channel=0)", marks=pytest.mark.slow),
+        pytest.param("int4(channel=(0,1,-1))", marks=pytest.mark.slow),
+        pytest.param("uint4(channel=(0,-1),zero_point=integer)", marks=pytest.mark.slow),
+        pytest.param("uint4(channel=(0,-1),zero_point=float)", marks=pytest.mark.slow),
+        pytest.param("int4(channel=(0,1,-1),scale=int8(channel=(0,-1)))", marks=pytest.mark.slow),
+        pytest.param("int4(channel=(0,-1),scale=int8(group=8))", marks=pytest.mark.slow),
+    ],
+)
+def test_scan_takes_an_axis_with_own_scales_away(text: str) -> None:
+    """The spec names that axis, and a slice has it no more."""
+    whole = jc.quantize(numbers((3, 4, 6, 16)), text)
+    values = decoded(whole)
+
+    @jax.jit
+    def slices(q: QArray) -> Any:
+        return jax.lax.scan(lambda i, q: (i, (jc.dequantize(q), q, q[1:3, 8:], q.transpose(1, 0, 2))), 0, q)[1]
+
+    all_numbers, again, part, moved = slices(whole)
+    same(all_numbers, values)
+    same(jc.dequantize(part), values[:, 1:3, 8:])
+    same(jc.dequantize(moved), values.swapaxes(1, 2))
+    assert again.spec == whole.spec
+    jax.tree.map(same, again, whole)
+    one = jax.tree.map(lambda leaf: leaf[1], whole)
+    same(jc.dequantize(one), values[1])
+    same(jc.dequantize(jax.tree.map(lambda leaf: leaf[None], one)), values[1:2])
+    assert one[1:].spec == whole[1, 1:].spec
+
+
+@pytest.mark.slow
+def test_files_keep_an_array_whose_axis_was_taken_away(tmp_path: Path) -> None:
+    whole = jc.quantize(numbers(), "int8(channel=(0,-1))")
+    one = jax.tree.map(lambda leaf: leaf[1], whole)
+    jc.save_safetensors(tmp_path / "x.safetensors", {"whole": whole, "one": one})
+    loaded = jc.load_safetensors(tmp_path / "x.safetensors")
+    jax.tree.map(same, loaded, {"whole": whole, "one": one})
+    same(jc.dequantize(loaded["one"]), decoded(whole)[1])
+
+
+def test_axes_that_never_were_are_refused() -> None:
+    with pytest.raises(ValueError, match="names axis -4, which an array of 3 axes does not have"):
+        jc.quantize(numbers(), "int8(channel=(-4,-1))")
+    q = jc.quantize(numbers(), "int8(channel=(0,-1))")
+    wrong = QArray(q.qvalue[0], q.scale[0, :, :1], None, q.spec, q.length, q.dtype)
+    with pytest.raises(ValueError, match="does not fit an array of shape"):
+        jc.dequantize(wrong)
+
+
 @pytest.mark.in_turn(2)
 @pytest.mark.parametrize(
     ("text", "batched"),

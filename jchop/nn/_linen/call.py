@@ -81,6 +81,8 @@ class Interceptor:
         if kind.keeps_scales and rule.scale_from is not None:
             refuse_codes(rule, str(place(layer, rule)), "codes have scales of their own, and none from scale_from")
         rounded = layer.path in self.packed and not codes
+        if self.packed.get(layer.path) is not None and getattr(layer, "mask", None) is not None:
+            object.__setattr__(layer, "mask", None)  # it is in the packed kernel
         right = rule.activation if not kind.parameters else None if rounded else rule.weight
         fields = (getattr(rule, field) for field in PRODUCT_FIELDS)
         how = Roundings(rule.activation, right, *fields, place=place(layer, rule), codes=codes)

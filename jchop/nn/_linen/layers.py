@@ -7,9 +7,11 @@ from dataclasses import dataclass
 from typing import Any
 
 import jax
+import jax.core
 import numpy as np
 from flax import linen as nn
 from flax.core import Scope
+from flax.core.tracers import current_trace
 from flax.traverse_util import flatten_dict
 
 from jchop._paths import nearest_paths
@@ -31,6 +33,8 @@ Seen = Mapping[Path, tuple[nn.Module, Mapping[str, tuple[int, ...]]]]
 
 #: The fields of attention with products of its own.
 _EINSUMS = ("qk_attn_weights_einsum_cls", "attn_weights_value_einsum_cls")
+#: The modules of Flax that change the parameters of a layer.
+_WRAPPERS = (nn.SpectralNorm, nn.WeightNorm)
 _ARRAYS = (jax.Array, np.ndarray, jax.ShapeDtypeStruct)
 
 
@@ -42,11 +46,13 @@ class Found:
         layer: the layer; None if a module has parameters but did not run.
         rule: its rule.
         shapes: of its parameters in its call, by name.
+        changed: what changes its kernel before its call; empty if nothing is known to.
     """
 
     layer: Any
     rule: Rule
     shapes: Mapping[str, tuple[int, ...]]
+    changed: str = ""
 
     @property
     def kind(self) -> Kind:
@@ -83,6 +89,29 @@ class Found:
         layout, stack = self.layout(name) or as_it_lies, self.stacked(name, value)
         stored, laid = pack(self.in_use(value), layout, stack, spec, key, scale)
         return stored, laid or as_it_lies
+
+    def as_multiplied(self, name: str, value: Any) -> Any:
+        """A parameter as the product rounds it: the kernel of a convolution times its mask.
+
+        Raises:
+            NotImplementedError: for a kernel that is changed outside its layer, or by a mask that is not at hand.
+        """
+        if self.kind.hook is None or self.kind.parameters[name] != "weight":
+            return value  # it is rounded before the layer sees it, packed or not
+        mask = getattr(self.layer, "mask", None)
+        way_out = "Quantize the program instead, by program=True, or leave the layer: "
+        way_out += left_alone(["/".join(self.layer.path)], self.rule)
+        if self.changed:
+            raise NotImplementedError(
+                f"{name} of the {self.place} is changed by {self.changed} before the product, and packed numbers are "
+                f"rounded before that. {way_out}"
+            )
+        if isinstance(mask, jax.core.Tracer):
+            raise NotImplementedError(
+                f"mask of the {self.place} is computed while the module runs, and its packed {name} is rounded after "
+                f"the mask: make the mask by NumPy, or outside. {way_out}"
+            )
+        return value if mask is None else value * mask
 
     def packed_spec(self, name: str, shape: tuple[int, ...], dtype: Any) -> Spec | None:
         """The spec of a parameter as its rule packs it."""
@@ -142,32 +171,57 @@ def layers_of(
         ValueError: for a rule that matches no layer, or has a field without effect on any of them.
         NotImplementedError: for a module with parameters that is no known layer, or an inaccessible product.
     """
-    return _matched(rules, seen_in(module, variables, args, rngs, kwargs), variables)
+    return _matched(rules, *_watched(module, variables, args, rngs, kwargs), variables)
 
 
 def seen_in(module: nn.Module, variables: Any, args: tuple[Any, ...], rngs: Any, kwargs: Any) -> Seen:
     """The layers that run in an abstract call; arguments as for `layers_of`."""
+    return _watched(module, variables, args, rngs, kwargs)[0]
+
+
+def _watched(
+    module: nn.Module, variables: Any, args: tuple[Any, ...], rngs: Any, kwargs: Any
+) -> tuple[Seen, dict[Path, str]]:
+    """The layers that run in an abstract call, and what changes the kernels of some before."""
+    changed: dict[Path, str] = {}
+    above: list[nn.Module] = []
+    outside: Any = None
+    given_ids: set[int] = set()
     seen: dict[Path, tuple[nn.Module, dict[str, tuple[int, ...]]]] = {}
     leaves, structure = jax.tree.flatten(args)
     arrays = [leaf for leaf in leaves if isinstance(leaf, _ARRAYS)]
 
     def note(call: Any, args: Any, kwargs: Any, context: Any) -> Any:
-        y = call(*args, **kwargs)
+        above.append(context.module)
+        try:
+            y = call(*args, **kwargs)
+        finally:
+            above.pop()
         own = nn.meta.unbox(dict(context.module.variables).get("params", {}))
         shapes = {name: value.shape for name, value in own.items() if isinstance(value, jax.Array)}
         # The module itself holds tracers, which would outlive their trace.
         path = context.module.path
+        if "kernel" in own:
+            wrapper = next((m for m in reversed(above) if isinstance(m, _WRAPPERS)), None)
+            # A kernel comes as the tracer that was given, unless it is changed or a transformation (scan, remat) traces
+            # anew; there only Flax's own wrappers are known.
+            same = current_trace() == outside
+            if (id(own["kernel"]) not in given_ids) if same else wrapper is not None:
+                changed[path] = "nn.map_variables" if wrapper is None else f"nn.{type(wrapper).__name__}"
         seen[path] = context.module.clone(parent=Scope({}, path=path)), shapes
         return y
 
     def run(variables: Any, rngs: Any, arrays: list[Any]) -> Any:
+        nonlocal outside
+        outside = current_trace()
+        given_ids.update(map(id, jax.tree.leaves(variables)))
         given = iter(arrays)
         whole = [next(given) if isinstance(leaf, _ARRAYS) else leaf for leaf in leaves]
         return module.apply(variables, *jax.tree.unflatten(structure, whole), rngs=rngs, **kwargs)
 
     with nn.intercept_methods(note):
         jax.eval_shape(run, variables, rngs, arrays)
-    return seen
+    return seen, changed
 
 
 def held_by(seen: Seen, variables: Any) -> dict[Path, dict[str, Any]]:
@@ -186,14 +240,14 @@ def number_of(path: Path, layer: Any, rules: Sequence[Rule]) -> int | None:
     )
 
 
-def _matched(rules: Sequence[Rule], seen: Seen, variables: Any) -> dict[Path, Found]:
+def _matched(rules: Sequence[Rule], seen: Seen, changed: Mapping[Path, str], variables: Any) -> dict[Path, Found]:
     held = owners = held_by(seen, variables)
     chosen: dict[Path, tuple[int, Found]] = {}
     for path in owners:
         layer, shapes = seen.get(path, (None, {}))
         number = number_of(path, layer, rules)
         if number is not None:
-            chosen[path] = number, Found(layer, rules[number], shapes)
+            chosen[path] = number, Found(layer, rules[number], shapes, changed.get(path, ""))
     idle = [number for number in range(len(rules)) if not any(number == n for n, _ in chosen.values())]
     if idle:
         near = nearest_paths([rules[n].path for n in idle], ["/".join(path) for path in owners])

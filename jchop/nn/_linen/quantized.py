@@ -167,7 +167,8 @@ class Quantized:
             kwargs: as of `apply`.
 
         Raises:
-            ValueError, NotImplementedError: as `apply`; and for a rule with a `DelayedScaling`, which is for training.
+            ValueError, NotImplementedError: as `apply`; and for a rule with a `DelayedScaling`, which is for training,
+                or a kernel that is changed before the product, as by `flax.linen.SpectralNorm`.
         """
         layers = layers_of(self.module, self.rules, unpacked(variables), args, rngs, kwargs)
         keys, leaves = _Keys(rngs), dict(params_of(variables))
@@ -250,7 +251,7 @@ def _round_in(layout: Layout | None, spec: Spec, x: Array, *keys: Array | None) 
 
 def _packed(found: Found, name: str, value: Array, key: Array | None, scale: Array | None) -> Packed:
     check_finite(value, f"{name} of the {found.place}")
-    return Packed(*found.packed(name, value, key, scale), value.shape)
+    return Packed(*found.packed(name, found.as_multiplied(name, value), key, scale), value.shape)
 
 
 def _packed_kernels(variables: Any, layers: Mapping[Path, Found]) -> dict[Path, Packed | None]:

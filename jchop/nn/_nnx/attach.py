@@ -28,6 +28,7 @@ Array = jax.Array
 
 __all__ = [
     "QuantizedParam",
+    "Tied",
     "attach",
     "attach_emulated",
     "check_parameters",
@@ -38,6 +39,11 @@ __all__ = [
     "pack",
     "packed_shape",
 ]
+
+
+#: By a variable and how it is packed: the variable, which keeps its identity from being used again, the packed one, and
+#: its layout.
+Tied = dict[Any, tuple[Any, Any, Layout | None]]
 
 
 class QuantizedParam(nnx.Variable):
@@ -65,6 +71,7 @@ def attach(
     rngs: nnx.Rngs | None,
     before: Any = None,
     stored: Mapping[str, QArray] = MappingProxyType({}),
+    tied: Tied | None = None,
 ) -> None:
     """Add the roundings of a rule to `layer`, which already has a class of jchop.
 
@@ -77,12 +84,13 @@ def attach(
         rngs: for streams of keys.
         before: the previous site of the layer's product, whose scales are kept if they are of the same kind.
         stored: parameters that are packed already, in their layout, by name.
+        tied: what has been packed in the model; a parameter that is packed again in the same way stays one.
     """
     place = StreamOffset(type(layer).__name__, path, rule)
     _check(layer, kind, rule, path)
     check_parameters(layer, kind, place)
     left, right = sources(layer, kind, rule, packed, before)
-    held = _pack(layer, kind, rule, path, rngs, right, stored) if packed else ()
+    held = _pack(layer, kind, rule, path, rngs, right, stored, {} if tied is None else tied) if packed else ()
 
     def stream(*needed: bool) -> nnx.RngStream | None:
         return fork(rule, rngs, path) if any(needed) else None
@@ -171,7 +179,14 @@ def fitted(value: Array, layout: Layout, stacked: int, spec: Spec) -> Any:
 
 
 def _pack(
-    layer: Any, kind: Kind, rule: Rule, path: str, rngs: nnx.Rngs | None, right: Any, stored: Mapping[str, QArray]
+    layer: Any,
+    kind: Kind,
+    rule: Rule,
+    path: str,
+    rngs: nnx.Rngs | None,
+    right: Any,
+    stored: Mapping[str, QArray],
+    tied: Tied,
 ) -> tuple[tuple[str, Spec, Layout | None, tuple[int, ...]], ...]:
     """Store the parameters that the rule rounds as QArrays, or those that are `stored`; how to get each back."""
     made = []
@@ -181,15 +196,34 @@ def _pack(
             continue
         layout, stacked = layout_of(layer, kind, name)
         shape = tuple(variable.get_value().shape[stacked:])
+        masked = name == "kernel" and getattr(layer, "mask", None) is not None
+        same: Any = None
         if name in stored:
+            if masked:
+                raise ValueError(
+                    f"{type(layer).__name__} at {path!r} has a mask, and its kernel is packed already: a packed kernel "
+                    "has been multiplied by its mask. Make the layer with mask=None"
+                )
             codes, laid = _in_place(stored[name], layout, shape, stacked)
         else:
             check_finite(variable.get_value(), f"{name} of the {StreamOffset(type(layer).__name__, path, rule)}")
             key = fork(rule, rngs, path)() if spec.rounding.stochastic else None
             scale = right.scale[...] if right is not None and role == "weight" else None
-            codes, laid = pack(_in_use(layer, name), layout, stacked, spec, key, scale)
+            if key is None and scale is None and not masked:
+                same = id(variable), spec, layout, stacked, getattr(layer, "dtype", None)
+            if same in tied:
+                _, new, laid = tied[same]
+                made.append((name, new.get_value().spec, laid, shape))
+                setattr(layer, name, new)
+                continue
+            codes, laid = pack(_in_use(layer, name, masked), layout, stacked, spec, key, scale)
         made.append((name, codes.spec, laid, shape))
-        setattr(layer, name, QuantizedParam(codes))
+        new = QuantizedParam(codes)
+        setattr(layer, name, new)
+        if same is not None:
+            tied[same] = variable, new, laid
+        if masked:
+            layer.mask = None  # it is in the packed kernel, since the product rounds kernel * mask
     return tuple(made)
 
 
@@ -201,9 +235,10 @@ def layout_of(layer: Any, kind: Kind, name: str) -> tuple[Layout, int]:
     return layout, getattr(layer, name).get_value().ndim - axes
 
 
-def _in_use(layer: Any, name: str) -> Array:
-    """A parameter in the dtype that the layer computes in."""
+def _in_use(layer: Any, name: str, masked: bool = False) -> Array:
+    """A parameter in the dtype that the layer computes in, of a convolution also `masked`."""
     value, dtype = getattr(layer, name).get_value(), getattr(layer, "dtype", None)
+    value = value * layer.mask if masked else value
     return value if dtype is None else value.astype(dtype)
 
 
@@ -218,7 +253,8 @@ def packed_shape(layer: Any, kind: Kind, name: str, spec: Spec) -> Any:
 def laid_and_rounded(layer: Any, kind: Kind, name: str, spec: Spec) -> tuple[Array, Array]:
     """A parameter in its layout, and the same rounded by a spec that draws nothing."""
     layout, stacked = layout_of(layer, kind, name)
-    value = getattr(layer, name).get_value()
+    value, mask = getattr(layer, name).get_value(), getattr(layer, "mask", None) if name == "kernel" else None
+    value = value if mask is None else value * mask
     laid = over_stack(stacked, layout.lay, value)
     return laid, over_stack(stacked, lambda one: round_to_format(layout.lay(one), spec), value)
 
@@ -242,7 +278,8 @@ def pack(
 
 def _in_place(laid: QArray, layout: Layout, shape: tuple[int, ...], stacked: int) -> tuple[QArray, Layout | None]:
     """As `pack` returns it, of codes and scales in a layout."""
-    own = in_own_shape(laid, layout, shape, stacked)
+    # Layer by layer, so that the spec is that of one layer: as an axis among others, that of the stack would be named.
+    own = over_stack(stacked, lambda one: in_own_shape(one, layout, shape), laid)
     return (laid, layout) if own is None else (own, None)
 
 

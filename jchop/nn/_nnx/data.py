@@ -8,6 +8,7 @@ from typing import Any, TypeVar
 from flax import nnx
 
 from jchop._products.rule import Rule, as_rules
+from jchop.nn._nnx.layers import check_wrapped
 from jchop.nn._nnx.programs import fit_program
 from jchop.ptq import PtqReport
 
@@ -60,4 +61,5 @@ def quantize_with_data(
         raise TypeError(f"model={model!r} must be a module of Flax NNX; for Linen use Program.quantize_with_data")
     result: Any = nnx.merge(*nnx.split(model), copy=True)
     report = fit_program(result, given, batches, steps, sequential, rngs, progress)
+    check_wrapped(result, program=True)
     return result, report

@@ -14,7 +14,7 @@ from jchop._paths import nearest_paths
 from jchop._products.rule import FIELDS, Rule, as_rules, left_alone, rules_of
 from jchop.nn import _cache
 from jchop.nn._nnx import hooks
-from jchop.nn._nnx.attach import QuantizedParam, attach, attach_emulated
+from jchop.nn._nnx.attach import QuantizedParam, Tied, attach, attach_emulated
 from jchop.nn._nnx.kinds import KINDS, Kind
 from jchop.nn._nnx.modules import Placed, modules_of
 from jchop.nn._nnx.programs import EXAMPLES, is_program
@@ -25,8 +25,8 @@ Mode = Literal["qat", "ptq", "weight_only", "emulate"]
 MODES = ("qat", "ptq", "weight_only", "emulate")
 
 __all__ = [
-    "CLASSES", "MODES", "Mode", "apply", "check_modes", "layers_of", "needs_program", "own_parameters", "placed_layers",
-    "strip",
+    "CLASSES", "MODES", "Mode", "apply", "check_modes", "check_wrapped", "layers_of", "needs_program", "own_parameters",
+    "placed_layers", "strip",
 ]  # fmt: skip
 
 
@@ -175,6 +175,7 @@ def apply(model: nnx.Module, rules: Sequence[Rule], mode: str, rngs: nnx.Rngs | 
         chosen.append((rules_for(placed, kind, rules), placed, kind))
     matched = [(number, placed.module, kind) for numbers, placed, kind in chosen for number in numbers]
     check_rules(rules, matched, [path for _, placed, _ in chosen for path in placed.paths])
+    tied: Tied = {}
     for numbers, placed, kind in chosen:
         if not numbers or not rules[number := numbers[0]].rounds:
             continue
@@ -190,7 +191,38 @@ def apply(model: nnx.Module, rules: Sequence[Rule], mode: str, rngs: nnx.Rngs | 
         if mode == "emulate":
             attach_emulated(layer, kind, rules[number], path, rngs)
         else:
-            attach(layer, kind, rules[number], path, packed=mode != "qat", rngs=rngs, before=before)
+            attach(layer, kind, rules[number], path, packed=mode != "qat", rngs=rngs, before=before, tied=tied)
+
+
+def check_wrapped(model: nnx.Module, program: bool = False) -> None:
+    """Refuse packed parameters in a wrapper that changes parameters in its calls, which would leave them as they are.
+
+    Args:
+        model: with its packed parameters.
+        program: whether its program is quantized. It gives `WeightNorm` the numbers of a packed parameter;
+            `SpectralNorm` changes variables of the class `flax.nnx.Param` alone.
+
+    Raises:
+        NotImplementedError: that names the wrapper.
+    """
+    for placed in modules_of(model):
+        wrapper: Any = placed.module
+        if isinstance(wrapper, nnx.SpectralNorm):
+            changes = lambda _, value: value.get_value().ndim > 1  # noqa: E731
+        elif isinstance(wrapper, nnx.WeightNorm) and not program:
+            changes = wrapper.variable_filter
+        else:
+            continue
+        held = nnx.to_flat_state(nnx.state(wrapper.layer_instance, QuantizedParam))
+        names = ["/".join(map(str, path)) for path, value in held if changes(path, value)]
+        if names:
+            name = type(wrapper).__name__
+            traced = "pass inputs=(x,) without a rule for the wrapper alone, " if own_parameters(placed) else ""
+            raise NotImplementedError(
+                f"{name} at {placed.paths[0]!r} normalizes {', '.join(names)} of its layer_instance in each call, "
+                f"which cannot be done to packed numbers. Use mode='qat', {traced}or call the model once and put the "
+                f"layer_instance, whose parameters are normalized then, in the place of the {name}"
+            )
 
 
 def check_modes(rules: Sequence[Rule], mode: str, program: bool = False) -> None:

@@ -9,7 +9,7 @@ import jax
 from flax import nnx
 
 from jchop._products.rule import Rule, as_rules
-from jchop.nn._nnx.layers import Mode, apply, check_modes, check_traceable, needs_program
+from jchop.nn._nnx.layers import Mode, apply, check_modes, check_traceable, check_wrapped, needs_program
 from jchop.nn._nnx.programs import Inputs, quantize_program
 from jchop.nn._trees.modules import is_module, quantize_module
 
@@ -68,7 +68,8 @@ def quantize(
         TypeError: for invalid rules or `rngs`.
         ValueError: for a rule that matches no layer, or has a field without effect on those it matches; a layer with
             its own functions instead of Flax's; a stochastic rule without `rngs`.
-        NotImplementedError: for a product that is out of reach, or a field that a program does not have.
+        NotImplementedError: for a product that is out of reach, a field that a program does not have, or packed
+            parameters that `flax.nnx.SpectralNorm` or `WeightNorm` would normalize.
 
     Example:
         >>> import jax.numpy as jnp, jchop as jc
@@ -95,9 +96,11 @@ def quantize(
     result: Any = nnx.merge(*nnx.split(model), copy=True)  # variables of its own, holding the same arrays
     if inputs is None and not needs_program(result, given, mode):
         apply(result, given, mode, rngs)
+        check_wrapped(result)
     else:
         check_modes(given, mode, program=True)
         if inputs is None and mode != "qat":
             check_traceable(result, given)
         quantize_program(result, given, mode, inputs, rngs)
+        check_wrapped(result, program=True)
     return result

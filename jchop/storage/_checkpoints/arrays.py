@@ -19,7 +19,7 @@ from jchop.storage._array import QArray
 from jchop.storage._checkpoints.integers import pack, spread
 from jchop.storage._checkpoints.row import check
 from jchop.storage._codes import hold, raw
-from jchop.storage._decode import batch_axes
+from jchop.storage._decode import batch_axes, spec_of_part
 from jchop.storage._files.safetensors import Entry
 from jchop.storage._layout import OWN, WHOLE, Kind, kinds_of, with_kinds
 
@@ -177,7 +177,7 @@ def pieces(q: QArray) -> Pieces:
     Raises:
         ValueError: for a plain format, other than two axes, or scales that vmap added axes to.
     """
-    fmt = q.spec.scaled
+    fmt = spec_of_part(q.spec, q.ndim).scaled
     if fmt is None:
         raise ValueError("it has no scales")
     check(fmt.sparse is None, "it has codes of some numbers alone (sparse), and the layout has codes of all")
