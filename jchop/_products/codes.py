@@ -39,7 +39,7 @@ from jchop.formats import ElementFormat, FloatFormat, IntegerFormat, float8_e4m3
 from jchop.spec import Spec
 from jchop.storage import QArray, quantize
 from jchop.storage._codes import decode_plain, gather, hold, native_dtype
-from jchop.storage._decode import batch_axes, decode, expand
+from jchop.storage._decode import batch_axes, decode, expand, spec_of_part
 from jchop.storage._layout import WHOLE, Kind, kinds_of, scale_shape, with_kinds
 
 Array = jax.Array
@@ -156,10 +156,10 @@ def parts_of(q: QArray, numbers: Array | None = None) -> Coded:
         elements, shift = _elements(q)
         kinds: Sequence[Kind] = (WHOLE,) * q.ndim
         scale, sizes = None, q.shape
-        if q.spec.scaled is not None:
+        if (fmt := spec_of_part(q.spec, q.ndim).scaled) is not None:
             batch = batch_axes(q.spec, q.shape, q.scale)
-            kinds, scale = kinds_of(q.spec.scaled, q.ndim, batch), scales_of(q)
-            sizes = (1,) * batch + q.spec.scaled.group_shape(q.shape[batch:])
+            kinds, scale = kinds_of(fmt, q.ndim, batch), scales_of(q)
+            sizes = (1,) * batch + fmt.group_shape(q.shape[batch:])
         if numbers is not None and numbers.size and not q.spec.element.has_nan:
             scale = jnp.where(
                 _has_nan(numbers, Groups(q.shape, sizes)), jnp.nan, jnp.float32(1) if scale is None else scale
@@ -183,15 +183,16 @@ def _has_nan(x: Array, groups: Groups) -> Array:
 
 def scales_of(q: QArray) -> Array:
     """The scale of each group, with its parts multiplied: the number of an element 1 in each group."""
-    assert q.spec.scaled is not None
+    own = spec_of_part(q.spec, q.ndim).scaled
+    assert own is not None
     batch = batch_axes(q.spec, q.shape, q.scale)
-    kinds = kinds_of(q.spec.scaled, q.ndim, batch)
+    kinds = kinds_of(own, q.ndim, batch)
     shape = (*q.shape[:batch], *scale_shape(kinds[batch:], q.shape[batch:]))
     wide = "float64" if q.dtype == np.float64 else "float32"
     if not isinstance(q.scale, tuple) and q.scale.shape == shape and q.scale.dtype.name in CARRIERS:
         return q.scale.astype(wide)
-    fmt = with_kinds(q.spec.scaled, [1 if isinstance(kind, int) else kind for kind in kinds[batch:]])
-    fmt = replace(fmt, scale=q.spec.scaled.scale)
+    fmt = with_kinds(own, [1 if isinstance(kind, int) else kind for kind in kinds[batch:]])
+    fmt = replace(fmt, scale=own.scale)
     one = q.spec.element.code_of(1)
     assert one is not None
     ones = jnp.full(shape or (1,), one, jnp.uint8 if q.spec.element.bits <= 8 else jnp.uint16)
@@ -251,20 +252,18 @@ def codes_of(stored: QArray, layout: Layout | None, shape: tuple[int, ...]) -> C
     return parts if layout is None else parts.moved(lambda v: layout.back(v, shape))
 
 
-def in_own_shape(q: QArray, layout: Layout, shape: tuple[int, ...], stacked: int = 0) -> QArray | None:
+def in_own_shape(q: QArray, layout: Layout, shape: tuple[int, ...]) -> QArray | None:
     """A packed parameter with the axes that it had before it was laid out; None if that would split groups.
 
     Then no transpose stands between its numbers and the product. A compiler may take a transpose into the product,
     which then adds in another order than that of the rounded parameter in training.
     """
     order = (*layout.kept, *layout.summed)
-    lead = q.shape[:stacked]
     try:
-        apart = q.reshape(*lead, *(shape[axis] for axis in order))
+        apart = q.reshape(*(shape[axis] for axis in order))
     except ValueError:
         return None
-    inverse = sorted(range(len(order)), key=order.__getitem__)
-    return apart.transpose(*range(stacked), *(stacked + i for i in inverse))
+    return apart.transpose(*sorted(range(len(order)), key=order.__getitem__))
 
 
 class Matrices:

@@ -16,7 +16,7 @@ from jchop._products.layout import Layout
 from jchop._products.product import Dot, Ragged
 from jchop._settings import compiled
 from jchop.storage import QArray, dequantize
-from jchop.storage._decode import batch_axes
+from jchop.storage._decode import batch_axes, spec_of_part
 from jchop.storage._layout import OWN, WHOLE, kinds_of
 
 Array = jax.Array
@@ -167,9 +167,9 @@ def _block(name: str, q: Any, summed: tuple[int, ...]) -> int | None:
     if not isinstance(q, QArray):
         return None
     check_codes(name, q.spec, "product")
-    if q.spec.scaled is None:
+    if (fmt := spec_of_part(q.spec, q.ndim).scaled) is None:
         return None
-    *slow, last = (kinds_of(q.spec.scaled, q.ndim, batch_axes(q.spec, q.shape, q.scale))[axis] for axis in summed)
+    *slow, last = (kinds_of(fmt, q.ndim, batch_axes(q.spec, q.shape, q.scale))[axis] for axis in summed)
     if last == WHOLE and all(kind == WHOLE for kind in slow):
         return None
     if isinstance(last, int) and (not slow or (q.shape[summed[-1]] % last == 0 and all(k == OWN for k in slow))):

@@ -398,6 +398,15 @@ def test_codes_of_stacks_in_loops_within_loops(rule: jc.Rule) -> None:
 
 
 @pytest.mark.slow
+def test_slices_of_a_stack_with_a_channel_for_each_layer(rng) -> None:
+    """A scan takes the axis of the stack away, which the format names."""
+    x, w = (jnp.asarray(rng.normal(size=shape), jnp.float32) for shape in ((2, 16), (3, 16, 4)))
+    stack, rows = jc.quantize(w, "int8(channel=(0,-1))"), jc.quantize(x, ROW)
+    _, y = jax.lax.scan(lambda c, one: (c, jc.einsum("bk,kn->bn", rows, one)), 0, stack)
+    each = [jc.einsum("bk,kn->bn", rows, jc.quantize(one, "int8(channel=-1)")) for one in w]
+    np.testing.assert_array_equal(y, jnp.stack(each), strict=True)
+
+
 def test_codes_refuse() -> None:
     w, x = normal(32, 4), normal(3, 32, seed=1)
     with pytest.raises(ValueError, match="product='native'"):
