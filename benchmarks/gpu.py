@@ -30,6 +30,7 @@ import jchop.math
 from jchop._files import write_atomically
 from jchop._kernels.products.dequantize_matmul import dequantize_matmul
 from jchop._kernels.scaled import quantize_scaled, round_scaled
+from jchop._products.codes import product_of_blocks_op
 from jchop.formats import parse_format
 
 IMPLS = ("xla", "pallas")
@@ -135,6 +136,8 @@ def rows(side: int, product: int) -> list[Row]:
                 target=target,
             )
         )
+    for kind, block in (("int8", 128), ("int8", 32), ("float8_e4m3fn", 128), ("float8_e4m3fn", 32)):
+        found.append(blocks_row(kind, block, product))
     for m in (1, 16, product):
         found += dequantize_rows(m, 2 * product, normal)
     return found
@@ -151,6 +154,25 @@ def scaled_row(name: str, op: Callable[..., Any], text: str, wide: Any, little: 
         (wide,),
         (little,),
         target=">= 80 % of copy" if name.startswith("mxfp8") else "",
+    )
+
+
+def blocks_row(kind: str, block: int, size: int) -> Row:
+    """Codes whose scales change along the sum; small integers, so that sums of float8 are exact, too."""
+    rng = np.random.default_rng(2)
+
+    def inputs(m: int, n: int, k: int) -> tuple[Any, ...]:
+        codes = [rng.integers(-4, 5, (1, rows, k)).astype(jnp.dtype(kind)) for rows in (m, n)]
+        scales = [np.exp(rng.standard_normal((1, rows, -(-k // block)), np.float32)) for rows in (m, n)]
+        return *codes, *scales
+
+    static: Any = {"names": ("x_scale", "w_scale"), "block": block, "dtype": "bfloat16"}
+    return Row(
+        f"{kind} in blocks of {block}, {size}^3",
+        lambda *args, impl: product_of_blocks_op(*args, **static, impl=impl),
+        inputs(size, size, size),
+        inputs(65, 71, 388),
+        macs=size**3,
     )
 
 
