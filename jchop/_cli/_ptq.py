@@ -25,7 +25,6 @@ _NEAREST = "nearest"
 
 
 def run_ptq(options: argparse.Namespace) -> None:
-
     from jchop import ptq
     from jchop._products.quantize_fn import quantize_fn
     from jchop._products.rule import Rule

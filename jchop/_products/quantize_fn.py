@@ -328,7 +328,7 @@ class QuantizedFunction:
             >>> low.report(jnp.ones((8, 4)), jnp.ones((2, 8)), platform="h200").products[0].operands
             'int8 x int8 -> int32'
         """
-        return self._program(Call(params, args, kwargs)).report(platform)
+        return self.resolved(params, *args, **kwargs).report(platform)
 
     def resolved(self, params: Any, *args: Any, **kwargs: Any) -> Resolved:
         """The planned program for arguments, with what the rules do in it."""

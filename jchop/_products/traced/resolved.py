@@ -305,10 +305,8 @@ def _check_codes(
         if found is None or use.laid is None or rule.weight is None:
             continue
         block = block_of(rule.weight, len(use.laid.kept) + 1)
-        what, line = (
-            f"product='codes': the groups of the parameter {paths[use.leaf]!r}",
-            use.source or "an unknown line",
-        )
+        what = f"product='codes': the groups of the parameter {paths[use.leaf]!r}"
+        line = use.source or "an unknown line"
         if place(shapes[use.leaf], use.laid, rule.weight) != replace(found[0], turn=None):
             raise ValueError(
                 f"{what} follow its first product, at {found[1].source or 'an unknown line'}, and are not blocks along "
