@@ -28,6 +28,9 @@ from gpu import in_parallel, measure
 from jax import lax
 
 import jchop as jc
+from jchop._kernels.products.product_of_blocks_gpu import product_of_blocks
+from jchop._kernels.products.product_of_blocks_tile import ProductOfBlocksGpuTiling
+from jchop._products.codes import parts_of
 
 Call = Callable[[], Any]
 
@@ -40,6 +43,8 @@ LAYERS = {
     "mxfp8": ("mxfp8_e4m3", "mxfp8_e4m3"),
 }
 DECODED = ("int8(group=all)", "int4(group=128)", "e4m3fn(group=all)", "mxfp4", "nf4(group=128)")
+#: For sums of int8 that one kernel scales before it writes them.
+ONE_KERNEL = ((128, 128, 128, 8, 4), (128, 256, 128, 8, 3), (256, 128, 128, 8, 3))
 TRAINED = ("int8", "float8_rowwise", "float8_tensorwise")
 
 
@@ -84,6 +89,7 @@ def layers(side: int) -> Cases:
         "activations to int8": (lambda x: jc.quantize(x, "int8(group=all)"), (x,)),
         "activations to e4m3": (lambda x: jc.quantize(x, "e4m3fn(group=all)"), (x,)),
     }
+    cases |= scaled_products(side)
     for name, (weight, activation) in LAYERS.items():
         low = layer(weight, activation)
         cases[name] = low, (jax.jit(low.pack)(w, x), x)
@@ -97,6 +103,25 @@ def layers(side: int) -> Cases:
             provider = qwix.PtqProvider([qwix.QtRule(weight_qtype=kind, act_qtype=kind)])
             graph, state = nnx.split(qwix.quantize_model(model, provider, x))
             cases[f"qwix {name}"] = (lambda state, x, graph=graph: nnx.merge(graph, state)(x)), (state, x)
+    return cases
+
+
+def scaled_products(side: int) -> Cases:
+    """An int8 product and its scales: by XLA, whose sums pass through memory, and by a kernel that keeps them."""
+    x, w = (jc.quantize(v, "int8(group=all)") for v in (normal(0, side, side), normal(1, side, side).T))
+    cases: Cases = {"scaled int8 product": (partial(jc.einsum, "mk,nk->mn"), (x, w))}
+    parts = [parts_of(q) for q in (x, w)]
+    given = tuple(part.elements[None] for part in parts) + tuple(part.scale[None, :, :1] for part in parts)
+    for tiling in ONE_KERNEL:
+        kernel = partial(
+            product_of_blocks,
+            names=("x_scale", "w_scale"),
+            block=side,
+            dtype="bfloat16",
+            tiling=ProductOfBlocksGpuTiling(*tiling),
+            interpret=jax.devices()[0].platform != "gpu",  # a rehearsal
+        )
+        cases[f"scaled int8 product, one kernel {tiling}"] = kernel, given
     return cases
 
 
