@@ -195,6 +195,8 @@ _NOT_ON_TPU = {"float16", "float64"}
 #: The longest blocks: a tile of the TPU holds at least eight blocks, a program of the GPU one.
 _MOST_TPU = 1024
 _MOST_GPU = {True: 4096, False: 256}
+#: The most numbers whose rows become one row of blocks.
+_FEW = 1 << 16
 
 
 def _plain(plan: Plan, shape: Sequence[int]) -> tuple[tuple[int, ...], Plan] | None:
@@ -215,7 +217,7 @@ def _plain(plan: Plan, shape: Sequence[int]) -> tuple[tuple[int, ...], Plan] | N
         elif length > 1:
             axes.append((length, size))
     rows = isinstance(plan.fmt.group, int) and len(axes) == 2 and axes[0][1] == 1
-    if rows and axes[1][0] % axes[1][1] == 0 and math.prod(shape) <= select.MOST_IN_FLOAT64:
+    if rows and axes[1][0] % axes[1][1] == 0 and math.prod(shape) <= _FEW:
         axes = [(axes[0][0] * axes[1][0], axes[1][1])]
     named = tuple(axis for axis, (_, size) in enumerate(axes) if size > 1)
     if not named:

@@ -437,7 +437,7 @@ def test_asking_changes_no_bit(text, dtype, rng):
     """Through the operations, which ask in the program of one CPU, and the bodies that do not."""
     spec = jc.parse(text)
     drawn = seed_words(jax.random.key(KEY)) if spec.rounding.stochastic else ()
-    shape, plan = (64, select.MOST_IN_FLOAT64 // 32), plan_of(spec, dtype)
+    shape, plan = (64, select.MOST_UNBRANCHED // 32), plan_of(spec, dtype)
 
     @jax.jit
     def both(x):
@@ -459,7 +459,7 @@ def test_asking_changes_no_bit(text, dtype, rng):
 def test_zero_points_far_outside_are_not_called_moderate(rng):
     """They are no zero points that are fitted; with all scales moderate the program has to take the other branch."""
     spec = jc.parse("uint8(channel=0,zero_point=integer)")
-    shape = (64, select.MOST_IN_FLOAT64 // 32)
+    shape = (64, select.MOST_UNBRANCHED // 32)
     x = jnp.asarray(rng.standard_normal(shape).astype(np.float32))
     scale, zero = jnp.full((64, 1), 0.01, jnp.float32), jnp.full((64, 1), 128, jnp.int32)
     for far in (-(2**31), -70_000, -1025, 1025, 70_000, 2**31 - 1):
@@ -487,7 +487,7 @@ COLUMNS = {
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_the_largest_number_of_a_column(text, dtype, rng):
     """A program of one CPU looks for it among numbers first; the body that does not branch_allowed, among integers."""
-    spec, shape = jc.parse(text), (select.LEAST_TO_BRANCH // 64, 65)
+    spec, shape = jc.parse(text), (select.MOST_UNBRANCHED // 64, 65)
     plan = plan_of(spec, dtype)
 
     @jax.jit

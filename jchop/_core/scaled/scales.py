@@ -59,8 +59,8 @@ _OWN = {"float32": binary32, "float64": binary64}
 TENSOR_SCALE = binary32
 #: The safe range of scales: from 2^-SAFE_EXPONENT to 2^SAFE_EXPONENT.
 SAFE_EXPONENT = 48
-#: The fewest numbers for a branch; with fewer it would cost more than it saves.
-LEAST_TO_BRANCH = 1 << 14
+#: The most numbers without a branch: compiling both ways would take as long as a thousand calls save.
+MOST_UNBRANCHED = 1 << 19
 #: The most rows for which XLA's CPU backend also compares integers fast.
 _MANY = 32
 
@@ -311,7 +311,7 @@ def _largest_by_numbers(
     def exactly() -> Array:  # from the numbers: operands of a branch are written to memory
         return largest(_bits.split(x, carrier)[1])
 
-    long = if_known(lambda: x.size >= LEAST_TO_BRANCH and math.prod(x.shape[i] for i in axes) > _MANY)
+    long = if_known(lambda: x.size > MOST_UNBRANCHED and math.prod(x.shape[i] for i in axes) > _MANY)
     if not (branch_allowed and long) or carrier.name != "float32" or x.ndim - 1 in axes:
         return exactly()
     found = lax.bitcast_convert_type(jnp.max(jnp.abs(x), axis=axes, keepdims=True), carrier.work)

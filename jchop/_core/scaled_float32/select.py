@@ -17,7 +17,7 @@ from jchop._core.rounding.codes import decode_elements, encode_elements
 from jchop._core.rounding.elements import round_elements
 from jchop._core.scaled import elements
 from jchop._core.scaled.elements import narrow, with_nan
-from jchop._core.scaled.scales import LEAST_TO_BRANCH, Plan, Scales, all_in_safe_range
+from jchop._core.scaled.scales import MOST_UNBRANCHED, Plan, Scales, all_in_safe_range
 from jchop._core.scaled_float32 import codebooks, floats, in_float64, integers, thresholds
 from jchop._core.sizes import if_known
 from jchop._core.xla_cpu import branch, materialize_per_group
@@ -25,13 +25,13 @@ from jchop._core.xla_cpu import branch, materialize_per_group
 Array = jax.Array
 
 #: Arrays of at most as many numbers are rounded in float64 if the program may: a third of the operations to compile,
-#: each of them at half the speed.
-MOST_IN_FLOAT64 = 1 << 16
+#: each of them at half the speed. Under scales that are powers of two (True) float32 needs few operations, too.
+MOST_IN_FLOAT64 = {False: 1 << 19, True: 1 << 16}
 
 
 def prefers_float64(x: Array, plan: Plan) -> bool:
     """Whether a program of one CPU rounds in float64: few numbers, or no exact float32 arithmetic for them."""
-    few = if_known(lambda: x.size <= MOST_IN_FLOAT64)
+    few = if_known(lambda: x.size <= MOST_IN_FLOAT64[plan.is_power])
     return few or not any(way.applies(plan) for way in (integers, floats, thresholds, codebooks))
 
 
@@ -56,7 +56,7 @@ def branch_on_range(
         zero: integer zero points, which must be within 2^10 of zero for the branch.
     """
     gains = (integers.applies(plan) or floats.applies(plan)) and not in_float64.applies(plan)
-    if not branch_allowed or not gains or scales.tensor is not None or if_known(lambda: x.size < LEAST_TO_BRANCH):
+    if not branch_allowed or not gains or scales.tensor is not None or if_known(lambda: x.size <= MOST_UNBRANCHED):
         return run(plan)
     in_safe_range = all_in_safe_range(scales, plan)
     if zero is not None and jnp.issubdtype(zero.dtype, jnp.integer):
