@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -9,6 +10,7 @@ from functools import partial
 from typing import Any
 
 import jax
+from jax import export
 
 from jchop._products.layout import over_stack, with_nan
 from jchop._products.matrices import Laid, Turn
@@ -21,7 +23,9 @@ from jchop.formats import ScaledFormat
 from jchop.formats._grouping import axis_indexes
 from jchop.spec import Spec
 from jchop.storage import QArray, dequantize, fit_scale, quantize
+from jchop.storage._array import Rearranged
 from jchop.storage._layout import OWN, WHOLE, Kind, kinds_of, with_kinds, with_sparse_axis
+from jchop.storage._quantize import requantize
 
 Array = jax.Array
 
@@ -110,7 +114,7 @@ def _round(spec: Spec, x: Array, key: Array | None) -> Array:
 
 @partial(jax.tree_util.register_dataclass, data_fields=["stored"], meta_fields=["core", "ndim_stored"])
 @dataclass(frozen=True, eq=False)
-class StoredAs:
+class StoredAs(Rearranged):
     """A packed parameter whose groups run over several of its axes, so that it is stored in another shape.
 
     Args:
@@ -161,9 +165,17 @@ class StoredAs:
         """The numbers, in the shape of the parameter."""
         return dequantize(self.stored, dtype).reshape(self.shape)
 
-    def __jax_array__(self) -> Array:
-        """The numbers, where a function of `jax.numpy` takes the parameter."""
-        return self.dequantize()
+    def requantize(self, x: Array, key: Array | None = None) -> StoredAs:
+        """Other numbers of the parameter, packed in the same way."""
+        return replace(self, stored=requantize(self.stored, x.reshape(self.stored.shape), key))
+
+
+export.register_pytree_node_serialization(
+    StoredAs,
+    serialized_name="jchop.StoredAs",
+    serialize_auxdata=lambda static: json.dumps(static).encode(),
+    deserialize_auxdata=lambda data: (tuple(json.loads(data)[0]), json.loads(data)[1]),
+)
 
 
 # -- formats along the axes of a parameter -----------------------------------------------------------------------------

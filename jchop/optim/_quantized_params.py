@@ -9,7 +9,9 @@ import optax
 
 from jchop._arguments import checked_keys
 from jchop.optim._leaves import map_drawing, require_shapes
-from jchop.storage import QArray, dequantize, quantize
+from jchop.storage import QArray, dequantize
+from jchop.storage._array import Rearranged
+from jchop.storage._quantize import requantize
 
 Array = jax.Array
 
@@ -17,11 +19,14 @@ Array = jax.Array
 def apply_updates(params: Any, updates: Any, key: Array | None = None) -> Any:
     """`optax.apply_updates` for parameters that include a `QArray`, which is quantized again under its spec.
 
+    A parameter that `jchop.quantize_fn(...).pack` stored in another shape is packed in that shape again. Each array of
+    a stack (`vmap`, `scan`) is quantized by itself, if it has scales of its own.
+
     Under a stochastic spec, ``"int8(channel=0):stochastic"``, updates below a quantum count on average, so that no copy
     in more bits is needed. The scales are fitted to the new numbers.
 
     Args:
-        params: a pytree of arrays, some of them a `QArray`.
+        params: a pytree of arrays, some of them packed.
         updates: a pytree of plain arrays, in the shapes of `jchop.storage.dequantize_params`.
         key: a typed key for this step, needed if a `QArray` has a stochastic spec. It is split into a key for each
             leaf.
@@ -46,13 +51,17 @@ def apply_updates(params: Any, updates: Any, key: Array | None = None) -> Any:
     def leaf(key: Array | None, p: Any, u: Any) -> Any:
         if not _is_packed(p):
             return optax.apply_updates(p, u)
-        return quantize(optax.apply_updates(dequantize(p), u), p.spec, key)
+        return requantize(p, optax.apply_updates(dequantize(p), u), key)
 
     require_shapes("updates", updates, "params", params)
     packed = [p for p in jax.tree.leaves(params, is_leaf=_is_packed) if _is_packed(p)]
-    drawn = [found for p in packed if (found := checked_keys(p.spec, key)[0]) is not None]
+    drawn = [found for p in packed if (found := checked_keys(_codes(p).spec, key)[0]) is not None]
     return map_drawing(leaf, drawn[0] if drawn else None, params, updates, is_leaf=_is_packed)[1]
 
 
 def _is_packed(leaf: Any) -> bool:
-    return isinstance(leaf, QArray)
+    return isinstance(leaf, QArray | Rearranged)
+
+
+def _codes(leaf: QArray | Rearranged) -> QArray:
+    return leaf.stored if isinstance(leaf, Rearranged) else leaf

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import json
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import Any, Self
 
 import jax
 import jax.core
@@ -347,6 +348,36 @@ class QArray:
             scale = (raw(scale.qvalue, scale._element), *flat(scale.scale, scale.zero_point))
         spec = replace(self.spec, format=with_kinds(fmt, kinds))
         return QArray(qvalue, scale, zero_point, spec, size, self.dtype)
+
+
+class Rearranged(ABC):
+    """A parameter that is stored as a QArray of another shape, and knows the way back.
+
+    Attributes:
+        stored: the QArray.
+        shape: of the parameter.
+    """
+
+    stored: QArray
+    shape: Any
+
+    @abstractmethod
+    def dequantize(self, dtype: Any = None) -> Any:
+        """The numbers, in the shape of the parameter."""
+
+    @abstractmethod
+    def requantize(self, x: Any, key: Array | None = None) -> Self:
+        """Other numbers of the parameter, packed in the same way (`storage._quantize.requantize`)."""
+
+    def __jax_array__(self) -> Any:
+        """The numbers, for functions of `jax.numpy` that take the parameter."""
+        return self.dequantize()
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
+        """The numbers, for functions of NumPy, as of a QArray."""
+        if copy is False:
+            raise ValueError("a packed parameter holds codes, so its numbers are a new array: copy=False cannot be had")
+        return np.asarray(self.dequantize(), dtype)
 
 
 #: The most elements that `repr` dequantizes and shows.

@@ -1,4 +1,4 @@
-"""`quantize`, `dequantize` and `fit_scale`."""
+"""`quantize`, `dequantize`, `requantize` and `fit_scale`."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ from jchop._core.scaled_bodies import flat, unflat
 from jchop._kernels.primitive import IMPLEMENTATIONS, Impl
 from jchop._kernels.scaled import dense_of, fit_scaled, quantize_scaled, stored_shapes
 from jchop._round.round_to_format import round_to_format
-from jchop._settings import compiled
+from jchop._settings import compiled, split
 from jchop.formats import ElementFormat, ScaledFormat, UniformFormat
 from jchop.spec import Gradient, Spec, as_spec
-from jchop.storage._array import QArray
+from jchop.storage._array import QArray, Rearranged
 from jchop.storage._codes import code_dtype, encode_plain, hold, needs_float64, thinned
-from jchop.storage._decode import Form, Scale, decode
+from jchop.storage._decode import Form, Scale, batch_axes, decode, spec_of_part
 from jchop.storage._layout import from_end
 
 Array = jax.Array
@@ -103,22 +103,22 @@ def quantize(
     return QArray(qvalue, scale, zero_point, spec, size, np.dtype(array.dtype), places)
 
 
-def dequantize(q: QArray, dtype: Any = None, *, add_to: Any = None) -> Any:
+def dequantize(q: QArray | Rearranged, dtype: Any = None, *, add_to: Any = None) -> Any:
     """The numbers of a `QArray`. They equal `round_to_format` of the array under the spec, bit for bit.
 
     Differentiable in the leaves that are floats: scales, and codes of a float dtype.
 
     Args:
-        q: the stored array.
+        q: the stored array; or a parameter that `jchop.quantize_fn(...).pack` stored in another shape.
         dtype: float16, bfloat16, float32 or float64, to which scale times element is rounded once. Default:
             ``q.dtype``.
         add_to: an array of the same shape; the result is its sum with the numbers, in its dtype, computed in one pass.
 
     Returns:
-        A JAX array, or a NumPy array if the leaves are NumPy arrays.
+        A JAX array, or a NumPy array if the leaves are NumPy arrays. It has the shape of the parameter.
 
     Raises:
-        TypeError: if `q` is not a QArray, or `dtype` not a carrier.
+        TypeError: if `q` is not such an array, or `dtype` not a carrier.
         ValueError: for leaves that do not fit each other, or an `add_to` of another shape.
 
     Example:
@@ -129,7 +129,7 @@ def dequantize(q: QArray, dtype: Any = None, *, add_to: Any = None) -> Any:
         >>> jc.dequantize(q, add_to=jnp.ones(3)).dtype
         dtype('float32')
     """
-    if not isinstance(q, QArray):
+    if not isinstance(q, QArray | Rearranged):
         raise TypeError(f"q={q!r} must be a QArray, as returned by jchop.quantize")
     if add_to is not None:
         if dtype is not None and np.dtype(dtype) != add_to.dtype:
@@ -137,6 +137,9 @@ def dequantize(q: QArray, dtype: Any = None, *, add_to: Any = None) -> Any:
         if tuple(add_to.shape) != q.shape:
             raise ValueError(f"add_to has shape {tuple(add_to.shape)}, and q {q.shape}")
         dtype = add_to.dtype
+    if isinstance(q, Rearranged):
+        numbers = q.dequantize(dtype)
+        return numbers if add_to is None else add_to + numbers
     form = q.form(dtype)
     if form.dtype not in CARRIERS:
         raise TypeError(f"dtype={dtype!r} is not a carrier; allowed: {', '.join(CARRIERS)}")
@@ -147,6 +150,35 @@ def dequantize(q: QArray, dtype: Any = None, *, add_to: Any = None) -> Any:
         if all(isinstance(leaf, np.ndarray) for leaf in jax.tree.leaves((q, add_to))):
             return _to_numpy(numbers)
     return numbers
+
+
+def requantize(q: Any, x: Any, key: Array | None = None) -> Any:
+    """Other numbers packed like an array: under its spec, with scales of the same groups.
+
+    Leading axes that vmap or scan added have scales of their own, so each array of such a stack is packed by itself.
+
+    Args:
+        q: a QArray, or a parameter that is stored in another shape.
+        x: numbers in the shape of `q`.
+        key: as in `quantize`; an array of a stack has a key of its own.
+
+    Returns:
+        An array like `q`.
+    """
+    if isinstance(q, Rearranged):
+        return q.requantize(x, key)
+    function = partial(quantize, spec=spec_of_part(q.spec, q.ndim))
+    for _ in range(0 if q.spec.scaled is None else batch_axes(q.spec, q.shape, q.scale)):
+        function = _of_stack(function)
+    return replace(function(x, key=key), spec=q.spec)
+
+
+def _of_stack(function: Any) -> Any:
+    def each(x: Array, key: Array | None) -> Any:
+        keys = None if key is None else split(key, x.shape[0])
+        return jax.vmap(lambda x, key: function(x, key=key))(x, keys)
+
+    return each
 
 
 def fit_scale(x: Any, spec: _Spec) -> tuple[Scale, Any]:

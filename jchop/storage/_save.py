@@ -42,7 +42,9 @@ def save_safetensors(path: str | os.PathLike[str], tree: Any, *, metadata: Mappi
     plain tensors named ``NAME.qvalue``, ``NAME.scale``, ``NAME.zero_point``, ``NAME.places``. If a scale has several
     parts, there are also ``NAME.tensor_scale`` (a rule with a scale of the tensor), or ``NAME.scale_scale`` and
     possibly ``NAME.scale_zero_point`` (scales that are quantized again). A random key (`jax.random.key`) is the tensor
-    of its data. An existing file is replaced in one step. No further package is needed.
+    of its data. A parameter that `jchop.quantize_fn(...).pack` stored in another shape is ``NAME.stored``, a QArray of
+    that shape; `load_safetensors` with `like` gives it back. An existing file is replaced in one step. No further
+    package is needed.
 
     If an array spans several processes (`jax.distributed`), all processes call this with the same path, in a folder
     that all of them see, and write one file together: each the parts of its own devices, the first one all other
@@ -341,9 +343,9 @@ def _is_key(leaf: Any) -> bool:
     return hasattr(leaf, "dtype") and jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
 
 
-def named_leaves(tree: Any) -> list[tuple[str, tuple[Any, ...], Any]]:
-    """The name, path and value of each leaf."""
-    leaves = jax.tree_util.tree_flatten_with_path(tree, is_leaf=_is_qarray)[0]
+def named_leaves(tree: Any, kinds: Any = QArray) -> list[tuple[str, tuple[Any, ...], Any]]:
+    """The name, path and value of each leaf; what is of these classes is a leaf."""
+    leaves = jax.tree_util.tree_flatten_with_path(tree, is_leaf=lambda node: isinstance(node, kinds))[0]
     if leaves and not leaves[0][0]:
         raise ValueError("a single array has no name; pass a dict: {'name': array}")
     return [(jax.tree_util.keystr(path, simple=True, separator="."), path, leaf) for path, leaf in leaves]

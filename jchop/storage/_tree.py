@@ -6,7 +6,7 @@ from typing import Any
 
 import jax
 
-from jchop.storage._array import QArray
+from jchop.storage._array import QArray, Rearranged
 from jchop.storage._quantize import dequantize
 
 
@@ -14,7 +14,8 @@ def dequantize_params(params: Any) -> Any:
     """A pytree with every `QArray` replaced by its numbers, for losses, gradients and optimizers.
 
     Args:
-        params: a pytree of arrays and QArrays.
+        params: a pytree of arrays and QArrays. A parameter that `jchop.quantize_fn(...).pack` stored in another shape
+            becomes an array in its own shape.
 
     Returns:
         A pytree of arrays.
@@ -27,6 +28,6 @@ def dequantize_params(params: Any) -> Any:
     """
 
     def is_packed(leaf: Any) -> bool:
-        return isinstance(leaf, QArray)
+        return isinstance(leaf, QArray | Rearranged)
 
     return jax.tree.map(lambda leaf: dequantize(leaf) if is_packed(leaf) else leaf, params, is_leaf=is_packed)

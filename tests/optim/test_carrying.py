@@ -123,3 +123,33 @@ def test_packed_parameters_move_by_less_than_a_quantum_on_average() -> None:
     assert (moved[0] != moved[1]).any()
     with pytest.raises(ValueError, match="key=None"):
         optim.apply_updates(params, updates)
+
+
+def test_a_parameter_that_is_stored_in_another_shape_is_packed_again() -> None:
+    def convolved(w: jax.Array, x: jax.Array) -> jax.Array:
+        return jax.lax.conv_general_dilated(x, w, (1, 1), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC"))
+
+    w = jax.random.normal(KEY, (3, 3, 3, 8))
+    packed = jc.quantize_fn(convolved, jc.Rule(weight="int4(group=8)")).pack(w, jnp.ones((1, 4, 4, 3)))
+    after = optim.apply_updates({"w": packed}, {"w": w})["w"]
+    assert jax.tree.structure(after) == jax.tree.structure(packed) and packed.stored.shape == (27, 8)
+    moved = (jc.dequantize(packed) + w).reshape(27, 8)
+    np.testing.assert_array_equal(jc.dequantize(after), jc.round_to_format(moved, packed.spec).reshape(w.shape))
+    with pytest.raises(ValueError, match=r"updates: w has shape \(27, 8\), and params \(3, 3, 3, 8\)"):
+        optim.apply_updates({"w": packed}, {"w": jnp.zeros((27, 8))})
+
+
+@pytest.mark.parametrize("spec", ["nvfp4", "int8(channel=1):stochastic"])
+def test_layers_of_a_stack_keep_their_own_scales(spec: str) -> None:
+    """Two layers are equal, and scales of all layers together would lose the third."""
+    w = jax.random.normal(KEY, (8, 16)) * jnp.array([1.0, 1.0, 2.0**-18])[:, None, None]
+    packed = jax.vmap(lambda w, key: jc.quantize(w, spec, key))(w, jax.random.split(KEY, 3))
+    after = jax.jit(optim.apply_updates)({"w": packed}, {"w": w}, KEY)["w"]
+    assert jax.tree.structure(after) == jax.tree.structure(packed)
+    assert jax.tree.map(jnp.shape, jax.tree.leaves(after)) == jax.tree.map(jnp.shape, jax.tree.leaves(packed))
+    moved, numbers = np.asarray(jc.dequantize(packed) + w), np.asarray(jc.dequantize(after))
+    assert (np.abs(numbers - moved).max((1, 2)) < 0.3 * np.abs(w).max((1, 2))).all()
+    if packed.spec.rounding.stochastic:
+        assert (numbers[0] != numbers[1]).any()
+    else:
+        np.testing.assert_array_equal(numbers[2], jc.round_to_format(moved[2], spec))

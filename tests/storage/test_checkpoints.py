@@ -364,6 +364,66 @@ def test_what_would_be_misread_is_refused(tmp_path: Path, said: str, name: str, 
     assert "v." + more in {*load_checkpoint(tmp_path, "plain"), "v."}
 
 
+#: Codes and what belongs to them in layouts that are not read.
+UNREAD = {
+    "gpt-oss": ("experts.down_proj_blocks", "experts.down_proj_scales", np.uint8),
+    "gpt-oss of OpenAI": ("mlp1_weight.blocks", "mlp1_weight.scales", np.uint8),
+    "MLX": ("l.weight", "l.scales", np.uint32),
+    "MLX, one tensor": ("weight", "scales", np.uint32),
+    "HIGGS": ("l.weight", "l.scales", np.int16),
+    "gpt-fast": ("l.weight", "l.scales_and_zeros", np.int32),
+    "DeepSeek's inference": ("l.weight", "l.scale", F8),
+    "DeepSeek's experts": ("experts.gate_up_proj", "experts.gate_up_proj_scale_inv", F8),
+    "ComfyUI": ("l.weight", "l.scale_weight", F8),
+    "Mistral": ("l.weight", "l.qscale_weight", F8),
+    "TensorRT-LLM": ("l.weight", "l.weights_scaling_factor", np.int8),
+    "EETQ": ("l.weight", "l.weight_scales", np.int8),
+    "FBGEMM's experts": ("experts.gate_up_proj", "experts.gate_up_proj_scale", F8),
+    "modelopt's experts": ("experts.gate_up_proj", "experts.gate_up_proj_weight_scale", np.uint8),
+    "quanto": ("l.weight._data", "l.weight._scale", np.int8),
+    "quanto, packed": ("l.weight._data._data", "l.weight._scale", np.uint8),
+    "torchao without records": ("l._weight_qdata", "l._weight_scale", np.int8),
+    "jchop without its record": ("l.weight.qvalue", "l.weight.scale", np.uint8),
+    "AQLM": ("l.codes", "l.codebooks", np.int8),
+    "VPTQ": ("l.indices", "l.centroids.weight", np.int32),
+    "QuIP#": ("l.Qidxs", "l.SU", np.int64),
+    "ExLlamaV3": ("l.trellis", "l.suh", np.int16),
+    "SpQR": ("l.dense_weights", "l.row_offsets", np.int64),
+    "DFloat11": ("l.encoded_exponent", "l.sign_mantissa", np.uint8),
+    "Marlin": ("l.B", "l.s", np.int32),
+    "BitNet": ("l.weight", "l.weight_scale", np.uint8),
+    "NVFP4 of modelopt": ("l.weight", "l.weight_scale_2", np.uint8),
+}
+
+
+@pytest.mark.parametrize("name", UNREAD)
+def test_codes_without_a_configuration_are_not_plain_tensors(tmp_path: Path, name: str) -> None:
+    codes, scales, dtype = UNREAD[name]
+    tensors = {codes: np.zeros((2, 4), dtype), scales: np.ones((2, 1), np.float32), "norm.weight": np.ones(3, "f4")}
+    jc.save_safetensors(path := tmp_path / "model-00001-of-00002.safetensors", tensors)
+    with pytest.raises(ValueError, match="layout='plain' reads every tensor as it is") as error:
+        load_checkpoint(path)
+    assert "\n" not in str(error.value)
+    plain = load_checkpoint(path, "plain")
+    assert {name: array.dtype for name, array in plain.items()} == {
+        name: array.dtype for name, array in tensors.items()
+    }
+
+
+def test_codes_of_another_layout_beside_those_of_the_configuration(tmp_path: Path) -> None:
+    folder_of(tmp_path, "gptq", GPTQ, v_blocks=np.zeros((2, 16), np.uint8), v_scales=np.zeros(2, np.uint8))
+    with pytest.raises(ValueError, match=r"'v\.blocks' and 'v\.scales' are of gpt-oss's MXFP4, which is not read"):
+        load_checkpoint(tmp_path)
+
+
+def test_what_only_looks_like_codes_is_read(tmp_path: Path) -> None:
+    names = ("norm.weight", "norm.scale", "up_blocks", "up_scales", "a.mask_scale", "position_ids")
+    tensors = {name: np.ones((2, 4), np.float32) for name in names}
+    tensors |= {"a.mask": np.ones((2, 4), np.bool_), "ids": np.arange(4), "scales": np.ones(4, np.float32)}
+    (path := tmp_path / "x.safetensors").write_bytes(pack_file(tensors, {}))
+    assert set(load_checkpoint(path)) == set(tensors)
+
+
 def test_modules_with_their_own_bits_and_one_scale(tmp_path: Path) -> None:
     """Configurations whose facts about all modules do not hold for the one that is read."""
     tensors = folder_of(tmp_path, "gptq", GPTQ | {"bits": 8, "dynamic": {"+:w": {"bits": 4}}})

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,10 +14,10 @@ import numpy as np
 
 from jchop._arguments import has_tracer
 from jchop._checks import check_bool, check_int
-from jchop.storage._array import QArray
+from jchop.storage._array import QArray, Rearranged
 from jchop.storage._checkpoints.folder import SHARD, Progress, write_file, write_folder
 from jchop.storage._checkpoints.ggufs import write_gguf
-from jchop.storage._checkpoints.opened import GGUF, NAMES, Checkpoint, open_checkpoint
+from jchop.storage._checkpoints.opened import GGUF, NAMES, OWN, PLAIN, Checkpoint, open_checkpoint
 from jchop.storage._checkpoints.written import Job, written_bytes
 from jchop.storage._files.shards import CONFIG, INDEX
 from jchop.storage._save import named_leaves
@@ -86,8 +87,9 @@ def save_checkpoint(
 
     Raises:
         TypeError: for a leaf that is not an array, or traced arrays.
-        ValueError: for an array that the layout cannot hold; the message has specs that it can. For a folder that has
-            tensors already.
+        ValueError: for an array that the layout cannot hold; the message has specs that it can, or layouts that hold
+            a parameter which `jchop.quantize_fn(...).pack` stored in another shape. For a folder that has tensors
+            already.
         OSError: if a file cannot be written.
 
     Example:
@@ -100,13 +102,24 @@ def save_checkpoint(
     """
     if has_tracer(tree):
         raise TypeError("tree has traced arrays, and save_checkpoint writes values: call it outside of transformations")
+    packed = QArray if layout == OWN else QArray | Rearranged  # files of save_safetensors have what is stored
     jobs = []
-    for name, _, leaf in named_leaves(tree):
-        if not isinstance(leaf, QArray | jax.Array | np.ndarray | np.generic):
+    for name, _, leaf in named_leaves(tree, packed):
+        if not isinstance(leaf, packed | jax.Array | np.ndarray | np.generic):
             raise TypeError(f"leaf {name!r} is {leaf!r}, but only arrays and QArrays can be saved")
-        nbytes = written_bytes(layout, leaf.nbytes, leaf.shape, isinstance(leaf, QArray))
-        jobs.append(Job(name, nbytes, lambda leaf=leaf: jax.tree.map(np.asarray, leaf)))
+        if isinstance(leaf, Rearranged) and layout != PLAIN:
+            raise ValueError(
+                f"{name!r} of shape {list(leaf.shape)} is stored in the shape {list(leaf.stored.shape)}, because its "
+                f"groups run over several axes; the layouts {OWN} and {PLAIN} hold it, and layout={layout!r} does not"
+            )
+        codes = leaf.stored if isinstance(leaf, Rearranged) else leaf
+        nbytes = written_bytes(layout, codes.nbytes, leaf.shape, isinstance(leaf, packed))
+        jobs.append(Job(name, nbytes, partial(_numpy, leaf)))
     write_jobs(jobs, Path(path), layout, config=dict(config or {}), exact=exact, shard_bytes=shard_bytes)
+
+
+def _numpy(leaf: Any) -> QArray | np.ndarray:
+    return jax.tree.map(np.asarray, leaf.dequantize() if isinstance(leaf, Rearranged) else leaf)
 
 
 def write_jobs(

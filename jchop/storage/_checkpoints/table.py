@@ -7,6 +7,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+import numpy as np
+
 from jchop.storage._checkpoints import bitsandbytes, compressed, deepseek, microscaling, torchao, transposed
 from jchop.storage._checkpoints.row import Facts, Row, field
 from jchop.storage._files.json import document, shown
@@ -58,7 +60,8 @@ class Layout:
         entries, config = source.entries, quantization(source)
         _check_config(self.name, config)
         anchors = {row.anchor for row in self.rows}
-        self._check_others(entries, anchors)
+        self._check_others(entries, {self.stem("") + anchor for anchor in anchors})
+        _check_pairs(entries)
         ended = ((name, anchor) for name in entries for anchor in anchors if ends(name, self.stem(""), anchor))
         modules = dict.fromkeys(name[: -len(self.stem("") + anchor)].removesuffix(".") for name, anchor in ended)
         found = {}
@@ -69,7 +72,7 @@ class Layout:
         return found
 
     def _check_others(self, entries: Iterable[str], anchors: set[str]) -> None:
-        """Refuse tensors of other layouts, which would be read as if they were not quantized."""
+        """Refuses tensors of other layouts, which would be read as if they were not quantized."""
         others = {anchor: name for anchor, name in (_OWNERS | _FOREIGN).items() if anchor not in anchors}
         for name in entries:
             other = next((others[anchor] for anchor in others if ends(name, "", anchor)), None)
@@ -139,7 +142,54 @@ _FOREIGN = {
     "weight_scale_2": "modelopt's NVFP4",
     "W_q": "HQQ",
     "q_weight": "ExLlamaV2",
+    "_weight_qdata": "torchao, without its records in the metadata",
 }
+#: Ends of the names of two tensors, of which the first has codes, in layouts that are not read, and a name for these.
+_PAIRS = {
+    ("_blocks", "_scales"): "gpt-oss's MXFP4",
+    (".blocks", ".scales"): "gpt-oss's MXFP4",
+    (".weight", ".scales"): "MLX, HIGGS or gpt-fast",
+    (".weight", ".scales_and_zeros"): "gpt-fast",
+    (".weight", ".scale"): "DeepSeek's inference",
+    (".weight", ".scale_weight"): "ComfyUI",
+    (".weight", ".qscale_weight"): "Mistral",
+    (".weight", ".weights_scaling_factor"): "TensorRT-LLM",
+    (".qvalue", ".scale"): "jchop, without their record in the metadata",
+    ("._data", "._scale"): "quanto",
+    ("._data._data", "._scale"): "quanto",
+    (".codes", ".codebooks"): "AQLM",
+    (".indices", ".centroids.weight"): "VPTQ",
+    (".Qidxs", ".SU"): "QuIP#",
+    (".trellis", ".suh"): "ExLlamaV3",
+    (".dense_weights", ".row_offsets"): "SpQR",
+    (".encoded_exponent", ".sign_mantissa"): "DFloat11",
+    (".B", ".s"): "Marlin",
+    ("", "_scales"): "EETQ or a layout like it",
+    ("", "_weight_scale"): "modelopt or a layout like it",
+    ("", "_scale"): "FBGEMM or a layout like it",
+    ("", "_scale_inv"): "DeepSeek or a layout like it",
+}
+
+
+def _check_pairs(entries: Mapping[str, Entry]) -> None:
+    """Refuses codes that are known by the tensor beside them: by themselves they are integers like any others."""
+    for name, entry in entries.items():
+        dotted = f".{name}"
+        for codes, scales in _PAIRS if _may_be_codes(entry.dtype) else ():
+            beside = (dotted.removesuffix(codes) + scales).removeprefix(".")
+            if not dotted.endswith(codes) or beside not in entries:
+                continue
+            if not any(ends(beside, "", anchor) for anchor in _OWNERS):
+                raise ValueError(
+                    f"the tensors {shown(name)} and {shown(beside)} are of {_PAIRS[codes, scales]}, which is not read; "
+                    f"{_WAY_OUT}"
+                )
+
+
+def _may_be_codes(dtype: np.dtype) -> bool:
+    return dtype != np.bool_ and (dtype.itemsize == 1 or np.issubdtype(dtype, np.integer))
+
+
 #: Formats of compressed-tensors whose weights are not those of the table.
 _REFUSED = ("marlin-24", "sparse-bitmask", "sparse-24-bitmask", "mxfp6-pack-quantized")
 
@@ -273,6 +323,7 @@ def named_in(source: Shards) -> str | None:
         return name
     if "tensor_names" in source.metadata:
         return "torchao"
+    _check_pairs(source.entries)
     return _by_names(source.entries)
 
 
