@@ -168,6 +168,7 @@ def _parser() -> argparse.ArgumentParser:
         help="type of the numbers before and after; default float64, and for a .npy file its own type",
     )
     command.add_argument("--out", metavar="FILE.npy", type=Path, help="write the rounded array there")
+    command.add_argument("--force", action="store_true", help="replace FILE.npy if it exists")
     command.add_argument("--json", action="store_true", help="print JSON in place of the table")
     command.set_defaults(run=run_round)
 

@@ -13,6 +13,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+import jchop as jc
 from jchop.__main__ import main
 from jchop._round.round_to_format import round_to_format
 from jchop.formats import CATALOGUE
@@ -240,10 +241,21 @@ def test_a_failed_write_leaves_the_old_file(
         raise OSError(28, "No space left on device", str(target))
 
     monkeypatch.setattr(np, "save", broken)
-    assert main(["round", "1", "--to", "e4m3", "--out", str(target)]) == 2
+    assert main(["round", "1", "--to", "e4m3", "--out", str(target), "--force"]) == 2
     assert capsys.readouterr().err == f"jchop: error: {target}: No space left on device\n"
     assert target.read_bytes() == b"old"
     assert list(tmp_path.iterdir()) == [target]
+
+
+@pytest.mark.parametrize("value", ["1.1", "{tmp}/x.npy"])
+def test_round_replaces_a_file_only_with_force(capsys: pytest.CaptureFixture[str], tmp_path: Path, value: str) -> None:
+    out = tmp_path / "x.npy"
+    np.save(out, np.array([1.1]))
+    argv = ["round", value.format(tmp=tmp_path), "--to", "e5m2", "--out", str(out)]
+    assert f"--out {out} exists; --force replaces it" in error(capsys, *argv)
+    assert np.load(out).tolist() == [1.1]
+    lines(capsys, *argv, "--force")
+    assert np.load(out).tolist() == [1.0]
 
 
 @pytest.mark.slow
@@ -280,6 +292,21 @@ def test_a_summary_is_of_all_pieces(
     assert capsys.readouterr().out.splitlines() == whole
 
 
+def test_compare_shows_progress_on_a_terminal(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    np.save(tmp_path / "x.npy", np.array([1.1, -3.0]))
+    argv = ["compare", str(tmp_path / "x.npy"), "--formats", "e5m2,bf16"]
+    assert main(argv) == 0
+    plain = capsys.readouterr()
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
+    assert main(argv) == 0
+    told = capsys.readouterr()
+    assert told.out == plain.out and plain.err == ""
+    assert "1/2  x.npy float8_e5m2" in told.err and told.err.endswith("2/2  x.npy bfloat16\n")
+    assert str(jc.compare(np.array([1.1, -3.0]), ["e5m2", "bf16"])) in plain.out
+
+
 # -- errors ----------------------------------------------------------------------------------------------------------
 @pytest.mark.parametrize(
     ("argv", "said"),
@@ -314,9 +341,16 @@ def test_a_summary_is_of_all_pieces(
         (["round", "0x1p999999999999", "--to", "e5m2"], "is too long"),
         (["round", "\u0661", "--to", "e5m2"], "bad number"),
         (["round", "{tmp}", "--to", "e5m2"], "is a folder"),
-        (["round", "a.npz", "--to", "e5m2"], "holds several arrays, as .npz files do"),
+        (
+            ["round", "{tmp}/one.npz", "--to", "e5m2"],
+            "one.npz' holds the array 'x'; allowed are numbers, or one .npy file",
+        ),
+        (["round", "{tmp}/many.npz", "--to", "e5m2"], "holds the arrays 'arr_0', 'arr_1', 'arr_2' and 1 more; allowed"),
+        (["round", "{tmp}/broken.npz", "--to", "e5m2"], "holds no arrays that numpy.load can read"),
+        (["info", "e4m3fn:saturate"], "':saturate' belongs to a spec; pass the format alone, 'e4m3fn'"),
+        (["compare", "x.npy", "--formats", ","], "--formats ',' must name at least one format"),
         (["round", "{tmp}/numbers.txt", "--to", "e5m2"], "numbers in a text file are read from standard input"),
-        (["round", "1", "--to", "fp8"], "close: mxfp8_e4m3, mxfp8_e5m2;"),
+        (["round", "1", "--to", "fp8"], "close: float8_e5m2, float8_e4m3, float8_e4m3fn;"),
         (["round", "1", "--to", "stochastic"], "stochastic belongs after a format, as in e5m2:stochastic"),
         (["round", "1", "--to", "e5m2:neerest_even"], "close: nearest_even"),
         (["round", "1", "--to", "e5m2", "--rounding", "neerest"], "close: nearest"),
@@ -332,7 +366,10 @@ def test_a_summary_is_of_all_pieces(
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )
 def test_errors_are_one_line(capsys: pytest.CaptureFixture[str], tmp_path: Path, argv: list[str], said: str) -> None:
-    (tmp_path / "numbers.txt").write_text("1 2 3")
+    for name in ("numbers.txt", "broken.npz"):
+        (tmp_path / name).write_text("1 2 3")
+    np.savez(tmp_path / "one.npz", x=np.ones(2))
+    np.savez(tmp_path / "many.npz", *np.ones((4, 2)))
     assert said in error(capsys, *[word.replace("{tmp}", str(tmp_path)) for word in argv])
 
 

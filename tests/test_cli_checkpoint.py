@@ -53,6 +53,12 @@ def test_errors(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     assert "gptq holds, for example" in error(capsys, "convert", str(source), str(tmp_path / "out"), "--layout", "gptq")
     assert "is the checkpoint that is read" in error(capsys, "convert", str(source), str(source), "--layout", "jchop")
     assert "has tensors already" in _again(capsys, source, tmp_path / "b")
+    (old := tmp_path / "old.safetensors").write_bytes(b"old")
+    for command in (["convert", "--layout", "plain"], ["quantize", "--rule", "*=int8"]):
+        argv = [command[0], str(source), str(old), *command[1:]]
+        assert f"OUT {old} exists; --force replaces it" in error(capsys, *argv) and old.read_bytes() == b"old"
+    run(capsys, "convert", source, old, "--layout", "plain", "--force")
+    assert set(load_checkpoint(old)) == set(load_checkpoint(source))
     (tmp_path / "empty").mkdir()
     assert "the folder has no model.safetensors" in error(capsys, "inspect", str(tmp_path / "empty"))
 

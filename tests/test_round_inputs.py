@@ -236,7 +236,7 @@ CALLS: dict[str, tuple[Callable[[Any], Any], type[Exception], list[str]]] = {
     "range of binary64 in float32": (
         lambda x: jc.round_to_format(x, "binary64:saturate"),
         ValueError,
-        ["x has dtype float32", "binary64", "cast x to float64"],
+        ["x has dtype float32", "binary64", "cast x to float64 first; JAX arrays are float64 only with jax_enable_x64"],
     ),
     "precision of fixed point in float16": (
         lambda x: jc.round_to_format(x.astype(F16), "fixed8.8"),

@@ -14,7 +14,7 @@ import jax
 import numpy as np
 
 from jchop._bits import CARRIERS
-from jchop._cli._text import Percents, printable, records, table
+from jchop._cli._text import Percents, check_new, printable, records, table
 from jchop._paths import matches_path
 from jchop.storage import QArray, quantize
 from jchop.storage._checkpoints.folder import SHARD
@@ -33,6 +33,8 @@ def is_checkpoint(path: Path, layout: str) -> bool:
 
 
 def run_convert(options: argparse.Namespace) -> None:
+    if not options.target.is_dir():
+        check_new("OUT", options.target, options.force)
     kept = convert(
         options.source,
         options.target,
@@ -144,6 +146,7 @@ def add_convert(commands: argparse._SubParsersAction) -> None:
     )
     command.add_argument("source", metavar="IN", type=Path)
     command.add_argument("target", metavar="OUT", type=Path, help="a new folder, or a .safetensors or .gguf file")
+    command.add_argument("--force", action="store_true", help="replace OUT if it is a file that exists")
     command.add_argument("--json", action="store_true", help="print JSON in place of the table")
     command.add_argument("--layout", required=True, choices=NAMES, help="the layout of OUT")
     command.add_argument("--from", dest="source_layout", default="auto", choices=("auto", *NAMES), help="that of IN")

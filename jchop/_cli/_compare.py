@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
 from jchop._bits import CARRIERS
 from jchop._cli._study import items
-from jchop._cli._text import check_suffix, key_of, printable, seed
-from jchop._compare.compare import SCALES, Comparison, compare
+from jchop._cli._text import check_suffix, key_of, printable, seed, terminal_bar
+from jchop._compare.compare import SCALES, Comparison, compare, default_formats
 from jchop._files import require_extra, write_atomically
 from jchop._paths import check_pattern, matches_path, nearest_paths
 from jchop.spec import as_spec
@@ -26,10 +28,12 @@ def run_compare(options: argparse.Namespace) -> None:
         require_extra("--plot", "plot", ("matplotlib",))
     found: dict[str, Comparison] = {}
     formats = [as_spec(f, "--formats", scaled=True) for f in items(options.formats)] if options.formats else None
+    if formats == []:
+        raise ValueError(f"--formats {' '.join(options.formats)!r} must name at least one format")
     key = key_of(options.seed, formats or ())
     for name, array in _tensors(options.file, options.tensor):
         try:
-            found[name] = compare(array, formats, key, scale=options.scale)
+            found[name] = _compared(name, array, formats or default_formats(max(array.ndim, 1)), key, options.scale)
         except (ValueError, TypeError) as error:
             raise ValueError(f"{name}: {error}") from None
     if options.plot and len(found) > 1:
@@ -43,6 +47,16 @@ def run_compare(options: argparse.Namespace) -> None:
         write_atomically(options.plot, lambda file: picture.savefig(file, format="png"))
         if not options.json:
             print(f"wrote {printable(str(options.plot))}")
+
+
+def _compared(name: str, array: np.ndarray, formats: Sequence[Any], key: Any, scale: Any) -> Comparison:
+    """The array in each format, with progress on a terminal: a first rounding in a format takes seconds to compile."""
+    bar = terminal_bar() or (lambda *step: None)
+    parts = []
+    for done, fmt in enumerate(formats, start=1):
+        parts.append(compare(array, [fmt], key, scale=scale))
+        bar("compare", done, len(formats), printable(f"{name} {fmt}"))
+    return replace(parts[0], rows=tuple(row for part in parts for row in part.rows))
 
 
 def _tensors(path: Path, pattern: str) -> Iterator[tuple[str, np.ndarray]]:

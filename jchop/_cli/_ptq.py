@@ -13,7 +13,7 @@ import numpy as np
 
 from jchop._cli._load import load_arrays, load_function, order_of
 from jchop._cli._quantize import parse_rule
-from jchop._cli._text import check_folder, check_suffix, key_of, printable, seed
+from jchop._cli._text import check_folder, check_new, check_suffix, key_of, printable, seed
 from jchop._files import require_extra, write_atomically
 from jchop.storage import load_safetensors, save_safetensors
 from jchop.storage._files.safetensors import TensorFile
@@ -32,8 +32,7 @@ def run_ptq(options: argparse.Namespace) -> None:
     from jchop.ptq._resume import discard
 
     check_suffix("--out", options.out, ".safetensors")
-    if options.out.exists() and not options.force:
-        raise ValueError(f"--out {options.out} exists; --force replaces it")
+    check_new("--out", options.out, options.force)
     if options.plot:
         check_suffix("--plot", options.plot, ".png")
         require_extra("--plot", "plot", ("matplotlib",))

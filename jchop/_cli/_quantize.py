@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from jchop._cli._checkpoint import contents, is_checkpoint, quantize_folder
-from jchop._cli._text import Percents, check_suffix, printable, seed, show
+from jchop._cli._text import Percents, check_new, check_suffix, printable, seed, show
 from jchop._paths import check_pattern
 from jchop.spec import as_spec
 from jchop.storage._checkpoints.opened import NAMES, open_checkpoint
@@ -21,12 +21,12 @@ _SUFFIX = ".safetensors"
 
 def run_quantize(options: argparse.Namespace) -> None:
     rules = [parse_rule(text) for text in options.rule]
+    if not options.target.is_dir():
+        check_new("OUT", options.target, options.force)
     if options.source.is_dir():
         quantize_folder(options.source, options.target, rules, options.seed, options.json)
         return
     check_suffix("OUT", options.target, _SUFFIX)
-    if options.target.exists() and not options.force:
-        raise ValueError(f"{options.target} exists; --force replaces it")
     reports = quantize_file(options.source, options.target, rules, seed=options.seed, progress=Percents("quantize"))
     show(_report(reports), "<<<<>>>><", options.json)
     if not options.json:

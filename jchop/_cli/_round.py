@@ -7,6 +7,7 @@ import json
 import math
 import re
 import sys
+import zipfile
 from dataclasses import dataclass
 from decimal import Context
 from fractions import Fraction
@@ -19,6 +20,7 @@ import numpy as np
 from jchop._cli._text import (
     Percents,
     binary,
+    check_new,
     check_suffix,
     hexadecimal,
     key_of,
@@ -51,6 +53,7 @@ def run_round(options: argparse.Namespace) -> None:
     key = key_of(options.seed, [spec])
     if options.out:
         check_suffix("--out", options.out, ".npy")
+        check_new("--out", options.out, options.force)
     if any(word.lower().endswith(".npy") for word in options.values):
         _round_file(options, spec, key)
     else:
@@ -144,13 +147,23 @@ def _bad_number(word: str) -> ValueError:
     try:
         if path.is_dir():
             return ValueError(f"{word!r} is a folder; allowed are numbers, or one .npy file")
-        if path.suffix.lower() == ".npz":
-            return ValueError(f"{word!r} holds several arrays, as .npz files do; save one of them with numpy.save")
+        if path.suffix.lower() == ".npz" and path.is_file():
+            return ValueError(f"{word!r} holds {_in_npz(path)}; allowed are numbers, or one .npy file of numpy.save")
         if path.is_file():
             return ValueError(f"{word!r} is not a .npy file; numbers in a text file are read from standard input")
     except (OSError, ValueError):
         pass  # not the name of a file
     return ValueError(f"bad number {_brief(word)!r}: allowed are decimals, inf, nan, and hexadecimal such as 0x1.8p3")
+
+
+def _in_npz(path: Path) -> str:
+    try:
+        with zipfile.ZipFile(path) as file:
+            names = [name.removesuffix(".npy") for name in file.namelist()]
+    except zipfile.BadZipFile:
+        return "no arrays that numpy.load can read"
+    more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+    return f"{'the array' if len(names) == 1 else 'the arrays'} {', '.join(map(repr, names[:3]))}{more}"
 
 
 def _brief(word: str) -> str:

@@ -121,6 +121,12 @@ def add_study(commands: argparse._SubParsersAction) -> None:
     command.add_argument(
         "--seed", type=seed, metavar="N", default=0, help="seed of split, training and rounding; default 0"
     )
-    command.add_argument("--out", metavar="DIR", type=Path, default=Path("jchop-study"), help="default jchop-study")
+    command.add_argument(
+        "--out",
+        metavar="DIR",
+        type=Path,
+        default=Path("jchop-study"),
+        help="the folder of the files; default jchop-study",
+    )
     command.add_argument("--json", action="store_true", help="print JSON in place of the table")
     command.set_defaults(run=run_study)

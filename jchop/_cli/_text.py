@@ -85,6 +85,11 @@ class Percents:
         self._percent = max(now, self._percent)
 
 
+def terminal_bar() -> ProgressBar | None:
+    """Progress on standard error, if that is a terminal."""
+    return ProgressBar(sys.stderr) if sys.stderr is not None and sys.stderr.isatty() else None
+
+
 def short(value: float | Fraction | None) -> str:
     """At most four significant digits if the exact decimal is long."""
     if value is None:
@@ -176,6 +181,12 @@ def check_suffix(option: str, path: Path, suffix: str) -> None:
         raise ValueError(f"{option} {path} must end in {suffix}")
     if not path.absolute().parent.is_dir():
         raise ValueError(f"{option} {path}: there is no folder {path.parent}")
+
+
+def check_new(option: str, path: Path, force: bool) -> None:
+    """Refuses, before any work, to replace a file without ``--force``."""
+    if path.exists() and not force:
+        raise ValueError(f"{option} {path} exists; --force replaces it")
 
 
 def check_folder(option: str, path: Path) -> None:

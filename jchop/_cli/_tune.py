@@ -5,17 +5,15 @@ from __future__ import annotations
 import argparse
 import io
 import json
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from jchop._checks import split_outside
 from jchop._cli._load import imports_from_here, load_arrays, load_function, order_of
-from jchop._cli._text import check_suffix, printable
+from jchop._cli._text import check_suffix, printable, terminal_bar
 from jchop._files import require_extra, write_atomically
 from jchop._text.html import image, page
-from jchop.study._progress import ProgressBar
 
 
 def run_tune(options: argparse.Namespace) -> None:
@@ -43,7 +41,7 @@ def run_tune(options: argparse.Namespace) -> None:
             evaluations=options.evaluations,
             seconds=options.seconds,
             max_turns=options.max_turns,
-            progress=ProgressBar(sys.stderr) if sys.stderr is not None and sys.stderr.isatty() else None,
+            progress=terminal_bar(),
         )
     if options.json:
         print(json.dumps(found.as_dict(), indent=1, allow_nan=False))

@@ -32,6 +32,22 @@ def as_numbers(x: Any) -> Any:
     return array if isinstance(x, np.ndarray) else array[()]
 
 
+def as_whole(n: Any) -> Any:
+    """Whole numbers, floats too, as int32; the largest become 2^30. JAX arrays and other numbers stay."""
+    n, end = as_numbers(n), 1 << 30
+    if is_torch(n):
+        return n if n.is_floating_point() else n.clamp(-end, end).int()
+    if isinstance(n, jax.Array) or not np.equal(n, np.trunc(n)).all():
+        return n
+    return np.clip(n, -end, end).astype(np.int32)
+
+
+def narrowed(x: Any, dtype: Any) -> Any:
+    """A float64 array of JAX or NumPy in a dtype of fewer bits; numbers beyond its range become infinite."""
+    with jax.enable_x64(True), np.errstate(over="ignore"):
+        return x.astype(dtype)
+
+
 def dtype_name(x: Any) -> str:
     """NumPy's name of the dtype of an array or tensor."""
     return str(x.dtype).removeprefix("torch.")

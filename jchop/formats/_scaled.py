@@ -32,6 +32,7 @@ from jchop.formats._grouping import (
 )
 from jchop.formats._named import NAMED
 from jchop.formats._scaled_text import parse_any, shown, shown_element
+from jchop.formats._text import built
 from jchop.formats.scale_rules import ScaleRule, as_rule, rule_of
 
 
@@ -444,5 +445,5 @@ def _parse(text: str) -> ElementFormat | ScaledFormat:
 
 def _base(stem: str) -> ScaledFormat | None:
     if found := re.fullmatch(r"bfp([0-9]{1,2})", stem):
-        return bfp(int(found[1]))
+        return built(stem, bfp, int(found[1]))
     return SCALED_CATALOGUE.get(stem)

@@ -6,9 +6,8 @@ import re
 from collections.abc import Callable, Iterable
 from typing import Any
 
-from jchop._checks import quoted
 from jchop.formats._base import ElementFormat
-from jchop.formats._text import CALL, integer_of, options_of, parse_element, split_options, truth_of, unknown
+from jchop.formats._text import CALL, built, integer_of, options_of, parse_element, split_options, truth_of, unknown
 
 
 def _sizes(value: str) -> Any:
@@ -84,7 +83,4 @@ def parse_any(
     options = options_of(text, ",".join(ours if base is None else items), _OPTIONS)
     if base is None:
         base = scaled(parse_element(f"{stem}({','.join(rest)})" if rest else stem, names, _OPTIONS))
-    try:
-        return base(**options)
-    except (TypeError, ValueError) as error:
-        raise ValueError(f"format text {quoted(text)}: {error}") from None
+    return built(text, base, **options)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 from jchop._checks import close_to, quoted, split_outside
@@ -40,18 +40,26 @@ def parse_element(text: str, more: Iterable[str] = (), beside: Iterable[str] = (
         raise unknown(text, more)
     stem, inside = match[1], match[2]
     if stem == "codebook":
-        return CodebookFormat(_levels(text, inside))
+        return built(text, CodebookFormat, _levels(text, inside))
     name = ALIASES.get(stem, stem)
     if name in CATALOGUE:
         fmt = CATALOGUE[name]
         options = options_of(text, inside, _FLOAT_OPTIONS, beside)
-        return dataclasses.replace(fmt, **options) if options else fmt
+        return built(text, dataclasses.replace, fmt, **options) if options else fmt
     for pattern, build, allowed in _PATTERNS:
         if found := re.fullmatch(pattern, stem):
             if stem.startswith(_TAPERED):
                 beside = ()
-            return build(*found.groups(), **options_of(text, inside, allowed, beside))
+            return built(text, build, *found.groups(), **options_of(text, inside, allowed, beside))
     raise unknown(text, more)
+
+
+def built(text: str, build: Callable[..., Any], *args: Any, **options: Any) -> Any:
+    """``build(*args, **options)`` for a text, which its errors name."""
+    try:
+        return build(*args, **options)
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"format text {quoted(text)}: {error}") from None
 
 
 def _float(exp_bits: str, frac_bits: str, suffix: str | None, **options) -> FloatFormat:
@@ -125,6 +133,12 @@ _PATTERNS: tuple[tuple[str, Callable[..., ElementFormat], _Options], ...] = (
 #: Beginnings of the texts of tapered formats, which are no elements of scaled formats.
 _TAPERED = ("posit", "takum", "hif")
 
+#: A text of each pattern, for errors.
+_EXAMPLES = (
+    "e5m10", "e5m3fn", "ue5m3", "fixed4.4", "ufixed4.4", "integer8", "int8", "uint4", "binary8p3se", "posit16",
+    "takum16", "takum_linear16", "hif8",
+)  # fmt: skip
+
 _KINDS: dict[object, str] = {integer_of: "an integer", truth_of: "true or false"}
 
 
@@ -167,10 +181,21 @@ def unknown(text: str, more: Iterable[str] = ()) -> ValueError:
         hint = "; it has not as many closing as opening parentheses"
     elif stem in modes:
         hint = f"; {stem} belongs after a format, as in e5m2:{stem}"
+    elif (name := split_outside(text, ":")[0]) != text and name:
+        hint = f"; {text.removeprefix(name)!r} belongs to a spec; pass the format alone, {name.strip()!r}"
     else:
-        hint = close_to(stem, [*CATALOGUE, *ALIASES, *more]) or close_to(stem, modes)
+        names = [*CATALOGUE, *ALIASES, *more, *_examples_like(stem)]
+        # What others call fp8 is float8 here.
+        hint = close_to(re.sub("^fp", "float", stem), names) or close_to(stem, names) or close_to(stem, modes)
     return ValueError(
         f"format text {quoted(text)} is not known{hint}; allowed: a name such as {', '.join(list(CATALOGUE)[:6])}, or "
-        "a pattern e5m10, e5m3fn, ue5m3, fixed4.4, ufixed4.4, integer8, int8, uint4, binary8p3se, posit16, "
-        "takum16, takum_linear16, hif8, codebook(-1,0,1)"
+        f"a pattern {', '.join(_EXAMPLES)}, codebook(-1,0,1)"
     )
+
+
+def _examples_like(stem: str) -> Iterator[str]:
+    """A text of each pattern with the numbers of `stem`, if the pattern takes them."""
+    for example in _EXAMPLES:
+        numbers = iter(re.findall("[0-9]+", stem))
+        text = re.sub("[0-9]+", lambda found, numbers=numbers: next(numbers, found[0]), example)
+        yield text if any(re.fullmatch(pattern, text) for pattern, *_ in _PATTERNS) else example

@@ -39,6 +39,8 @@ FUNCTION_FORMATS = (
 )  # fmt: skip
 FUNCTION_MODES = ("nearest_even", "stochastic")
 
+_NOT_RUN = "not run: the budget was spent"
+
 
 @dataclass(frozen=True)
 class FunctionRow:
@@ -219,12 +221,13 @@ def run_function(
         progress: function of (stage, done, total, note), called during the study.
 
     Returns:
-        A `FunctionStudy`. A function that cannot run in a format has a row with the error as its note.
+        A `FunctionStudy`. A function that cannot run in a format, because the dtype of its arguments does not hold the
+        format or for another reason, has a row with the error as its note.
 
     Raises:
         TypeError: if `fun` is not a function.
         ValueError: for an argument out of range, a spec with a rounding, a scaled format, or a function that returns
-            nothing.
+            nothing, or runs in none of the formats.
 
     Example:
         >>> import jax.numpy as jnp
@@ -253,12 +256,14 @@ def run_function(
     for done, (names, spec) in enumerate(specs, start=1):
         row = FunctionRow(names[0], spec.rounding.value, str(spec), float(spec.format.bits))
         if budget_seconds is not None and time.perf_counter() - start > budget_seconds:
-            row = dataclasses.replace(row, note="not run: the budget was spent")
+            row = dataclasses.replace(row, note=_NOT_RUN)
         else:
             row = _measured(row, fun, args, spec, keys, reference)
         rows.append(row)
         if progress is not None:
             progress("rounding", done, len(specs), f"{names[0]} {spec.rounding.value}")
+    if not any(row.runs or row.note == _NOT_RUN for row in rows):
+        raise ValueError(f"fun={name} runs in none of the formats; {rows[0].spec}: {rows[0].note}")
     settings = {
         "formats": list(dict.fromkeys(names[0] for names, _ in specs)),
         "modes": list(dict.fromkeys(spec.rounding.value for _, spec in specs)),
@@ -273,7 +278,8 @@ def run_function(
 def _described(arg: Any) -> str:
     leaves = jax.tree.leaves(arg)
     if len(leaves) == 1 and hasattr(leaves[0], "shape"):
-        return f"{leaves[0].dtype}{list(leaves[0].shape)}"
+        # In JAX, where NumPy's float64 is float32 without jax_enable_x64.
+        return f"{jnp.result_type(leaves[0])}{list(leaves[0].shape)}"
     return f"{len(leaves)} arrays" if len(leaves) != 1 else type(leaves[0]).__name__
 
 
@@ -289,7 +295,7 @@ def _measured(
             leaves = [np.asarray(leaf) for leaf in jax.tree.leaves(jax.device_get(out))]
             runs.append(_errors(leaves, reference))
     except (ValueError, TypeError, NotImplementedError, FloatingPointError) as error:
-        return dataclasses.replace(row, note=" ".join(str(error).split())[:200])
+        return dataclasses.replace(row, note=" ".join(str(error).split())[:300])
     errors, absolute, lost, changed = np.array(runs).T
     finite = bool(np.isfinite(errors).all())
     return dataclasses.replace(

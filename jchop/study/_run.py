@@ -90,6 +90,7 @@ def run(
     check_bool("activations", activations)
     epochs = DATASETS[dataset] if epochs is None else check_int("epochs", epochs, 1)
     specs = specs_of(formats, modes)
+    _trace(specs)
     require_extra("the study", "study", _PACKAGES)
     from jchop.study._data import load
     from jchop.study._evaluate import Evaluator
@@ -137,10 +138,7 @@ def run(
 
 
 def specs_of(formats: Iterable[Any], modes: Iterable[str | Rounding]) -> list[tuple[tuple[str, ...], Spec]]:
-    """(names, Spec) of every cell, formats outermost and narrow ones first, names of one format together.
-
-    Each is traced, so that errors are raised before training.
-    """
+    """(names, Spec) of every cell, formats outermost and narrow ones first, names of one format together."""
     roundings = list(dict.fromkeys(as_rounding(mode) for mode in modes))
     names: dict[Spec, list[str]] = {}
     for value in formats:
@@ -159,11 +157,14 @@ def specs_of(formats: Iterable[Any], modes: Iterable[str | Rounding]) -> list[tu
     if not names or not roundings:
         raise ValueError("formats and modes must each name at least one")
     ordered = sorted(names.items(), key=lambda item: _bits(item[0]))
-    specs = [(tuple(same), _with_rounding(spec, mode)) for spec, same in ordered for mode in roundings]
+    return [(tuple(same), _with_rounding(spec, mode)) for spec, same in ordered for mode in roundings]
+
+
+def _trace(specs: Iterable[tuple[tuple[str, ...], Spec]]) -> None:
+    """Traces the rounding of binary32 numbers under each spec, so that errors are raised before training."""
     one, key = jax.ShapeDtypeStruct((1,), jnp.float32), jax.random.key(0)
     for _, spec in specs:
         jax.eval_shape(lambda x, spec=spec: round_to_format(x, spec, key if spec.rounding.stochastic else None), one)
-    return specs
 
 
 def _bits(spec: Spec) -> float:

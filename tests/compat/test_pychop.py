@@ -175,6 +175,43 @@ def test_functions() -> None:
             call()
 
 
+def test_exponents_of_ldexp_are_whole_numbers() -> None:
+    ch = Chop(5, 2)
+    calls: list[Any] = [
+        (1.1, 2), (np.array([1.1]), np.array([2])), ([1.1], [2]), (np.array([1.1]).data, np.array([2.0]).data),
+        (jnp.array([1.1]), 2), (np.array([1.1], np.float32), np.uint8(2)),
+    ]  # fmt: skip
+    for x, n in calls:
+        assert ch.ldexp(x, n) == 4
+    assert FaultChop("h", explim=0).ldexp(np.array([1.5], np.float32), [3]).dtype == np.float32
+    assert ch.ldexp(1.0, [1e300, -np.inf]).tolist() == [np.inf, 0]
+    with pytest.raises(TypeError, match="n has dtype float64"):
+        ch.ldexp(1.1, 0.5)
+
+
+def test_operands_of_several_dtypes() -> None:
+    bound = FaultChop("h", explim=0)
+    for product in (bound.multiply(3.0, jnp.ones(2)), bound.multiply(jnp.ones(2), 3.0)):
+        assert product.dtype == np.float32 and product.tolist() == [3, 3]
+    assert bound.multiply(np.array([1.5], np.float32), np.float64(2.0)).dtype == np.float64
+    with pytest.raises(ValueError, match="pass key="):
+        jax.jit(lambda v: Chop(5, 2, rmode=5).add(1.06, v))(jnp.ones(3))
+
+
+def test_functions_in_a_wider_range_than_the_dtype() -> None:
+    ch = Chop(11, 20)
+    for dtype in (np.float16, np.float32):
+        x = np.array([0.3, 1.0], dtype)
+        got = ch.sin(x)
+        assert got.dtype == dtype
+        np.testing.assert_array_equal(got, jc.math.sin(x.astype(np.float64), "e11m20").astype(dtype))
+    mantissa, exponent = ch.frexp(np.array([48.0], np.float32))
+    assert (mantissa.dtype, mantissa, exponent) == (np.float32, 0.75, 6) and exponent.dtype.kind == "i"
+    assert ch.exp(np.float32(100.0)) == np.inf
+    with pytest.raises(ValueError, match="jax_enable_x64"):
+        ch.sin(jnp.ones(2))
+
+
 def test_every_function_of_the_original_runs() -> None:
     """All 65 methods of the classes, on one number each; their values are proved where `jchop.math` is."""
     from jchop.compat.pychop._math import FUNCTIONS, METHODS
@@ -215,6 +252,9 @@ def test_float_params() -> None:
     assert tuple(float_params("tf32"))[:4] == (2.0**-11, 2.0**-136, 2.0**-126, 2.0**128 - 2.0**117)
     table: Any = float_params()
     assert table["d"][3] == np.finfo(np.float64).max and table["q52"] == table["fp8-e5m2"]
+    assert float_params("h", binary=True) == float_params("h")
+    powers: Any = float_params(binary=True)
+    assert powers["h"] == ("2^-11", "2^-24", "2^-14", "2^16", 11, -24, -14, 15) and powers.keys() == table.keys()
 
 
 def test_weights_of_flax_models(capsys: pytest.CaptureFixture[str]) -> None:
@@ -294,9 +334,13 @@ def test_refused() -> None:
         (ValueError, "rmode=11", lambda: Chop(5, 2, rmode=11)),
         (ValueError, "rmode=7 must be an integer from 1 to 6", lambda: FaultChop("h", rmode=7)),
         (ValueError, "rmode='odd'", lambda: FaultChop("h", rmode="odd")),
-        (ValueError, "format='x'", lambda: FaultChop("x")),
+        (ValueError, "prec='x' must be one of .*'fp64'; customs=", lambda: FaultChop("x")),
+        (ValueError, "prec='custom' must be one of", lambda: FaultChop("custom")),
         (ValueError, "must have emax or exp_bits", lambda: FaultChop(customs=Customs(t=11))),
-        (ValueError, "must have emax or exp_bits", lambda: FaultChop(customs=Customs(emax=31, exp_bits=5, t=11))),
+        (ValueError, "exp_bits=5 is emax=15, not 31", lambda: FaultChop(customs=Customs(emax=31, exp_bits=5, t=11))),
+        (ValueError, "sig_bits=10 is t=11, not 12", lambda: FaultChop(customs=Customs(emax=15, sig_bits=10, t=12))),
+        (ValueError, "t=54 must be an integer from 1 to 53", lambda: FaultChop(customs=Customs(emax=15, t=54))),
+        (ValueError, "exp_bits=1 must be", lambda: FaultChop(customs=Customs(exp_bits=1, t=5))),
         (ValueError, "lib='tensorflow'", lambda: pychop.backend("tensorflow")),
         (ValueError, "prec='q'", lambda: float_params("q")),
         (TypeError, "randfunc is for NumPy", lambda: FaultChop(rmode=5, randfunc=np.ones)(jnp.ones(2))),

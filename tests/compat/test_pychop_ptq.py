@@ -11,7 +11,11 @@ import pytest
 torch: Any = pytest.importorskip("torch")
 
 from jchop.compat.pychop import Chop, Chopi  # noqa: E402
-from jchop.compat.pychop.ptq import mixed_post_quantization, static_post_quantization  # noqa: E402
+from jchop.compat.pychop.ptq import (  # noqa: E402
+    dynamic_post_quantization,
+    mixed_post_quantization,
+    static_post_quantization,
+)
 
 nn = torch.nn
 SINGLE = Chop(8, 23)
@@ -125,11 +129,54 @@ class Branching(nn.Module):
         return self.norm(x) if x.sum() > 0 else x
 
 
+class Inner(nn.Module):
+    """A recurrent layer or an attention, then a layer; one layer is not called."""
+
+    def __init__(self, inner: Any) -> None:
+        super().__init__()
+        self.inner, self.outer, self.spare = inner, nn.Linear(4, 2), nn.Linear(4, 2)
+        self.several = nn.ModuleList([self.outer])  # which has no outputs of its own
+
+    def forward(self, x: Any) -> Any:
+        out = self.inner(x, x, x) if isinstance(self.inner, nn.MultiheadAttention) else self.inner(x)
+        self.seen = out[0]
+        return self.outer(out[0])
+
+
+@pytest.mark.parametrize("kind", ["LSTM", "GRU", "RNN", "MultiheadAttention"])
+def test_first_of_several_outputs(kind: str) -> None:
+    torch.manual_seed(0)
+    width = 2 if kind == "MultiheadAttention" else 4  # heads, or numbers of the state
+    model, x = Inner(getattr(nn, kind)(4, width)), torch.randn(5, 2, 4)
+    chop = Chopi(4, symmetric=True)
+    with pytest.warns(RuntimeWarning, match="outputs of the layers 'spare' are not rounded"):
+        static = static_post_quantization(model, chop, [x], fuse_bn=False)
+    for low in (static, dynamic_post_quantization(model, chop)):
+        low(100 * x)
+        assert torch.equal(low.seen, chop(low.seen)) and len(low.seen.unique()) <= 15
+    with torch.no_grad():
+        static(x)
+        most = static.seen.abs().max()
+        static(100 * x)
+    assert static.seen.abs().max() <= most
+
+
+def test_sequences_of_several_lengths() -> None:
+    chop, parts = Chopi(4, symmetric=True), [torch.ones(3, 4), torch.ones(2, 4)]
+    packed = nn.utils.rnn.pack_sequence(parts)
+    model = nn.LSTM(4, 4)
+    for low in (dynamic_post_quantization(model, chop), static_post_quantization(model, chop, [packed])):
+        y = low(packed)[0]
+        assert torch.equal(y.data, chop(y.data)) and torch.equal(y.batch_sizes, packed.batch_sizes)
+
+
 def test_refused() -> None:
     model, x = nn.Sequential(nn.Linear(2, 2)), torch.ones(1, 2)
     cases: list[tuple[str, Callable[[], Any]]] = [
         ("calibration_method='median'", lambda: static_post_quantization(model, SINGLE, [x], "median")),
         ("kl_divergence' needs equally", lambda: static_post_quantization(model, SINGLE, [x], "kl_divergence")),
+        ("calibration_data has no batch", lambda: static_post_quantization(model, SINGLE, [])),
+        ("calibration_data has no batch", lambda: static_post_quantization(model, SINGLE, iter(()))),
         ("percentile=0 must", lambda: static_post_quantization(model, SINGLE, [x], "percentile", 0)),
         ("pass fuse_bn=False", lambda: static_post_quantization(Branching(), SINGLE, [torch.ones(2, 1)])),
     ]

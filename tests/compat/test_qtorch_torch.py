@@ -64,6 +64,27 @@ def test_gradients() -> None:
     assert isinstance(module, nn.Module) and module(torch.tensor([16.0, 3.1])).tolist() == [16, 4]
 
 
+def test_fixed_point_without_a_range() -> None:
+    """The multiples of 2^-4 of all magnitudes, in the forward and the backward pass."""
+    number = FixedPoint(5, 4, clamp=False, symmetric=True)
+    x = torch.tensor([1000.03, -0.04, 8388609.0, float("inf"), 1e-9], requires_grad=True)
+    y = quantizer(number, number, "nearest", "nearest")(x)
+    assert y.tolist() == [1000, -0.0625, 8388609, float("inf"), 0]
+    (y * torch.tensor([1000.03, 1, 1, 1, 1])).sum().backward()
+    assert x.grad.tolist() == [1000, 1, 1, 1, 1]
+    drawn = quantizer(number)(torch.full((400,), 100.03125))
+    assert set(drawn.tolist()) == {100.0, 100.0625}
+
+
+def test_attention_is_one_linear_layer() -> None:
+    """Its last product is computed without a call of `out_proj`."""
+    model, x = nn.MultiheadAttention(4, 2), torch.randn(3, 1, 4)
+    y = sequential_lower(model, ["linear"], FIXED, None, "nearest")(x, x, x)[0]
+    assert torch.equal(y, fixed_point_quantize(y, 5, 4, rounding="nearest"))
+    with pytest.raises(ValueError, match="no layer of type 'activation'"):
+        sequential_lower(model, ["activation"], FIXED)
+
+
 def test_random_quantizers() -> None:
     torch.manual_seed(5)
     one, other = (Quantizer(FloatingPoint(5, 2)) for _ in range(2))
@@ -130,7 +151,11 @@ def test_lowered_models() -> None:
 def test_refused() -> None:
     for error, said, call in (
         (TypeError, "forward_number='e5m2'", lambda: quantizer("e5m2")),  # type: ignore[arg-type]
-        (ValueError, "has no range", lambda: quantizer(FixedPoint(5, 4, clamp=False))),
+        (
+            ValueError,
+            "clamping_grad_zero=True needs clamp=True",
+            lambda: quantizer(FixedPoint(5, 4, clamp=False), clamping_grad_zero=True),
+        ),
         (ValueError, "is for fixed point", lambda: quantizer(FloatingPoint(5, 2), clamping_grad_zero=True)),
     ):
         with pytest.raises(error, match=said):

@@ -131,6 +131,13 @@ def test_grammar(text, fmt):
         ("flaot8_e5m2", "'flaot8_e5m2' is not known; close: .*float8_e5m2"),
         ("tf33", "'tf33' is not known; close: .*tf32"),
         ("bflaot16", "close: bfloat16"),
+        ("possit16", "'possit16' is not known; close: posit16"),
+        ("takumlinear20", "close: takum_linear20"),
+        ("takum_log12", "close: takum12"),
+        ("hif9", "close: hif8"),
+        ("ue8m0", "close: e8m0"),  # no width of the pattern ue5m3
+        ("binary8p4s", "close: binary8p4se"),
+        ("fp8", "close: float8_e5m2, float8_e4m3, float8_e4m3fn;"),
         ("e5m", "'e5m' is not known"),
         ("", "'' is not known; allowed: a name such as .*e5m10"),
         ("fixed4", "'fixed4' is not known; .*fixed4.4"),
@@ -152,14 +159,14 @@ def test_grammar(text, fmt):
         ("e4m3(bias=3,bias=4)", "option 'bias=4' must be name=value, each name once"),
         ("e4m3(bias=x)", "bias='x' must be an integer"),
         ("e4m3(subnormals=maybe)", "subnormals='maybe' must be true or false"),
-        ("e4m3(nans=most)", "nans='most' must be one of 'ieee'"),
-        ("e17m3", "exp_bits=17 must be an integer from 1 to 16"),
+        ("e4m3(nans=most)", r"format text 'e4m3\(nans=most\)': nans='most' must be one of 'ieee'"),
+        ("e17m3", "format text 'e17m3': exp_bits=17 must be an integer from 1 to 16"),
         ("e5m60", "frac_bits=60 must be an integer from 0 to 52"),
         ("ue8m0", "'ue8m0' is not known"),
-        ("posit33", "bits=33 must be an integer from 2 to 32"),
+        ("posit33", "format text 'posit33': bits=33 must be an integer from 2 to 32"),
         ("takum_linear5", "bits=5 must be an integer from 6 to 32"),
         ("posit16(es=1)", r"'posit16\(es=1\)': unknown option 'es'; there are none for it"),
-        ("integer99", "bits=99 must be an integer from 2 to 64"),
+        ("integer99", "format text 'integer99': bits=99 must be an integer from 2 to 64"),
         ("fixed60.60", r"int_bits \+ frac_bits=120 must be an integer from 2 to 64"),
         ("binary8p9se", "precision=9 must be an integer from 1 to 7"),
         ("binary99p3se", "bits=99 must be an integer from 2 to 16"),
@@ -167,7 +174,8 @@ def test_grammar(text, fmt):
         ("codebook()", "levels must be numbers, as in codebook"),
         ("codebook(a,b)", "levels must be numbers, as in codebook"),
         ("codebook(1,0)", r"levels=\(1.0, 0.0\) must be strictly increasing"),
-        ("codebook(0,inf)", "must be finite"),
+        ("codebook(0,inf)", r"format text 'codebook\(0,inf\)': .* must be finite"),
+        ("bfp99", "format text 'bfp99': bits=99"),
     ],
 )
 def test_unknown_text(text, words):
@@ -175,6 +183,11 @@ def test_unknown_text(text, words):
         parse_format(text)
     with pytest.raises(ValueError, match=words):
         jc.round_to_format(1.0, text)
+
+
+def test_the_text_of_a_spec_is_no_format():
+    with pytest.raises(ValueError, match="':saturate:up' belongs to a spec; pass the format alone, 'e4m3fn'"):
+        parse_format("e4m3fn:saturate:up")
 
 
 @pytest.mark.parametrize("text", [None, 5, b"e5m10", jc.binary16])

@@ -81,6 +81,28 @@ def test_a_format_that_cannot_run_has_a_note() -> None:
     assert len(found.plot().axes[0].texts) == 1
 
 
+def test_formats_are_those_of_the_arguments() -> None:
+    """With float64 arguments that JAX has, also formats that float32 does not hold."""
+    x, formats = np.float64(X), ["e5m2", "e11m20"]
+    low, wide = study.run_function(lambda x: x / 3, x, formats=formats, modes=["rne"]).rows
+    assert low.error > 0 and "float64 only with jax_enable_x64" in wide.note
+    with jax.enable_x64(True):
+        found = study.run_function(lambda x: x / 3, x, formats=formats, modes=["rne"])
+    assert found.inputs == ("float64[4, 8]",)
+    assert not found.rows[1].note and 0 < found.rows[1].error < 1e-6
+
+
+def test_arguments_are_described_in_the_dtype_of_jax() -> None:
+    found = study.run_function(lambda x, y: x + y, np.float64(X), 2.0, formats=["e5m2"], modes=["rne"])
+    assert found.inputs == ("float32[4, 8]", "float")
+
+
+def test_a_function_that_runs_in_no_format_is_an_error() -> None:
+    said = r"fun=model runs in none of the formats; takum_linear16: .* cannot hold .* with jax_enable_x64"
+    with pytest.raises(ValueError, match=said):
+        study.run_function(model, X, X, formats=["e11m20", "takum_linear16"], modes=["rne"])
+
+
 def test_a_spent_budget_leaves_notes() -> None:
     found = study.run_function(model, X, X, formats=["e5m2"], modes=["rne"], budget_seconds=1e-9)
     assert [row.note for row in found.rows] == ["not run: the budget was spent"]

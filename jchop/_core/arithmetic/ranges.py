@@ -7,7 +7,7 @@ from fractions import Fraction
 from functools import lru_cache
 
 from jchop._bits import CARRIERS, Carrier
-from jchop._core.rounding.grid import holds
+from jchop._core.rounding.grid import beside_x64, holds
 from jchop._core.rounding.modes import NEAREST
 from jchop.formats import CodebookFormat, ElementFormat, FloatFormat, TaperedFormat, UniformFormat
 from jchop.rounding import Overflow
@@ -119,7 +119,7 @@ def require_operation(spec: Spec | None, carrier: Carrier, argument: str) -> Non
     if isinstance(spec.format, CodebookFormat):
         raise ValueError(f"{argument}={str(spec)!r}: the result of an operation cannot be rounded to a codebook")
     able = [name for name in OPERATING if supports(spec, CARRIERS[name])]
-    remedy = f"cast the operands to {able[0]}" if able else "no carrier up to float64 can"
+    remedy = f"cast the operands to {able[0]}{beside_x64(able)}" if able else "no carrier up to float64 can"
     if carrier.name not in OPERATING:
         cause = f"operations must be {' or '.join(OPERATING)} ones, not {carrier.name}"
     elif not holds(spec, carrier):

@@ -11,9 +11,12 @@ fixed point). Below the smallest positive value T the neighbours are 0 and T.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from functools import lru_cache
+
+import jax
 
 from jchop._bits import CARRIERS, Carrier
 from jchop.formats import (
@@ -172,6 +175,12 @@ def holds(spec: Spec, carrier: Carrier) -> bool:
     return finer and spec.overflow is not Overflow.SATURATE and not fmt.saturates
 
 
+def beside_x64(able: Sequence[str]) -> str:
+    """What an error says after a cast to one of these carriers, if that is float64 and JAX has no float64 now."""
+    missing = able[0] == "float64" and not jax.config.jax_enable_x64  # type: ignore[attr-defined]
+    return "; JAX arrays are float64 only with jax_enable_x64, which is off" * missing
+
+
 @lru_cache(maxsize=1024)
 def require_carrier(spec: Spec, carrier: Carrier) -> None:
     """Refuses a carrier that cannot hold the results of `spec`; the error names one that can."""
@@ -190,5 +199,5 @@ def require_carrier(spec: Spec, carrier: Carrier) -> None:
     able = [
         name for name, other in CARRIERS.items() if other.width > carrier.width and holds(spec, other)
     ]  # exact casts
-    remedy = f"cast x to {' or '.join(able)} first" if able else "no carrier up to float64 can"
+    remedy = f"cast x to {' or '.join(able)} first{beside_x64(able)}" if able else "no carrier up to float64 can"
     raise ValueError(f"x has dtype {carrier.name}, which cannot hold every result of spec={str(spec)!r}; {remedy}")

@@ -22,7 +22,8 @@
 * ``backend`` has no effect, because the type of the array decides. There is no backend for TensorFlow.
 * The paper's layers (``FPQuantized*``, ``IntQuantized*``, ``Quantized*`` with ``exp_bits``) have the shapes and the
   initial parameters of torch's; see `ptq` and `layers` for the roundings.
-* ``float_params()`` is a dict of tuples, not a data frame; formats beyond binary64 (``"q"``) are omitted.
+* ``float_params()`` is a dict of tuples, not a data frame; formats beyond binary64 (``"q"``) and of blocks are omitted.
+* ``bitwise_and`` and the like take whole numbers, also as floats; other numbers give NaN (Pychop refuses all floats).
 
 Missing (docs/compat.md has a table): arrays with a format (``pychop.builtin``; `jchop.emulate` rounds every operation
 of a function), Pychop's classes of MX, block and P3109 formats (`jchop` has these formats by name), CADNA's generator,

@@ -78,6 +78,8 @@ _TWO = [
 ]
 #: The number of operands of each method.
 METHODS = {**dict.fromkeys(_ONE, 1), **dict.fromkeys(_TWO, 2), "clip": 3}
+#: How many of the last operands are whole numbers, which are not rounded.
+_EXPONENTS = {"ldexp": 1}
 #: The options that may follow the operands, also by position.
 _OPTIONS = {"diff": ("n",), "round": ("decimals",)} | dict.fromkeys(
     ("cumprod", "cumsum", "mean", "prod", "std", "sum", "var"), ("axis",)
@@ -138,4 +140,7 @@ def method(chop: Any, name: str, *args: Any, key: Any = None, **options: Any) ->
     if options.pop("decimals", 0) != 0:
         raise ValueError("decimals must be 0: a binary format has no decimal places")
     function = getattr(math, name)
-    return chop.compute(lambda *given: function(*given, **options), operands, key)
+    numbers = count - _EXPONENTS.get(name, 0)
+    return chop.compute(
+        lambda *given: function(*given, **options), operands[:numbers], key, exponents=operands[numbers:]
+    )

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import math
+from typing import Any
+
+from jchop._checks import check_bool
 from jchop.matlab import FORMATS, float_format
 
 __all__ = ["float_params"]
@@ -9,11 +13,13 @@ __all__ = ["float_params"]
 Params = tuple[float, float, float, float, int, int, int, int]
 
 
-def float_params(prec: str | None = None) -> Params | dict[str, Params]:
+def float_params(prec: str | None = None, binary: bool = False) -> Params | dict[str, Any]:
     """(u, xmins, xmin, xmax, p, emins, emin, emax) of a format: MATLAB chop's ``float_params``.
 
     Args:
         prec: a format's name, as in `jchop.matlab.chop`. Default None: a dict of all formats by name.
+        binary: whether the dict has texts of the nearest powers of two, such as ``"2^-11"``, in place of the first four
+            numbers. Default False. It has no effect on one format.
 
     Returns:
         Unit roundoff, smallest positive and smallest normal value, largest value, significand bits, and the exponents
@@ -27,11 +33,17 @@ def float_params(prec: str | None = None) -> Params | dict[str, Params]:
         >>> float_params("q43")
         (0.0625, 0.001953125, 0.015625, 240.0, 4, -9, -6, 7)
     """
+    check_bool("binary", binary)
     if prec is None:
-        return {name: _params(*facts) for name, facts in FORMATS.items()}
+        table = {name: _params(*facts) for name, facts in FORMATS.items()}
+        return {name: (*map(_power, row[:4]), *row[4:]) for name, row in table.items()} if binary else table
     if prec not in FORMATS:
         raise ValueError(f"prec={prec!r} must be one of {', '.join(map(repr, FORMATS))}")
     return _params(*FORMATS[prec])
+
+
+def _power(value: float) -> str:
+    return f"2^{round(math.log2(value))}"
 
 
 def _params(t: int, emax: int) -> Params:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import warnings
 from collections import Counter
 from collections.abc import Iterable
 from typing import Any
@@ -15,6 +16,7 @@ require_extra("jchop.compat.pychop.ptq", "torch", ("torch",))
 import torch  # noqa: E402
 from torch import fx, nn  # noqa: E402
 from torch.nn.utils.fusion import fuse_conv_bn_eval  # noqa: E402
+from torch.nn.utils.rnn import PackedSequence  # noqa: E402
 
 from jchop.compat._carriers import apply, dtype_name  # noqa: E402
 from jchop.compat.pychop._integers import Chopi  # noqa: E402
@@ -42,14 +44,27 @@ def rounded_copy(model: Any, chop: Any, eval_mode: bool, verbose: bool) -> Any:
 
 
 def equip(model: nn.Module, chop: Any, data: Iterable[Any] | None, method: str, percentile: float) -> None:
-    """Makes every layer of `model` round its output, after clamping to its range on `data`, if any."""
+    """Makes every layer of `model` round its output, after clamping to its range on `data`, if any.
+
+    Of several outputs the first is rounded, as of recurrent layers and attention.
+    """
     check_choice("calibration_method", method, _METHODS)
     if not 0 < percentile <= 100:
         raise ValueError(f"percentile={percentile} must be more than 0 and at most 100")
-    ranges = None if data is None else _observed(model, data, _method(chop, method, percentile), chop)
-    for layer in _leaves(model):
-        if ranges is None or layer in ranges:
-            layer.register_forward_hook(_hook(chop, None if ranges is None else ranges[layer]))
+    layers = _leaves(model)
+    if data is None:
+        ranges = dict.fromkeys(layers.values())
+    else:
+        ranges = _observed(model, data, _method(chop, method, percentile), chop)
+        if missing := [name for name, layer in layers.items() if layer not in ranges]:
+            names = ", ".join(map(repr, missing))
+            warnings.warn(
+                f"the outputs of the layers {names} are not rounded: no batch of calibration_data gave their range",
+                RuntimeWarning,
+                stacklevel=3,
+            )
+    for layer, ends in ranges.items():
+        layer.register_forward_hook(_hook(chop, ends))
 
 
 def _method(chop: Any, method: str, percentile: float) -> str:
@@ -66,18 +81,28 @@ def _method(chop: Any, method: str, percentile: float) -> str:
     return "minmax"  # values do not depend on the range, so the whole range has the least error
 
 
-def _leaves(model: nn.Module) -> list[nn.Module]:
-    return [module for module in model.modules() if not list(module.children())]
+def _leaves(model: nn.Module) -> dict[str, nn.Module]:
+    """The layers by name. An attention is one layer: it does not call the module of its last product."""
+    attentions = [module for module in model.modules() if isinstance(module, nn.MultiheadAttention)]
+    products = [attention.out_proj for attention in attentions]
+    return {
+        name: module
+        for name, module in model.named_modules()
+        if (module in attentions or not list(module.children()))
+        and module not in products
+        and type(module).forward is not nn.Module.forward  # a list of layers or of parameters has none
+    }
 
 
 def _hook(chop: Any, ends: list[float] | None) -> Any:
-    def hook(module: nn.Module, args: Any, output: Any) -> Any:
-        del module, args
+    def rounded(output: Any) -> Any:
+        if isinstance(output, PackedSequence):
+            return output._replace(data=rounded(output.data))
         if isinstance(output, tuple):
-            return chop(output[0]), *output[1:]
+            return rounded(output[0]), *output[1:]
         return chop(output if ends is None else output.clamp(*ends))
 
-    return hook
+    return lambda module, args, output: rounded(output)
 
 
 class _Ends:
@@ -110,18 +135,21 @@ class _ByCalibration:
 
 
 def _observed(model: nn.Module, data: Iterable[Any], method: str, chop: Any) -> dict[nn.Module, list[float]]:
-    """The range of the outputs of each layer that returns a tensor."""
+    """The range of the outputs of each layer that returned numbers."""
     observers: dict[nn.Module, _Ends | _ByCalibration] = {}
 
     def see(module: nn.Module, args: Any, output: Any) -> None:
         del args
+        while isinstance(output, tuple) and output:  # sequences of several lengths begin with their data, too
+            output = output[0]
         if isinstance(output, torch.Tensor) and output.is_floating_point() and output.numel():
             if module not in observers:
                 spec = chop.spec_for(output if isinstance(chop, Chopi) else dtype_name(output))
                 observers[module] = _Ends() if method == "minmax" else _ByCalibration(method, spec)
             observers[module].see(output)
 
-    handles = [layer.register_forward_hook(see) for layer in _leaves(model)]
+    handles = [layer.register_forward_hook(see) for layer in _leaves(model).values()]
+    batch = None
     try:
         with torch.no_grad():
             for batch in data:
@@ -129,6 +157,10 @@ def _observed(model: nn.Module, data: Iterable[Any], method: str, chop: Any) -> 
     finally:
         for handle in handles:
             handle.remove()
+    if batch is None:
+        raise ValueError(
+            "calibration_data has no batch, and outputs are clamped to their range on it; a generator can be read once"
+        )
     return {layer: ends for layer, observer in observers.items() if (ends := observer.range())}
 
 

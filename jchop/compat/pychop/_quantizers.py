@@ -8,13 +8,25 @@ from functools import partial
 from typing import Any
 
 import jax
+import jax.core
 import numpy as np
 
+from jchop._arguments import as_operands, converted
 from jchop._bits import CARRIERS
-from jchop._checks import check_bool
+from jchop._checks import check_bool, check_int
 from jchop._core.rounding.grid import holds
 from jchop._round.flip import flip_bits
-from jchop.compat._carriers import Draws, apply, as_numbers, dtype_name, is_torch, key_of, rounded
+from jchop.compat._carriers import (
+    Draws,
+    apply,
+    as_numbers,
+    as_whole,
+    dtype_name,
+    is_torch,
+    key_of,
+    narrowed,
+    rounded,
+)
 from jchop.compat.pychop._math import METHODS, method
 from jchop.formats import FixedFormat, FloatFormat
 from jchop.matlab import FORMATS, chop_spec, rounded_by, whole
@@ -100,27 +112,51 @@ class Quantizer:
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
         return partial(method, self, name)
 
-    def compute(self, function: Callable[..., Any], operands: tuple[Any, ...], key: jax.Array | None = None) -> Any:
-        """A function of `jchop.math`, ``function(*operands, spec, key)``.
+    def compute(
+        self,
+        function: Callable[..., Any],
+        operands: tuple[Any, ...],
+        key: jax.Array | None = None,
+        exponents: tuple[Any, ...] = (),
+    ) -> Any:
+        """A function of `jchop.math`, ``function(*operands, *exponents, spec, key)``.
 
         Args:
             function: function of the operands, a spec and a key.
-            operands: numbers.
+            operands: numbers; the spec is that of the dtype that they have together.
             key: as in a call.
+            exponents: whole numbers, which are not rounded.
         """
         operands = tuple(as_numbers(operand) for operand in operands)
-        spec = self.spec_for(dtype_name(operands[0]))
-        seed = self._seed(spec, operands[0], key)
+        traced = next((x for x in operands if isinstance(x, jax.core.Tracer)), operands[0])
+        seed = self._seed(self.spec, traced, key)
         key = key if seed is None else key_of(seed)
-        return apply(lambda *arrays: function(*arrays, spec, key), *operands)
+        in_jax = any(isinstance(x, jax.Array) for x in operands)
+
+        def run(*arrays: Any) -> Any:
+            numbers, rest = arrays[: len(operands)], arrays[len(operands) :]
+            dtype = as_operands(["x"] * len(numbers), numbers, complex_too=True)[0].dtype
+            # Functions of 16-bit numbers compute in float32.
+            if in_jax or not self._needs_float64(dtype.name if dtype.itemsize > 2 else "float32"):
+                return function(*numbers, *rest, self.spec_for(dtype.name), key)
+            wide = (converted(x, np.dtype("float64")) for x in numbers)
+            results = function(*wide, *rest, self.spec_for("float64"), key)
+            return jax.tree.map(lambda y: narrowed(y, dtype) if y.dtype == np.float64 else y, results)
+
+        return apply(run, *operands, *map(as_whole, exponents))
+
+    def _needs_float64(self, dtype: str) -> bool:
+        """Whether numbers of a dtype other than those of JAX are rounded in float64."""
+        del dtype
+        return False
 
 
 class Chop(Quantizer):
     """Floating point of any size: the ``Chop`` of Pychop 0.6, which its paper calls ``LightChop``.
 
     With a format's name or ``customs``, like the paper's ``Chop``, the constructor returns a `FaultChop`. For a format
-    with a wider exponent range than the dtype, rounding is in float64 (not for JAX arrays); numbers beyond the dtype
-    become infinite.
+    with a wider exponent range than the dtype, rounding and functions are in float64 (not for JAX arrays); numbers
+    beyond the dtype become infinite.
 
     Args:
         exp_bits: bits of the exponent.
@@ -174,13 +210,16 @@ class Chop(Quantizer):
             key: a typed JAX key instead of the object's random numbers; required for a traced `x`.
         """
         x = as_numbers(x)
-        carrier = CARRIERS.get(dtype_name(x))
-        if carrier is None or isinstance(x, jax.Array) or holds(self.spec_for(carrier.name), carrier):
+        if isinstance(x, jax.Array) or not self._needs_float64(dtype_name(x)):
             return super().__call__(x, key=key)
         if is_torch(x):
             return super().__call__(x.double(), key=key).to(x.dtype)
         with np.errstate(over="ignore"):
             return super().__call__(x.astype(np.float64), key=key).astype(x.dtype)
+
+    def _needs_float64(self, dtype: str) -> bool:
+        carrier = CARRIERS.get(dtype)
+        return carrier is not None and not holds(self.spec_for(dtype), carrier)
 
 
 @dataclass
@@ -209,14 +248,18 @@ class Customs:
         """Significand bits t and largest exponent emax.
 
         Raises:
-            ValueError: if one is missing or given twice.
+            ValueError: if one is missing or out of range, or its two fields contradict each other.
         """
         exp_bits, emax, t = whole(self.exp_bits), whole(self.emax), whole(self.t)
-        emax = emax if exp_bits is None else (1 << exp_bits - 1) - 1
+        emax = emax if exp_bits is None else (1 << check_int("exp_bits", exp_bits, 2, 16) - 1) - 1
         t = t if self.sig_bits is None else whole(self.sig_bits) + 1
-        if emax is None or t is None or self.emax not in (None, emax) or self.t not in (None, t):
+        if emax is None or t is None:
             raise ValueError(f"customs={self} must have emax or exp_bits, and t or sig_bits")
-        return t, emax
+        if self.emax not in (None, emax):
+            raise ValueError(f"customs={self}: exp_bits={exp_bits} is emax={emax}, not {self.emax}; pass one of them")
+        if self.t not in (None, t):
+            raise ValueError(f"customs={self}: sig_bits={self.sig_bits} is t={t}, not {self.t}; pass one of them")
+        return check_int("t", t, 1, 53), check_int("emax", emax, 1, (1 << 15) - 1)
 
 
 class FaultChop(Chop):
@@ -255,6 +298,9 @@ class FaultChop(Chop):
         verbose: int = 0,
     ) -> None:
         self.rmode = _rmode(rmode, 6) if rmode != 10 else 10
+        if customs is None and prec not in FORMATS:
+            names = ", ".join(map(repr, FORMATS))
+            raise ValueError(f"prec={prec!r} must be one of {names}; customs=Customs(...) describes other formats")
         self.prec, self.subnormal, self.flip, self.explim, self.p = prec, subnormal, bool(flip), bool(explim), p
         self.randfunc, self.customs = randfunc, customs
         name, params = (prec, None) if customs is None else ("custom", customs.params())

@@ -2,7 +2,9 @@
 
 Differences from Pychop: ``"percentile"`` is a percentile of the magnitudes (Pychop cuts a share off the range).
 ``"kl_divergence"`` compares with the rounded distribution (Pychop with the clipped one). ``"mse"`` also tries small
-ranges. A norm is folded only if no other layer reads the output of the convolution.
+ranges. A norm is folded only if no other layer reads the output of the convolution. Outputs of all layers are rounded
+(Pychop: of convolutions, linear layers and three activations); of several outputs the first, which is that of recurrent
+layers and attention.
 """
 
 from __future__ import annotations
@@ -80,6 +82,8 @@ def static_post_quantization(
 ) -> _Model:
     """Like `dynamic_post_quantization`, with outputs first clamped to a range that was found on data.
 
+    A layer whose outputs no batch shows is not rounded; a `RuntimeWarning` names it.
+
     Args:
         model: a module of torch.
         chop: a quantizer, of weights and outputs.
@@ -94,8 +98,8 @@ def static_post_quantization(
 
     Raises:
         TypeError: for variables of a Flax model, which have no layers; `jchop.nn` quantizes these.
-        ValueError: for another method, one that `chop` does not support, and with `fuse_bn` a model that `torch.fx`
-            cannot trace.
+        ValueError: for no data, another method, one that `chop` does not support, and with `fuse_bn` a model that
+            `torch.fx` cannot trace.
     """
     model = _module(model)
     from jchop.compat.pychop._ptq_torch import fused

@@ -14,20 +14,17 @@ __all__ = ["BlockFloatingPoint", "FixedPoint", "FloatingPoint", "Number"]
 _ROUNDINGS = ("stochastic", "nearest")
 #: Bits of the exponent of float32, whose top code has no finite values in QPyTorch either.
 _FULL = 8
-#: Significand bits of each dtype that numbers of unlimited range may have.
-_PRECISION = {"float16": 11, "bfloat16": 8, "float32": 24, "float64": 53}
 
 
 class Number(ABC):
     """A format of QPyTorch."""
 
     @abstractmethod
-    def spec(self, rounding: str, dtype: str = "float32", *, clipped: bool = False) -> Spec:
+    def spec(self, rounding: str, *, clipped: bool = False) -> Spec:
         """The spec of this format.
 
         Args:
             rounding: ``"stochastic"`` or ``"nearest"``.
-            dtype: dtype of the numbers.
             clipped: whether the gradient of clamped numbers is zero.
         """
 
@@ -38,6 +35,14 @@ def _rounding(rounding: str, nearest: str) -> str:
 
 def _gradient(clipped: bool) -> str:
     return "clipped" if clipped else "straight_through"
+
+
+def _multiples(frac_bits: int) -> FloatFormat:
+    """The multiples of 2^-frac_bits in all dtypes, without a bound and without -0.
+
+    The smallest normal number has 53 bits down to 2^-frac_bits, and all larger numbers of a dtype are in the format.
+    """
+    return FloatFormat(11, 52, bias=frac_bits - 51, nans="negative_zero", infinities=True)
 
 
 @dataclass(frozen=True)
@@ -61,15 +66,13 @@ class FloatingPoint(Number):
         check_int("exp", self.exp, 1, _FULL)
         check_int("man", self.man, 1, 23)
 
-    def spec(self, rounding: str, dtype: str = "float32", *, clipped: bool = False) -> Spec:
+    def spec(self, rounding: str, *, clipped: bool = False) -> Spec:
         """The spec; with eight exponent bits the top exponent is that of float32, for infinities and NaN.
 
         Args:
             rounding: ``"stochastic"``, or ``"nearest"``, with ties away from zero.
-            dtype: dtype of the numbers.
             clipped: whether the gradient of clamped numbers is zero.
         """
-        del dtype
         ieee = self.exp == _FULL
         fmt = FloatFormat(self.exp, self.man, infinities=ieee, nans="ieee" if ieee else "none")
         return Spec(fmt, _rounding(rounding, "nearest_away"), "saturate", gradient=_gradient(clipped))
@@ -98,30 +101,26 @@ class FixedPoint(Number):
 
     def __post_init__(self) -> None:
         check_int("wl", self.wl, 2, 64)
-        check_int("fl", self.fl, -1000)
+        check_int("fl", self.fl, -1000, 1000)
         check_bool("clamp", self.clamp)
         check_bool("symmetric", self.symmetric)
 
-    def spec(self, rounding: str, dtype: str = "float32", *, clipped: bool = False) -> Spec:
-        """The spec. For an unlimited range, it applies only to numbers that are not multiples of 2^-fl.
+    def spec(self, rounding: str, *, clipped: bool = False) -> Spec:
+        """The spec.
 
         Args:
             rounding: ``"stochastic"``, or ``"nearest"``, with ties to even.
-            dtype: dtype of the numbers.
-            clipped: whether the gradient of clamped numbers is zero.
+            clipped: whether the gradient of clamped numbers is zero, with `clamp` only.
+
+        Raises:
+            ValueError: for `clipped` without `clamp`.
         """
-        fmt = FixedFormat(self.wl - self.fl, self.fl, symmetric=self.symmetric)
-        if not self.clamp:
-            fmt = FixedFormat(_PRECISION[dtype] + 1 - self.fl, self.fl)
+        if clipped and not self.clamp:
+            raise ValueError(f"clamping_grad_zero=True needs clamp=True, not {self}")
+        fmt = _multiples(self.fl)
+        if self.clamp:
+            fmt = FixedFormat(self.wl - self.fl, self.fl, symmetric=self.symmetric)
         return Spec(fmt, _rounding(rounding, "nearest_even"), gradient=_gradient(clipped))
-
-    def beyond(self, dtype: str) -> float:
-        """The magnitude from which on numbers of a dtype are multiples of 2^-fl.
-
-        Args:
-            dtype: its name.
-        """
-        return 2.0 ** (_PRECISION[dtype] - 1 - self.fl)
 
 
 @dataclass(frozen=True)
@@ -145,15 +144,13 @@ class BlockFloatingPoint(Number):
         check_int("wl", self.wl, 2)
         check_int("dim", self.dim, -1)
 
-    def spec(self, rounding: str, dtype: str = "float32", *, clipped: bool = False) -> Spec:
+    def spec(self, rounding: str, *, clipped: bool = False) -> Spec:
         """The spec.
 
         Args:
             rounding: ``"stochastic"``, or ``"nearest"``, with ties away from zero.
-            dtype: dtype of the numbers.
             clipped: not for blocks, whose range follows the data.
         """
-        del dtype
         if clipped:
             raise ValueError("clamping_grad_zero=True is for fixed point")
         fmt = bfp(self.wl) if self.dim < 0 else bfp(self.wl)(channel=self.dim)

@@ -43,8 +43,6 @@ class Quantizer(bridge.Quantizer):
         for name, number in (("forward_number", forward_number), ("backward_number", backward_number)):
             if number is not None and not isinstance(number, Number):
                 raise TypeError(f"{name}={number!r} must be a FloatingPoint, FixedPoint or BlockFloatingPoint, or None")
-            if isinstance(number, FixedPoint) and not number.clamp:
-                raise ValueError(f"{name}={number} has no range; fixed_point_quantize takes it")
         if clamping_grad_zero and forward_number is not None and not isinstance(forward_number, FixedPoint):
             raise ValueError(f"clamping_grad_zero=True is for fixed point, not forward_number={forward_number}")
         forward = None

@@ -11,6 +11,7 @@ from jchop._files import require_extra
 require_extra("jchop.compat.qtorch.auto_low", "torch", ("torch",))
 
 from torch import nn  # noqa: E402
+from torch.nn.modules.linear import NonDynamicallyQuantizableLinear  # noqa: E402
 
 from jchop._checks import check_choice  # noqa: E402
 from jchop.compat.qtorch._numbers import Number  # noqa: E402
@@ -92,7 +93,7 @@ def lower(
     chosen = []
     for kind in layer_types:
         files = _TYPES[check_choice("layer_types", kind, tuple(_TYPES))]
-        found = [module for module in model.modules() if type(module).__module__ in map(_file, files)]
+        found = [module for module in model.modules() if _home(module) in map(_file, files)]
         if not found:
             raise ValueError(f"layer_types: the model has no layer of type {kind!r}")
         chosen += found
@@ -100,6 +101,13 @@ def lower(
         rounds = Quantizer(forward_number, backward_number, forward_rounding, backward_rounding)
         layer.add_module(_NAME, rounds)
         layer.register_forward_hook(_round_output)
+
+
+def _home(layer: nn.Module) -> str:
+    """The module that defines a layer. An attention counts as linear, not its last layer, which is not called."""
+    if type(layer) is nn.MultiheadAttention:
+        return _file("linear")
+    return "" if type(layer) is NonDynamicallyQuantizableLinear else type(layer).__module__
 
 
 def _file(name: str) -> str:

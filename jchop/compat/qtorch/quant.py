@@ -4,12 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-import jax
-import jax.numpy as jnp
-import numpy as np
-
 from jchop._round.round_to_format import round_to_format
-from jchop.compat._carriers import as_numbers, dtype_name, is_torch
+from jchop.compat._carriers import as_numbers, is_torch
 from jchop.compat.qtorch._numbers import BlockFloatingPoint, FixedPoint, FloatingPoint, Number
 
 if TYPE_CHECKING:
@@ -93,16 +89,10 @@ def __getattr__(name: str) -> Any:
 def round_number(x: Any, number: Number, rounding: str, **random: Any) -> Any:
     """`x` rounded to a format of QPyTorch; other arguments as for `float_quantize`."""
     x = as_numbers(x)
-    spec = number.spec(rounding, dtype_name(x))
-    end = number.beyond(dtype_name(x)) if isinstance(number, FixedPoint) and not number.clamp else None
+    spec = number.spec(rounding)
     if is_torch(x):
         from jchop.compat.qtorch._quantizer import generator_of
         from jchop.torch import round_to_format as round_tensor
 
-        rounded = round_tensor(x, spec, copy=True, **generator_of(spec, random))
-        return rounded if end is None else rounded.where(x.abs() < end, x)
-    rounded = round_to_format(x, spec, **random)
-    if end is None:
-        return rounded
-    where = jnp.where if isinstance(x, jax.Array) else np.where
-    return where(abs(x) < end, rounded, x)
+        return round_tensor(x, spec, copy=True, **generator_of(spec, random))
+    return round_to_format(x, spec, **random)

@@ -505,6 +505,16 @@ def test_require_operation(carrier: str) -> None:
             require_operation(jc.parse(text), CARRIERS[carrier], "accumulate")
 
 
+def test_a_cast_to_float64_needs_x64() -> None:
+    said = r"cast the operands to float64; JAX arrays are float64 only with jax_enable_x64, which is off$"
+    with jax.enable_x64(False), pytest.raises(ValueError, match=said):
+        require_operation(jc.parse("e8m22"), CARRIERS["float32"], "accumulate")
+    with jax.enable_x64(True), pytest.raises(ValueError, match=r"cast the operands to float64$"):
+        require_operation(jc.parse("e8m22"), CARRIERS["float32"], "accumulate")
+    with pytest.raises(ValueError, match=r"cast the operands to float32$"):
+        require_operation(jc.parse("e5m2"), CARRIERS["bfloat16"], "accumulate")
+
+
 @pytest.mark.in_turn(4)
 @pytest.mark.parametrize("text", ["integer8:wrap", "fixed4.4:wrap:stochastic", "ufixed4.4:wrap:down"])
 def test_wrap(text: str, rng: np.random.Generator) -> None:
