@@ -173,3 +173,26 @@ def test_arguments_that_are_no_arrays_go_through() -> None:
     y = told.apply(variables, x, "cos", False, pair)
     np.testing.assert_array_equal(y, told.apply(variables, x=x, how="cos", double=False, pair=pair))
     np.testing.assert_array_equal(told.apply(told.pack(variables, x, "cos", False, pair), x, "cos", True, pair), 2 * y)
+
+
+def test_packed_parameters_are_numbers_for_functions_of_trees() -> None:
+    """A convolution whose groups run over its window, and a stack of layers, each with its own scales."""
+
+    class Net(linen.Module):
+        @linen.compact
+        def __call__(self, x: Any) -> Any:
+            layer = linen.vmap(linen.Dense, variable_axes={"params": 0}, split_rngs={"params": True}, axis_size=2)
+            return layer(8, name="heads")(linen.Conv(8, (3, 3), name="conv")(x))
+
+    x = jnp.ones((2, 4, 4, 3))
+    low = quantized_linen.quantize(Net(), jc.nn.Rule(weight="int4(group=8)"))
+    variables = low.init(jax.random.key(0), x)
+    packed = low.pack(variables, x)
+    numbers = jc.storage.dequantize_params(packed)
+    kernels = numbers["params"]["conv"]["kernel"], numbers["params"]["heads"]["kernel"]
+    assert [kernel.shape for kernel in kernels] == [(3, 3, 3, 8), (2, 8, 8)]
+    np.testing.assert_array_equal(low.apply(numbers, x), low.apply(packed, x))
+    moved = jc.optim.apply_updates(packed, jax.tree.map(jnp.ones_like, numbers))
+    assert jax.tree.structure(moved) == jax.tree.structure(packed)
+    again = low.pack(jax.tree.map(jnp.add, numbers, jax.tree.map(jnp.ones_like, numbers)), x)
+    jax.tree.map(np.testing.assert_array_equal, moved, again)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -26,6 +26,8 @@ from jchop.nn._linen.scales import begun, scale_name
 from jchop.nn._report import ModelReport
 from jchop.spec import Spec
 from jchop.storage import QArray, dequantize
+from jchop.storage._array import Rearranged
+from jchop.storage._quantize import requantize
 
 Array = jax.Array
 
@@ -34,7 +36,7 @@ __all__ = ["Packed", "Quantized", "unpacked"]
 
 @partial(jax.tree_util.register_dataclass, data_fields=["stored"], meta_fields=["layout", "shape"])
 @dataclass(frozen=True)
-class Packed:
+class Packed(Rearranged):
     """A packed parameter among the variables of a Linen module.
 
     Args:
@@ -52,10 +54,22 @@ class Packed:
         """The codes, in the form that the module expects."""
         return codes_of(self.stored, self.layout, self.shape)
 
+    @property
+    def _stack(self) -> int:
+        return len(self.shape) - len(self.layout.kept) - len(self.layout.summed)
+
     def unpack(self) -> Array:
         """The parameter in the form that the module expects."""
-        stack = len(self.shape) - len(self.layout.kept) - len(self.layout.summed)
-        return over_stack(stack, lambda q: self.layout.back(dequantize(q), self.shape[stack:]), self.stored)
+        return self.dequantize()
+
+    def dequantize(self, dtype: Any = None) -> Array:
+        """`unpack`, in a dtype."""
+        shape = self.shape[self._stack :]
+        return over_stack(self._stack, lambda q: self.layout.back(dequantize(q, dtype), shape), self.stored)
+
+    def requantize(self, x: Array, key: Array | None = None) -> Packed:
+        """Other numbers of the parameter, packed in the same way."""
+        return replace(self, stored=requantize(self.stored, over_stack(self._stack, self.layout.lay, x), key))
 
 
 @dataclass(frozen=True)
