@@ -29,6 +29,25 @@ def matrix(n: int, seed: int = 0) -> np.ndarray:
 # -- linear algebra ----------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize(
+    ("fun", "shapes"),
+    [
+        (jnp.linalg.solve, ((2, 2), (2, 0))),
+        (jnp.linalg.solve, ((3, 0, 0), (3, 0, 2))),
+        (jnp.linalg.inv, ((0, 3, 3),)),
+        (jnp.linalg.det, ((0, 0),)),
+        (jnp.linalg.cholesky, ((0, 0),)),
+        (jnp.linalg.qr, ((3, 0),)),
+    ],
+)
+def test_matrices_of_size_zero(fun: Callable[..., Any], shapes: tuple[tuple[int, ...], ...]) -> None:
+    """As without emulation."""
+    args = [np.zeros(shape, np.float32) + (np.eye(2) if shape == (2, 2) else 0) for shape in shapes]
+    got, want = (jax.tree.leaves(f(*args)) for f in (jc.emulate(fun, "e5m2"), fun))
+    for x, y in zip(got, want, strict=True):
+        np.testing.assert_array_equal(x, y)
+
+
 def substituted(a: np.ndarray, b: np.ndarray, lower: bool, unit: bool) -> np.ndarray:
     """a x = b by columns, one operation of ml_dtypes after the other."""
     a, x = a.astype(BF16), b.astype(BF16).copy()

@@ -130,3 +130,32 @@ def test_complex_numbers() -> None:
         assert (step.kind, step.out) == ("structural", (SPEC,))
     assert (last(jnp.exp, z).kind, last(jnp.exp, z, rules={"exp": None}).kind) == ("carried", "carrier")
     assert last(lambda z: lax.real(z) * 0.1, z).rounds == (False, True)
+
+
+@pytest.mark.parametrize(
+    ("fun", "text"),
+    [
+        (
+            lambda x: x * x,
+            r"primitive 'mul' \(.*test_emulate_plan.py:\d+\): spec='fixed8.8:wrap' wraps an exact result.* narrower "
+            "operands, saturate, or cast the operands to float64; JAX arrays are float64 only with jax_enable_x64",
+        ),
+        (lambda x: jnp.mean(x), r"primitive 'div' \(.*test_emulate_plan.py:\d+\): .* a quotient has no last bit"),
+        (lambda x: x**-1, "primitive 'integer_pow' .* a quotient has no last bit, so it cannot wrap; saturate instead"),
+        (jnp.sqrt, "primitive 'sqrt' .* a root has no last bit, so it cannot wrap; saturate instead"),
+        (lambda x: (x + 1j * x) * 2j, "primitive 'mul' .* wraps an exact result"),
+        (lambda x: lax.fori_loop(0, 3, lambda _, c: c / 3, x), "primitive 'div' .* a quotient has no last bit"),
+    ],
+)
+def test_results_that_cannot_wrap_are_refused_with_their_line(fun: Callable[..., Any], text: str) -> None:
+    """When the program is planned: by a report that runs nothing, too."""
+    with pytest.raises(ValueError, match=text):
+        jc.emulate.report(jc.emulate(fun, "fixed8.8:wrap"), X)
+
+
+def test_sums_that_cannot_wrap_are_refused_with_their_line() -> None:
+    how = MatmulSpec(product="fixed8.8:wrap", accumulate="fixed8.8")
+    with pytest.raises(ValueError, match=r"primitive 'dot_general' \(.*:\d+\): spec='fixed8.8:wrap' wraps"):
+        plan_of(lambda x: x @ x, X, spec="fixed8.8", accumulate=how)
+    assert plan_of(lambda x: x * x + x, X, spec="fixed4.4:wrap")
+    assert plan_of(lambda x: x * x, X, spec="fixed4.4:wrap:stochastic")

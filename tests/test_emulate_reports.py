@@ -52,6 +52,14 @@ def test_a_row_has_its_first_event() -> None:
     assert len(set(places)) == 1 and places[0] == text[0].rfind("source")
 
 
+@pytest.mark.parametrize("spec", ["fixed4.4", "fixed4.4:wrap"])
+def test_results_that_saturate_or_wrap_are_counted(spec: str) -> None:
+    seen = report(jc.emulate(lambda x: x + x, spec), jnp.array([3.0, 7.0, 100.0, -4.0]), trace_values=True)
+    counts = [(row.primitive, row.overflows, row.infinities) for row in seen.rows]
+    assert counts == [("argument [0]", 1, 0), ("add", 2, 0)]
+    assert seen.rows[1].first_overflow.where == (1,)  # type: ignore[union-attr]
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("reference", [None, "binary64"])
 def test_shards_are_measured_as_the_whole(reference: str | None) -> None:

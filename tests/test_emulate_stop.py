@@ -73,9 +73,30 @@ def test_without_the_event_results_are_those_of_a_plain_call(fun: Callable[..., 
     jax.tree.map(np.testing.assert_array_equal, got, want)
 
 
-def test_a_saturating_format_never_overflows() -> None:
-    low = jc.emulate(lambda x: jnp.exp(x), "e4m3:saturate", stop_at="overflow")
-    assert float(low(100.0)) == 240
+@pytest.mark.parametrize(
+    ("spec", "x", "text"),
+    [
+        ("e4m3:saturate", 8.0, r"mul of 8\.0, 32\.0 is 240\.0"),
+        ("e4m3:toward_zero", 8.0, r"mul of 8\.0, 32\.0 is 240\.0"),
+        ("fixed8.4", 4.0, r"mul of 4\.0, 32\.0 is 127\.9375"),
+        ("fixed8.4:wrap", 4.0, r"mul of 4\.0, 32\.0 is -128\.0"),
+        ("ufixed8.4", -1.0, r"argument \[0\], -1\.0, is 0\.0"),
+    ],
+)
+def test_results_that_saturate_or_wrap_overflow(spec: str, x: float, text: str) -> None:
+    low = jc.emulate(lambda x: x * 32, spec, stop_at="overflow")
+    with pytest.raises(FloatingPointError, match="first overflow: " + text):
+        low(x)
+    assert float(low(2.0)) == 64
+
+
+def test_the_ends_of_a_format_are_no_overflow() -> None:
+    """The step of e4m3 at 240 is 16: up to 248 a number is rounded to 240. An infinity of the carrier has no place."""
+    low = jc.emulate(lambda x: x * 4, "e4m3:saturate", stop_at="overflow")
+    assert [float(low(x)) for x in (60.0, -60.0)] == [240, -240]
+    low = jc.emulate(lambda x, y: x + y, "e4m3:saturate", stop_at="overflow")
+    assert [float(low(x, y)) for x, y in ((240.0, 8.0), (-240.0, -8.0))] == [240, -240]
+    assert float(jc.emulate(lambda x: jnp.exp(x), "e4m3:saturate", stop_at="overflow")(100.0)) == 240
 
 
 def test_a_stopped_loop_warns() -> None:

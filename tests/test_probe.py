@@ -107,6 +107,28 @@ def test_promotion_and_a_half_accumulator() -> None:
     assert (half.out_bits, half.rounding) == (10, "nearest_even")
 
 
+#: Orders and their blocks.
+ORDERS = {"sequential": None, "pairwise": None, "blocked(8)": 8, "blocked_pairwise(6)": 6, "aligned(8, 20)": 8}
+MODES = ("nearest_away", "nearest_even", "nearest_zero", "toward_zero", "up", "down", "odd")
+
+
+@pytest.mark.parametrize("accumulate", ["e8m13", "e8m18", "e5m10"])
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize(("order", "k"), ORDERS.items())
+@pytest.mark.in_turn(10)
+def test_every_order_and_rounding(order: str, k: int | None, mode: str, accumulate: str) -> None:
+    p = jc.probe(compiled(MatmulSpec("binary16", accumulate=f"{accumulate}:{mode}", order=order)), length=64)
+    bits = int(accumulate.partition("m")[2])
+    assert (p.order, p.k, p.out_bits, p.rounding) == (order.partition("(")[0], k, bits, mode)
+
+
+def test_fused_sums_and_blocks() -> None:
+    fused = jc.probe(compiled(MatmulSpec("binary16", accumulate="e8m13:up", fused=True)), length=64)
+    assert (fused.order, fused.k, fused.out_bits, fused.rounding) == ("sequential", None, 13, "up")
+    blocked = jc.probe(compiled(MatmulSpec("binary16", accumulate="binary32", order="blocked(16)")), length=64)
+    assert (blocked.order, blocked.k, blocked.out_bits, blocked.rounding) == ("blocked", 16, 23, "nearest_even")
+
+
 def one_by_one(a: np.ndarray, b: np.ndarray) -> np.ndarray:
     """NumPy's float32, product after product."""
     c = np.zeros((a.shape[0], b.shape[1]), np.float32)

@@ -92,10 +92,11 @@ def emulate(
             when the program runs (``jax.effects_barrier()`` waits for it). In a low format ``while t < 10: t += 0.01``
             may never end. Default None: any number of turns.
         stop_at: the event that ends a call with a `FloatingPointError`, as ``jax_debug_nans`` does for NaN of the
-            carrier: the first ``"overflow"`` (a result that is finite in the carrier, but not in the format), ``"nan"``
-            or ``"invalid"`` (a NaN of operands without NaN). The error names the operation, its operands, line, turn
-            and scope. The program runs one operation after the other beside the same program in the carrier, loops
-            turn by turn, so it is much slower, and not possible under `jax.jit` or `jax.grad`. Default None.
+            carrier: the first ``"overflow"`` (a result that is finite in the carrier, but not in the format, or that
+            saturates or wraps there), ``"nan"`` or ``"invalid"`` (a NaN of operands without NaN). The error names the
+            operation, its operands, line, turn and scope. The program runs one operation after the other beside the
+            same program in the carrier, loops turn by turn, so it is much slower, and not possible under `jax.jit` or
+            `jax.grad`. Default None.
 
     Returns:
         The function, with one more keyword argument, ``key``, which is not passed to `fun`. Results have the dtypes of
@@ -217,7 +218,7 @@ def _run_until_stopped(
     beside = Beside(Carrier(), settings.max_turns or (1 << 32) - 1, settings.stop_at)
     outer = here()
     try:
-        results = beside.whole(program, enter(program, settings.spec, seeds), names_of(args, kwargs))
+        results = beside.whole(program, settings.spec, enter(program, settings.spec, seeds), names_of(args, kwargs))
     except StoppedError as stop:
         raise FloatingPointError(text_of_event(stop, program.plan, outer, home(fun, outer))) from None
     for note in dict.fromkeys(beside.notes):

@@ -26,7 +26,7 @@ from jchop._program.control import as_jax
 from jchop._program.repeats import Turns, run_turns, with_turns
 from jchop._program.run import Runner, interpret
 from jchop._program.seeds import Draw, Seeds
-from jchop._program.step import REMAT_CALLS, Plan
+from jchop._program.step import REMAT_CALLS, Plan, is_reference
 
 Array = jax.Array
 
@@ -87,7 +87,7 @@ class Eager(Emulation):
 
     def control(self, step: Step, seeds: Seeds | None, args: list[Any]) -> list[Any]:
         """The results of an equation that holds programs."""
-        if step.name not in _UNITS or any(hasattr(v.aval, "inner_aval") for v in step.eqn.invars):
+        if step.name not in _UNITS or any(is_reference(v.aval) for v in step.eqn.invars):
             return super().control(step, seeds, args)
         if id(step) not in self._compiled:
             self._compiled[id(step)] = jax.jit(partial(Emulation(self.max_turns).control, step))

@@ -11,6 +11,7 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
+from jchop._program.step import is_reference
 from jchop.formats import ElementFormat, FloatFormat, UniformFormat
 from jchop.spec import Spec
 
@@ -23,7 +24,7 @@ CARRIER_DTYPES = ("float16", "bfloat16", "float32", "float64")
 
 def is_float(aval: Any) -> bool:
     """Whether a value has a real dtype that carries other formats, and so is rounded; False for a reference."""
-    return hasattr(aval, "dtype") and _carries(aval.dtype) and not hasattr(aval, "inner_aval")
+    return hasattr(aval, "dtype") and _carries(aval.dtype) and not is_reference(aval)
 
 
 @lru_cache(maxsize=256)

@@ -57,8 +57,9 @@ def by_matrix(step: Step, arrays: Sequence[Array], steps_of: Callable[[Array, Ar
         return run(steps_of(index, matrices[0]), *matrices)
 
     outer = arrays[0].shape[:-2]
-    flat = [x.reshape(-1, *x.shape[-2:]) for x in arrays]
-    results = jax.vmap(one)(jnp.arange(math.prod(outer), dtype=jnp.uint32), *flat)
+    count = math.prod(outer)  # not -1, which an array of size zero does not determine
+    flat = [x.reshape(count, *x.shape[-2:]) for x in arrays]
+    results = jax.vmap(one)(jnp.arange(count, dtype=jnp.uint32), *flat)
     return [x.reshape(*outer, *x.shape[1:]) for x in results]
 
 

@@ -20,7 +20,7 @@ from jchop._emulate._step import Step
 from jchop.formats import bfloat16, binary16, binary32, binary64
 from jchop.spec import Spec, as_spec
 
-__all__ = ["OUTCOMES"]
+__all__ = ["OUTCOMES", "errors_at"]
 
 
 def _results(step: Step, known: Known) -> tuple[Known, ...]:
@@ -58,7 +58,7 @@ def _accumulating(step: Step) -> Step:
     if how is None:
         return step
     carrier = operation_carrier(step.eqn.outvars[0].aval.dtype)
-    with _errors_at(step):
+    with errors_at(step):
         if how.order.aligned and step.name in _SUMS:
             require_aligned(how, carrier)
         else:
@@ -206,7 +206,7 @@ def _check(step: Step, spec: Spec | None, aval: Any, exact: bool) -> None:
     if spec is None or not is_number(aval):
         return
     dtype = _PART.get(aval.dtype.name, aval.dtype)
-    with _errors_at(step):
+    with errors_at(step):
         if exact:
             check_operation(spec, dtype)
         else:
@@ -214,7 +214,7 @@ def _check(step: Step, spec: Spec | None, aval: Any, exact: bool) -> None:
 
 
 @contextmanager
-def _errors_at(step: Step) -> Iterator[None]:
+def errors_at(step: Step) -> Iterator[None]:
     """Errors say the primitive and its line."""
     try:
         yield

@@ -8,15 +8,19 @@ from functools import partial
 from typing import Any, NamedTuple
 
 import jax
+import numpy as np
 from jax import lax
 from jax.extend.core import Literal
 
+from jchop._core.arithmetic.ranges import wraps
 from jchop._emulate._draws import draws_of
+from jchop._emulate._interpret import run_step
 from jchop._emulate._known import CARRIER_DTYPES, Known, common, holds_all, is_complex, is_narrow, is_number
-from jchop._emulate._outcome import OUTCOMES
+from jchop._emulate._outcome import OUTCOMES, errors_at
 from jchop._emulate._rules import COMPLEX, Choice, Settings, kind_of
 from jchop._emulate._step import Draw, Step
 from jchop._program import planner
+from jchop._program.seeds import Seeds
 from jchop._program.step import Plan, count_equations, is_own, is_own_result, jaxpr_of, scope_of
 from jchop.spec import Spec
 
@@ -82,7 +86,9 @@ class Planner(planner.Planner):
                 step = replace(step, kind=_complex_kind(step))
         elif step.kind == "unknown":
             step = self._unknown(step)
-        return OUTCOMES[step.kind](step)
+        step = OUTCOMES[step.kind](step)
+        _check_wrapping(step)
+        return step
 
     def draws(self, step: Step) -> int:
         """The most random draws of a step: of operands, results, and the products of a power."""
@@ -136,6 +142,21 @@ def _check_narrow(step: Step) -> None:
 
 #: The kinds of equations that may give numbers of such dtypes.
 _NARROW = ("control", "converted", "structural", "extremum", "own", "unknown")
+
+
+def _check_wrapping(step: Step) -> None:
+    """Refuses results that cannot wrap. The rule of the equation decides, which is traced, but does not run."""
+    how, spec = step.choice.accumulate, step.choice.spec
+    if step.kind not in _WRAPPING or not any(map(wraps, (spec, how and how.product, how and how.accumulate))):
+        return
+    seeds = Seeds(tuple(map(np.uint32, range(6))))  # type: ignore[arg-type]
+    avals = [jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in step.eqn.invars]
+    with step.eqn.ctx.manager, errors_at(step):
+        jax.eval_shape(partial(run_step, step, seeds), avals)
+
+
+#: The kinds of equations that round exact results.
+_WRAPPING = ("exact", "power", "accumulating", "linear", "complex", "complex sum")
 
 
 class _Closed(NamedTuple):

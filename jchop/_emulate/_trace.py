@@ -18,6 +18,7 @@ from jchop._emulate._plan import Planner
 from jchop._emulate._rules import Settings
 from jchop._paths import nearest_paths
 from jchop._program.captured import captured, same_objects
+from jchop._program.owned import with_own_constants
 from jchop._program.planner import taken_by_others
 from jchop._program.same import same_program
 from jchop._program.step import Plan, jaxpr_of
@@ -75,12 +76,19 @@ def is_stored(value: Any) -> bool:
     return isinstance(value, QArray)
 
 
-@dataclass
+@dataclass(frozen=True)
 class _Traced:
-    """A function of arrays only, as a key of JAX's cache, and the objects that `fun` read during tracing."""
+    """A function of arrays only, as a key of JAX's cache, and the objects that `fun` read during tracing.
+
+    The function does not refer to this object: in a cycle it would stay in JAX's cache after its last use.
+
+    Args:
+        function: the function; it empties `read` when it is traced.
+        read: the result of `captured` after that.
+    """
 
     function: Callable[..., Any]
-    read: tuple[Any, ...] | None = None
+    read: list[tuple[Any, ...] | None]
 
 
 @dataclass
@@ -113,68 +121,76 @@ class Programs:
         others = tuple(None if m else leaf for leaf, m in zip(leaves, moved, strict=True))
         if any(map(is_tensor, others)):
             _refuse_tensors(args, kwargs)
-        traced = self._traced_with(tree, moved, others)
+        key, traced = self._traced_with(tree, moved, others)
         with jax.disable_jit(False):  # loops, branches and the names of calls are parts of the program
             closed, shapes = jax.make_jaxpr(traced.function, return_shape=True)(*values)
-        if traced.read is None:  # after the trace: objects that it changes itself are not a change
-            traced.read = captured(self.fun, others)
+        read = list(traced.read)  # other threads may trace it, too
+        if not read:  # after the trace: objects that it changes itself are not a change
+            traced.read[:] = read = [captured(self.fun, others)]
+            self._keep(key, traced, read[0])
+        jaxpr, consts = jaxpr_of(closed)
+        if read[0] is None:  # it may have arrays of NumPy, which may change
+            jaxpr = jaxpr_of(with_own_constants(closed, (None,) * len(consts)))[0]
         units = jax.tree.leaves((args, kwargs), is_leaf=is_stored)
         stored = [is_stored(unit) for unit in units for _ in jax.tree.leaves(unit)]
         rounds = tuple(not s for s, m in zip(stored, moved, strict=True) if m)
-        return self._program(closed, rounds, jax.tree.structure(shapes), values)
+        return replace(self._program(jaxpr, consts, rounds, jax.tree.structure(shapes)), values=values)
 
-    def _traced_with(self, tree: Any, moved: tuple[bool, ...], others: tuple[Any, ...]) -> _Traced:
-        """The function of the moved leaves; the earlier one if it read nothing that has changed."""
+    def _traced_with(self, tree: Any, moved: tuple[bool, ...], others: tuple[Any, ...]) -> tuple[Any, _Traced]:
+        """A key and the function of the moved leaves; the earlier one if it read nothing that has changed."""
         key = (tree, moved, tuple(x if isinstance(x, int | str | bool) else None for x in others))
         try:
             old = self._traced.get(key)
         except Exception:  # a tree may hold objects that cannot be hashed or compared
             key = old = None
-        if old is not None and same_objects(old.read, captured(self.fun, others)):
-            return old
-        fun = self.fun
+        before = None if old is None else next(iter(old.read), None)
+        if old is not None and before is not None and same_objects(before, captured(self.fun, others)):
+            return key, old
+        fun, read = self.fun, []
 
         def flat(*values: Any) -> Any:
-            new.read, taken = None, iter(values)
+            read.clear()
+            taken = iter(values)
             every = [next(taken) if m else x for m, x in zip(moved, others, strict=True)]
             args, kwargs = jax.tree.unflatten(tree, every)
             return fun(*args, **kwargs)
 
-        new = _Traced(flat)
+        return key, _Traced(flat, read)
+
+    def _keep(self, key: Any, traced: _Traced, read: tuple[Any, ...] | None) -> None:
+        """Keeps a function that may be used again: one that has read nothing that may change unseen."""
         if key is None:
-            return new
+            return
         with self._lock:
             self._traced.pop(key, None)
-            self._traced[key] = new
+            if read is not None:
+                self._traced[key] = traced
             while len(self._traced) > _MOST:
                 del self._traced[next(iter(self._traced))]
-        return new
 
-    def _program(self, closed: Any, free: tuple[bool, ...], tree: Any, values: tuple[Any, ...]) -> Program:
-        jaxpr, consts = jaxpr_of(closed)
+    def _program(self, jaxpr: Any, consts: tuple[Any, ...], free: tuple[bool, ...], tree: Any) -> Program:
         rounds = self._rounds(jaxpr.invars, free)
         for old in tuple(self._planned):
             same = old.rounds[: len(free)] == rounds and same_program(old.source, jaxpr)
             if same and _is_equal(old.tree, tree):
-                return replace(old, plan=replace(old.plan, consts=consts), values=values)
-        new = self._make(closed, free, tree)
+                return replace(old, plan=replace(old.plan, consts=consts))
+        new = self._make(jaxpr, free, tree)
         if not any(isinstance(x, Tracer) for x in consts):
             with self._lock:
                 self._planned.insert(0, replace(new, plan=replace(new.plan, consts=())))
                 del self._planned[_MOST:]
-        return replace(new, values=values)
+        return replace(new, plan=replace(new.plan, consts=consts))
 
     def _rounds(self, variables: Any, free: Any) -> tuple[bool, ...]:
         spec = self.settings.spec
         return tuple(spec is not None and f and is_number(v.aval) for v, f in zip(variables, free, strict=True))
 
-    def _make(self, closed: Any, free: tuple[bool, ...], tree: Any) -> Program:
+    def _make(self, jaxpr: Any, free: tuple[bool, ...], tree: Any) -> Program:
         planner = Planner(self.settings)
-        jaxpr = jaxpr_of(closed)[0]
         others = taken_by_others(jaxpr)
         rounds = self._rounds((*jaxpr.invars, *jaxpr.constvars), (*free, *(v in others for v in jaxpr.constvars)))
         known = tuple(self.settings.spec if r else None for r in rounds)
-        plan = planner.plan(closed, known[: len(free)], constants=known[len(free) :])
+        plan = planner.plan(jaxpr, known[: len(free)], constants=known[len(free) :])
         _check_rules(self.settings, planner.used, plan)
         return Program(plan, (), rounds, tree, Eager(self.settings.max_turns), jaxpr)
 

@@ -29,7 +29,6 @@ from jchop._core.scaled_bodies import (
     round_body,
     unflat,
 )
-from jchop._core.scaled_float32 import select
 from jchop._core.sizes import are_known
 from jchop._kernels.primitive import Kernel, make_op
 from jchop._kernels.round import chunk_arguments

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -26,10 +27,11 @@ _LARGE = 14
 #: The least exponent of a product of two numbers of float8_e4m3.
 _SMALL = -18
 _MOST_LENGTH = 4096
+_RANDOM_SUMS = 32
 #: The rounding by the results for a quarter more and less than half a unit beyond a positive and a negative number.
 _DIRECTED = {(0, 0): "toward_zero", (0, 1): "down", (1, 0): "up"}
 #: The rounding to nearest by the results for half a unit and one and a half units.
-_TIES = {(0, 2): "nearest_even", (1, 2): "nearest_away", (0, 1): "nearest_zero"}
+_TIES = {(0, 2): "nearest_even", (1, 2): "nearest_away", (0, 1): "nearest_zero", (1, 1): "odd"}
 
 
 @dataclass(frozen=True)
@@ -37,8 +39,8 @@ class Probe(Tables):
     """The arithmetic that `probe` found. A field is None if it does not apply, or if no probe shows it.
 
     Args:
-        order: ``"sequential"``, ``"aligned"`` (a block and the accumulator on one grid), ``"blocked_pairwise"``,
-            ``"pairwise"``, or ``"other"``.
+        order: ``"sequential"``, ``"blocked"``, ``"pairwise"``, ``"blocked_pairwise"``, ``"aligned"`` (a block and the
+            accumulator on one grid), or ``"other"``.
         k: the products in a block.
         bits: the fraction bits of products that alignment keeps.
         cut: the rounding of products at that place: ``"toward_zero"``, ``"down"``, ``"up"`` or ``"nearest"``.
@@ -169,9 +171,10 @@ class _Unit:
             self.kind = "pairwise"
         else:
             self._find_blocks(lost, places)
+        if self.kind == "other":
+            self._find_rounded()
         every = self._promoted(lost, places) if self.kind == "aligned" else None
-        known = self.kind in ("aligned", "blocked_pairwise")
-        return {"order": self.kind, "k": self.k if known else None, "promote_every": every}
+        return {"order": self.kind, "k": self.k if self.k > 1 else None, "promote_every": every}
 
     def _lost(self) -> np.ndarray:
         """The number of products that are lost with M first and -M at each other place, M and -M included."""
@@ -197,6 +200,28 @@ class _Unit:
                 self.kind, self.k = "blocked_pairwise", k
                 return
 
+    def _find_rounded(self) -> None:
+        """An order that explains sums of random powers of two, if every sum is rounded as that of two products.
+
+        Directed and odd roundings do not lose a small product beside a large one: they may move the large one.
+        """
+        bits = self._out_bits()
+        rule = None if bits is None else _RULES.get(self._rounding(bits))
+        if bits is None or rule is None:
+            return
+        rng, shape = np.random.default_rng(0), (_RANDOM_SUMS, self.length)
+        exponents, signs = rng.integers(_SMALL, 7, shape), rng.choice([-1, 1], shape)
+        factors = [[_factors(e) for e in row] for row in exponents.tolist()]
+        seen = self.results([[(i, s * x, y) for i, (s, (x, y)) in enumerate(zip(*row, strict=True))]
+                             for row in zip(signs, factors, strict=True)])  # fmt: skip
+        rounded = partial(_rounded, bits=bits, rule=rule)
+        blocks = ((kind, k) for k in range(2, 65) for kind in ("blocked", "blocked_pairwise"))
+        for kind, k in (("sequential", 1), ("pairwise", self.length), *blocks):
+            inside = _sequential if kind == "blocked" else _pairwise
+            if np.array_equal(_summed(signs * np.exp2(exponents), k, inside, rounded), seen):
+                self.kind, self.k = kind, 1 if kind == "pairwise" else k
+                return
+
     def _loses_the_sum(self, k: int) -> bool:
         """Whether a small accumulator is lost beside two large products that cancel."""
         return self.results([self._around(k, 2.0 ** (_SMALL // 2), 2.0 ** (_SMALL // 2))])[0] == 0
@@ -218,7 +243,7 @@ class _Unit:
         if self.kind == "aligned":
             found["bits"], found["cut"] = self._cut(self._beside)
             found["sum_bits"], found["sum_cut"] = self._cut(lambda x, y: self._around(self.k, x, y))
-        found["out_bits"] = bits = self._out_bits()
+        found["out_bits"] = bits = None if self.kind == "other" else self._out_bits()
         if bits is not None:
             found["rounding"] = self._rounding(bits)
         return found
@@ -241,14 +266,12 @@ class _Unit:
         return _LARGE - last, _DIRECTED.get(away, "nearest")
 
     def _out_bits(self) -> int | None:
-        """The largest j for which 2^14 + 2^(14 - j) is a sum."""
-        if self.kind == "other":
-            return None
+        """The largest j for which 2^14 + 2^(14 - j) is exact."""
         high = 2.0 ** (_LARGE - 7)
         exponents = range(_LARGE - 1, _SMALL - 1, -1)
         place = self.k
         sums = [[(0, high, 128.0), (place, *_factors(e))] for e in exponents]
-        seen = self.results(sums) != 2.0**_LARGE
+        seen = self.results(sums) == 2.0**_LARGE + np.exp2(exponents)
         return _LARGE - exponents[int(np.flatnonzero(seen).max())] if seen.any() else None
 
     def _rounding(self, bits: int) -> str:
@@ -295,3 +318,50 @@ def _factors(exponent: int) -> tuple[float, float]:
 def _power_above(places: np.ndarray) -> np.ndarray:
     """The least power of two above each place: the products of the pairwise sum that holds it and the first."""
     return 1 << np.array([int(place).bit_length() for place in places])
+
+
+# -- sums of the definitions -------------------------------------------------------------------------------------------
+
+#: The integer that a real number is rounded to.
+_RULES: dict[str, Callable[[np.ndarray], np.ndarray]] = {
+    "nearest_even": np.rint,
+    "nearest_away": lambda x: np.copysign(np.floor(np.abs(x) + 0.5), x),
+    "nearest_zero": lambda x: np.copysign(np.ceil(np.abs(x) - 0.5), x),
+    "toward_zero": np.trunc,
+    "down": np.floor,
+    "up": np.ceil,
+    "odd": lambda x: np.where(x == np.floor(x), x, 2 * np.floor(x / 2) + 1),
+}
+
+
+def _rounded(x: np.ndarray, bits: int, rule: Callable[[np.ndarray], np.ndarray]) -> np.ndarray:
+    """Numbers rounded to so many fraction bits."""
+    power = np.frexp(x)[1] - 1 - bits
+    return np.ldexp(rule(np.ldexp(x, -power)), power)
+
+
+def _sequential(x: np.ndarray, rounded: Callable[[np.ndarray], np.ndarray]) -> np.ndarray:
+    """The sums along the last axis, one number after the other."""
+    total = np.zeros(x.shape[:-1])
+    for i in range(x.shape[-1]):
+        total = rounded(total + x[..., i])
+    return total
+
+
+def _pairwise(x: np.ndarray, rounded: Callable[[np.ndarray], np.ndarray]) -> np.ndarray:
+    """The sums along the last axis, as a tree."""
+    while x.shape[-1] > 1:
+        x = _filled(x, 2)
+        x = rounded(x[..., ::2] + x[..., 1::2])
+    return x[..., 0]
+
+
+def _summed(x: np.ndarray, k: int, inside: Callable[..., np.ndarray], rounded: Any) -> np.ndarray:
+    """The sums of rows, in blocks of k."""
+    x = _filled(x, k)
+    return _sequential(inside(x.reshape(len(x), -1, k), rounded), rounded)
+
+
+def _filled(x: np.ndarray, k: int) -> np.ndarray:
+    """Numbers with zeros behind them, to a multiple of k along the last axis."""
+    return np.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, -x.shape[-1] % k)])

@@ -12,6 +12,7 @@ import numpy as np
 from jax.custom_derivatives import SymbolicZero
 from jax.extend.core import Literal
 
+from jchop._program.step import is_reference
 from jchop.gradients import with_rule
 
 __all__ = ["bind", "constant_of", "straight_through", "with_derivative_of"]
@@ -22,7 +23,7 @@ Array = jax.Array
 def bind(primitive: Any, params: dict[str, Any], *args: Any) -> list[Any]:
     """The primitive itself, its results as a list."""
     # Constants are arrays of NumPy. A custom derivative keeps them, and may take an entry at a traced index.
-    args = tuple(a if isinstance(a, Array) or not np.ndim(a) else jnp.asarray(a) for a in args)
+    args = tuple(a if isinstance(a, Array) or is_reference(a) or not np.ndim(a) else jnp.asarray(a) for a in args)
     out = primitive.bind(*args, **primitive.get_bind_params(params))
     return list(out) if primitive.multiple_results else [out]
 

@@ -15,13 +15,13 @@ from jax.sharding import PartitionSpec
 from jchop._core.xla_cpu import entry_of, is_short_float
 from jchop._program.bind import bind, with_derivative_of
 from jchop._program.seeds import Seeds
-from jchop._program.step import CUSTOM_CALLS, HIGH_CALLS, PLAIN_CALLS, REMAT_CALLS, Step, carry_count
+from jchop._program.step import CUSTOM_CALLS, HIGH_CALLS, PLAIN_CALLS, REMAT_CALLS, Step, carry_count, is_reference
 from jchop._program.stopped import warn_of_stop
 
 Array = jax.Array
 Interpret = Callable[..., list[Any]]
 
-__all__ = ["RUNS", "Bound", "Interpret", "as_jax", "run_opened", "strong", "where_active"]
+__all__ = ["RUNS", "Bound", "Interpret", "as_jax", "copied", "run_opened", "strong", "where_active"]
 
 
 def _folded(seeds: Seeds | None, number: int, step: Array | int = 0) -> Seeds | None:
@@ -34,12 +34,17 @@ def strong(values: Sequence[Any]) -> list[Any]:
 
 
 def as_jax(x: Any) -> Any:
-    """A constant of a program as a JAX array; arrays and keys unchanged."""
-    return x if isinstance(x, Array) else jnp.asarray(x)
+    """A constant of a program as a JAX array; arrays, keys and mutable references unchanged."""
+    return x if isinstance(x, Array) or is_reference(x) else jnp.asarray(x)
+
+
+def copied(x: Any) -> Any:
+    """A value that another run may use: a mutable reference with the same contents, any other value itself."""
+    return jax.new_ref(x[...]) if is_reference(x) else x
 
 
 def _is_number(x: Any) -> bool:
-    return not jnp.issubdtype(x.dtype, jax.dtypes.extended)
+    return not is_reference(x) and not jnp.issubdtype(x.dtype, jax.dtypes.extended)
 
 
 def _call(step: Step, seeds: Seeds | None, args: list[Any], interpret: Interpret) -> list[Any]:

@@ -82,7 +82,7 @@ def same_param(a: Any, b: Any) -> bool:
     if hasattr(a, "eqns") or hasattr(a, "jaxpr"):
         (one, constants), (other, others) = jaxpr_of(a), jaxpr_of(b)
         pairs = zip(constants, others, strict=False)
-        return len(constants) == len(others) and all(x is y for x, y in pairs) and same_program(one, other)
+        return len(constants) == len(others) and all(same_constant(x, y) for x, y in pairs) and same_program(one, other)
     if isinstance(a, tuple | list):
         return len(a) == len(b) and all(map(same_param, a, b))
     if isinstance(a, dict):

@@ -7,6 +7,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import jax
+
 from jchop._arguments import OWN_RESULT, OWN_SCOPE
 from jchop._program.source import source_of
 
@@ -23,6 +25,7 @@ __all__ = [
     "count_equations",
     "is_own",
     "is_own_result",
+    "is_reference",
     "jaxpr_of",
     "scope_of",
 ]
@@ -138,6 +141,11 @@ def scope_of(outer: str, name_stack: Any, name: str | None = None) -> str:
     """The path of scopes of an equation without the marks of transformations: ``vmap(jvp(f))/g`` becomes ``f/g``."""
     parts = [outer, _WRAPPED.sub("", str(name_stack)), name or ""]
     return "/".join(part for part in parts if part)
+
+
+def is_reference(x: Any) -> bool:
+    """Whether a value, or the type of a variable, is that of a mutable reference (`jax.new_ref`)."""
+    return isinstance(x, jax.Ref) or hasattr(x, "inner_aval")
 
 
 def is_own_result(eqn: Any, scope: str) -> bool:

@@ -22,7 +22,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from jchop import _bits
-from jchop._bits import Carrier
+from jchop._bits import CARRIERS, Carrier
 from jchop._core.arithmetic import double_word, subnormal_scaling
 from jchop._core.arithmetic.exact import Exact, round_exact
 from jchop._core.arithmetic.nearest import adds_to_round, round_by_adding
@@ -38,6 +38,7 @@ from jchop._core.arithmetic.ranges import (
 )
 from jchop._core.arithmetic.round_with_error import error_of_sum, has_constant_drop, round_with_error
 from jchop._core.rounding.elements import round_elements
+from jchop._core.rounding.grid import beside_x64
 from jchop._core.rounding.modes import NEAREST
 from jchop.formats import FloatFormat, StringFormat, binary32, binary64
 from jchop.rounding import Overflow, Rounding
@@ -140,7 +141,7 @@ def divide(x: Array, y: Array, spec: Spec | None, carrier: Carrier, word: Array 
     Always in integer arithmetic: not every device divides to the last bit.
     """
     if spec is not None and spec.overflow is Overflow.WRAP:
-        raise ValueError(f"spec={str(spec)!r}: a quotient has no last bit, so it cannot wrap")
+        raise ValueError(f"spec={str(spec)!r}: a quotient has no last bit, so it cannot wrap; saturate instead")
     bits = 2 if spec is None or not spec.rounding.stochastic else carrier.work_width
     return round_exact(double_word.divide(x, y, carrier, bits), spec, carrier, word)
 
@@ -207,14 +208,21 @@ def _has_room(total: Range, spec: Spec, carrier: Carrier) -> bool:
 
 def _refuse_wrapping(spec: Spec | None, result: Range, carrier: Carrier) -> None:
     """Refuses a wrapping spec if the carrier may not hold an exact result: wrapping needs every bit of it."""
+    if spec is None or spec.overflow is not Overflow.WRAP or _fits(result, carrier):
+        return
+    able = ["float64"] if _fits(result, CARRIERS["float64"]) else []
+    remedy = f"saturate, or cast the operands to float64{beside_x64(able)}" if able else "or saturate"
+    raise ValueError(
+        f"spec={str(spec)!r} wraps an exact result, which {carrier.name} must hold; these operands give up to "
+        f"{result.bits} bits from 2^{result.quantum} on, more than its {carrier.fraction + 1}: use narrower operands, "
+        f"{remedy}"
+    )
+
+
+def _fits(result: Range, carrier: Carrier) -> bool:
+    """Whether a carrier holds every result of a range."""
     whole = carrier_range(carrier)
-    fits = result.bits <= whole.precision and result.quantum >= whole.quantum and result.top <= whole.top
-    if spec is not None and spec.overflow is Overflow.WRAP and not fits:
-        raise ValueError(
-            f"spec={str(spec)!r} wraps an exact result, which {carrier.name} must hold; these operands give up to "
-            f"{result.bits} bits from 2^{result.quantum} on, more than its {whole.precision}: use narrower operands, "
-            "or saturate"
-        )
+    return result.bits <= whole.precision and result.quantum >= whole.quantum and result.top <= whole.top
 
 
 # -- ways 1 and 2 ------------------------------------------------------------------------------------------------------

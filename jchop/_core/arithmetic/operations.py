@@ -212,7 +212,7 @@ def _div(step: _Step, x: Array, y: Array) -> Array:
 
 def _sqrt(step: _Step, x: Array) -> Array:
     if step.spec.overflow is Overflow.WRAP:
-        raise ValueError(f"spec={str(step.spec)!r}: a root has no last bit, so it cannot wrap")
+        raise ValueError(f"spec={str(step.spec)!r}: a root has no last bit, so it cannot wrap; saturate instead")
     (x,) = _settled(step, x)
     return round_exact(square_root(x, step.carrier, step.spec.rounding.stochastic), *step.rest)
 

@@ -32,12 +32,13 @@ from jchop._emulate._rules import EXACT
 from jchop._emulate._step import Step
 from jchop._emulate._trace import Program
 from jchop._program.bind import constant_of
-from jchop._program.control import as_jax, where_active
+from jchop._program.control import as_jax, copied, where_active
 from jchop._program.run import watch
 from jchop._program.seeds import Seeds
-from jchop._program.step import CALLS, Plan, carry_count
+from jchop._program.step import CALLS, Plan, carry_count, is_reference
 from jchop._program.stopped import text_of_stop
 from jchop.formats import FloatFormat
+from jchop.spec import Spec
 
 __all__ = ["ELEMENTWISE", "SILENT", "Beside", "Pair", "StoppedError", "is_unchanged", "note_of_stop"]
 
@@ -117,19 +118,24 @@ class Beside:
         return [read(v) for v in plan.jaxpr.outvars]
 
     def whole(
-        self, program: Program, entered: tuple[list[Any], list[Any], Seeds | None], names: Sequence[str]
+        self,
+        program: Program,
+        spec: Spec | None,
+        entered: tuple[list[Any], list[Any], Seeds | None],
+        names: Sequence[str],
     ) -> list[Pair]:
-        """The results of a program, given its arguments and constants as they are rounded on entry, and its seeds."""
+        """The results of a program, given its arguments and constants as `spec` rounds them on entry, and its seeds."""
         values, constants, seeds = entered
         every = (*program.values, *program.plan.consts)
         names = (*names, *("constant" for _ in constants))
         for name, x, whole, rounds in zip(names, (*values, *constants), every, program.rounds, strict=True):
             if rounds or (hasattr(x, "dtype") and is_number(x)):
-                seen = measured(x, whole, whole, [whole], order=self.order, elementwise=True)
+                own = spec if rounds else None
+                seen = measured(x, whole, whole, [whole], order=self.order, elementwise=True, spec=own)
                 self.entries.append((name, rounds, int(np.size(x)), seen))
                 self._check_stop(None, seen, x, [whole], f"{name}, {{given}}, is {{result}}")
                 self.order += 1
-        pairs = list(zip((*values, *constants), (self.reference.given(as_jax(x)) for x in every), strict=True))
+        pairs = list(zip((*values, *constants), (self.reference.given(copied(as_jax(x))) for x in every), strict=True))
         return self.run(program.plan, seeds, pairs[: len(values)], pairs[len(values) :])
 
     def _step(self, step: Step, seeds: Seeds | None, args: list[Pair]) -> list[Pair]:
@@ -142,6 +148,7 @@ class Beside:
         run = self.runner.control if step.kind == "control" else self.runner.run
         results = mapped(self.axes, partial(run, step), seeds, low)
         alike = args and step.kind in SILENT and not any(step.rounds) and all(x is y for x, y in args)
+        alike = alike and not any(is_reference(v.aval) for v in step.eqn.outvars)  # each program writes to its own
         reference = results if alike else self.reference.bind(step, wide, self.axes)
         if step.kind not in ("control", "untouched", "compared", "own"):
             self._look(step, low, results, reference)
@@ -156,7 +163,7 @@ class Beside:
         ndim = len(self.axes) + most
         operands = [aligned(x, ndim) if self.axes and not v.aval.shape else x for x, v in numbers]
         computed = [not isinstance(v, Literal) for _, v in numbers]
-        for v, result, exact, wide in zip(step.eqn.outvars, results, same, reference, strict=True):
+        for v, spec, result, exact, wide in zip(step.eqn.outvars, step.out, results, same, reference, strict=True):
             if not is_number(v.aval):
                 continue
             seen = measured(
@@ -169,6 +176,7 @@ class Beside:
                 order=self.order,
                 elementwise=step.kind in ELEMENTWISE,
                 digits=_digits(step, v.aval),
+                spec=None if silent else spec,
             )
             if silent and not seen.born:
                 continue

@@ -40,7 +40,7 @@ from jchop._emulate._rules import EXACT, make_settings
 from jchop._emulate._step import Step
 from jchop._emulate._trace import trace
 from jchop._program.bind import constant_of
-from jchop._program.control import as_jax, where_active
+from jchop._program.control import as_jax, copied, where_active
 from jchop._program.seeds import Seeds
 from jchop._program.source import here
 from jchop._program.step import CALLS, Plan, carry_count
@@ -252,7 +252,10 @@ def _digits(
     _check_carriers(program.plan)
     seeds = [seeds_of(settings, jax.random.fold_in(key, i)) for i in range(samples)]
     entered = [enter(program, settings.spec, one) for one in seeds]
-    values, constants = ([list(many) for many in zip(*(e[i] for e in entered), strict=True)] for i in (0, 1))
+    # Each sample writes to its own references.
+    values, constants = (
+        [list(map(copied, many)) for many in zip(*(e[i] for e in entered), strict=True)] for i in (0, 1)
+    )
     outer = here()
     run = _Samples(measure, max_turns)
     results = run.run(program.plan, [e[2] for e in entered], values, constants)

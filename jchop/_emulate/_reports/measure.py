@@ -10,6 +10,8 @@ from typing import Any
 import numpy as np
 
 from jchop._emulate._rules import EVENTS
+from jchop.formats import FloatFormat, UniformFormat
+from jchop.spec import Spec
 
 __all__ = ["Event", "Measure"]
 
@@ -97,6 +99,7 @@ def measured(
     order: int = 0,
     elementwise: bool = False,
     digits: int | None = None,
+    spec: Spec | None = None,
 ) -> Measure:
     """The measure of results.
 
@@ -110,11 +113,13 @@ def measured(
         order: the number of earlier operations.
         elementwise: whether each result depends only on the operands at the same index.
         digits: the precision of the operands of a sum or difference; None for other operations.
+        spec: the rounding of the results; None for none.
     """
     low, same, reference = (as_wide(x) for x in (low, same, reference))
     operands = [as_wide(x) for x in operands]
     magnitude = np.abs(low[np.isfinite(low) & (low != 0)])
-    nan, infinite, overflow = np.isnan(low), np.isinf(low), ~np.isfinite(low) & np.isfinite(same)
+    nan, infinite = np.isnan(low), np.isinf(low)
+    overflow = np.isfinite(same) & (~np.isfinite(low) | _beyond(same, spec))
     invalid = _without(nan, [np.isnan(x) for x in operands], elementwise)
     given = operands if computed is None else [x for x, made in zip(operands, computed, strict=True) if made]
     born = _without(infinite | nan, [~np.isfinite(x) for x in given], elementwise)
@@ -146,6 +151,25 @@ def as_wide(x: Any) -> np.ndarray:
     """Numbers in float64 or complex128."""
     x = np.asarray(x)
     return x.astype(np.complex128 if np.iscomplexobj(x) else np.float64)
+
+
+def _beyond(exact: np.ndarray, spec: Spec | None) -> Any:
+    """Whether numbers lie beyond the ends of the format by more than half its step there: they saturate or wrap.
+
+    The step of a tapered format or a codebook counts as zero.
+    """
+    if spec is None:
+        return False
+    if np.iscomplexobj(exact):
+        return _beyond(np.real(exact), spec) | _beyond(np.imag(exact), spec)
+    fmt, half = spec.format, 0.0
+    if isinstance(fmt, FloatFormat):
+        half = math.ldexp(1.0, fmt.emax - fmt.frac_bits - 1)
+    elif isinstance(fmt, UniformFormat):
+        half = math.ldexp(1.0, -fmt.frac_bits - 1)
+    low, high = (float(end) if abs(end) < 1 << 1024 else math.copysign(math.inf, end) for end in (fmt.min, fmt.max))
+    below = 0.0 if isinstance(fmt, FloatFormat) and not fmt.signed else half
+    return (exact > high + half) | (exact < low - below)
 
 
 def _without(found: np.ndarray, given: Sequence[np.ndarray], elementwise: bool) -> np.ndarray:

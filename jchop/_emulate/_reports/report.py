@@ -49,8 +49,9 @@ class Row:
         results: the count of their results in a run; for a `while` loop, in one turn.
         source: file and line of the equations, as ``"folder/model.py:12"``: the innermost line outside of JAX and
             jchop. For a function of JAX, the line of its call.
-        overflows: results that are finite without rounding, and infinite or NaN here. This and the next fields are set
-            only with ``trace_values=True``.
+        overflows: results that are finite without rounding, and infinite or NaN here; or that lie beyond the largest or
+            the lowest value of the format by more than half its step there, and so saturate or wrap. This and the next
+            fields are set only with ``trace_values=True``.
         underflows: results that are not zero without rounding, and zero here.
         infinities: infinite results, for any reason.
         nans: NaN results, for any reason.
@@ -206,9 +207,9 @@ def report(
         *args: arguments of the function.
         trace_values: whether to run the program, loops turn by turn, beside a reference program, and to measure ranges,
             overflows, underflows, infinities, NaN, cancelled bits and errors of each operation, and the first events.
-            Arguments and constants have rows only for infinities, NaN and underflows, moved values only for new
-            infinities or NaN. The emulated program decides branches and numbers of turns. Inside `jax.shard_map` all
-            shards run at once, and an index of an event has the shard's first. Needs arguments that are not traced.
+            Arguments and constants have rows only for overflows, infinities, NaN and underflows, moved values only for
+            new infinities or NaN. The emulated program decides branches and numbers of turns. Inside `jax.shard_map`
+            all shards run at once, and an index of an event has the shard's first. Needs arguments that are not traced.
             Default False: nothing is computed.
         key: a typed key, needed if values are traced and a rounding is stochastic.
         reference: the reference of the errors. Default None: the same program in the carrier, without rounding. A
@@ -219,9 +220,9 @@ def report(
             number. A stopped loop has a note and a `RuntimeWarning` with the line of its condition and the numbers
             compared. A loop without random draws stops at once if its values no longer change.
         stop_at: the event that ends the run: the first ``"overflow"`` (a result that is finite in the reference, but
-            not in the format), ``"nan"`` or ``"invalid"`` (a NaN of operands without NaN), like ``jax_debug_nans`` for
-            NaN of the carrier. ``stopped`` of the report names the equation, its line, turn, operands and result. Rows
-            hold the measures up to this event. Implies `trace_values`.
+            not in the format, or that saturates or wraps there), ``"nan"`` or ``"invalid"`` (a NaN of operands without
+            NaN), like ``jax_debug_nans`` for NaN of the carrier. ``stopped`` of the report names the equation, its
+            line, turn, operands and result. Rows hold the measures up to this event. Implies `trace_values`.
         **kwargs: keyword arguments of the function.
 
     Returns:
@@ -260,24 +261,24 @@ def report(
         return Report(tuple(_rows(steps, {})), notes=tuple(_left_wide(steps)))
     if any(isinstance(v, jax.core.Tracer) for v in program.values):
         raise TypeError("trace_values=True needs arguments that are not traced: call report outside of jax.jit")
-    stopped = ""
+    stopped, spec = "", fun.settings.spec
     seeds = seeds_of(fun.settings, fun.key if key is None else key)
     try:
-        beside.whole(program, enter(program, fun.settings.spec, seeds), names_of(args, kwargs))
+        beside.whole(program, spec, enter(program, spec, seeds), names_of(args, kwargs))
     except StoppedError as stop:
         stopped = text_of_event(stop, program.plan, outer, home(fun.fun, outer))
     for note in dict.fromkeys(beside.notes):
         warnings.warn(note, RuntimeWarning, stacklevel=2)
     notes = (*dict.fromkeys(beside.notes), *_notes(steps, beside), *_left_wide(steps))
-    given = _given(beside, fun.settings.spec, home(fun.fun, outer))
+    given = _given(beside, spec, home(fun.fun, outer))
     rows = (*given, *_rows(steps, beside.found))
     return Report(rows, True, beside.reference.text, notes, stopped)
 
 
 def _given(beside: Beside, spec: Spec | None, source: str) -> Iterator[Row]:
-    """Rows of the arguments and constants with infinities, NaN or underflows."""
+    """Rows of the arguments and constants with overflows, infinities, NaN or underflows."""
     for name, rounds, size, seen in beside.entries:
-        if seen.infinities or seen.nans or seen.underflows:
+        if seen.overflows or seen.infinities or seen.nans or seen.underflows:
             yield Row("", name, str(spec) if rounds else "carrier", "", 1, size, source, **seen.facts())
 
 

@@ -19,6 +19,7 @@ from jchop._emulate._reports.shards import Axes, at_row, bound, untyped
 from jchop._emulate._step import Step
 from jchop._program.control import as_jax
 from jchop._program.seeds import Seeds
+from jchop._program.step import is_reference
 from jchop._settings import compiled
 
 __all__ = ["Node", "Share", "Tape"]
@@ -206,6 +207,10 @@ class Tape(Beside):
     def _pulled(self, step: Step, axes: Axes, args: list[Pair], out: list[Node], cotangents: list[Any]) -> list[Any]:
         moved = [i for i, v in enumerate(step.eqn.invars) if is_number(v.aval) and not isinstance(v, Literal)]
         result: list[Any] = [None] * len(args)
+        if any(is_reference(v.aval) for v in step.eqn.invars):
+            raise NotImplementedError(
+                f"blame needs the derivative of {self._name(step)}, which reads a mutable reference"
+            )
         if not moved:
             return result
         if step.name == "stop_gradient":
