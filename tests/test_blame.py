@@ -353,7 +353,7 @@ def test_operands_that_do_not_differ_have_no_part() -> None:
     assert abs(found.unexplained) <= 1e-3 * abs(found.error)
 
 
-SINGULAR = np.diag(np.float32([1, 2, 0]))
+SINGULAR = np.diag(np.array([1, 2, 0], np.float32))
 
 
 def test_an_infinite_derivative_is_named() -> None:
