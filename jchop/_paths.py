@@ -20,7 +20,7 @@ from difflib import SequenceMatcher
 from functools import lru_cache
 from typing import Any
 
-__all__ = ["check_pattern", "matches_path", "names_last", "nearest_paths"]
+__all__ = ["check_pattern", "matches_path", "names_last", "nearest_paths", "pattern_of"]
 
 
 def check_pattern(argument: str, pattern: Any, example: str = "'blocks/*/mlp'") -> str:
@@ -68,6 +68,16 @@ def names_last(pattern: str, path: str) -> bool:
         not term.excludes and term.last.strip("*") and re.fullmatch(_part(term.last), last) is not None
         for term in _terms(pattern)
     )
+
+
+def pattern_of(path: str) -> str:
+    """A pattern that a path matches, for the advice of an error.
+
+    Example:
+        >>> pattern_of(""), pattern_of("mlp/kernel"), pattern_of("a b/{c}")
+        ('/', 'mlp/kernel', 'a?b/[{]c[}]')
+    """
+    return re.sub(r"^!|[\s\\]", "?", re.sub(r"[*?\[{}]", r"[\g<0>]", path)) or "/"
 
 
 def nearest_paths(patterns: Iterable[str], paths: Iterable[str]) -> str:

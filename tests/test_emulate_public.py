@@ -9,6 +9,7 @@ refused.
 
 from __future__ import annotations
 
+import importlib.util
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache, partial
@@ -183,6 +184,8 @@ def test_every_public_function_has_a_row(place: str) -> None:
 @pytest.mark.parametrize(("place", "name"), CASES)
 def test_within_an_emulated_function(place: str, name: str) -> None:
     case = TABLES[place][1][name]
+    if name.endswith("_qwix") and importlib.util.find_spec("qwix") is not None:
+        pytest.skip("the error is that of an environment without qwix")
     low = jc.emulate(case.call, AROUND)
     if case.error is not None:
         with pytest.raises((TypeError, ValueError, OSError, ImportError), match=case.error):

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from jchop._paths import check_pattern, matches_path, names_last, nearest_paths
+from jchop._paths import check_pattern, matches_path, names_last, nearest_paths, pattern_of
 
 
 @pytest.mark.smoke
@@ -69,3 +69,9 @@ def test_the_nearest_paths_come_first() -> None:
     assert nearest_paths(["zzz"], paths) == f"; the nearest paths are {', '.join(map(repr, paths))}"
     assert nearest_paths(["a"], [""]) == ""
     assert nearest_paths(["head"], ["head", "head/kernel"]) == "; the nearest paths are 'head/kernel'"
+
+
+@pytest.mark.parametrize("path", ["", "w", "a/b", "a b", "!c", "{d}/e", "f*?", "[g]", "h\\i", "j,k"])
+def test_the_pattern_of_a_path_matches_it_and_not_others(path: str) -> None:
+    pattern = check_pattern("path", pattern_of(path))
+    assert matches_path(pattern, path) and not matches_path(pattern, "other")

@@ -11,6 +11,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.custom_derivatives import SymbolicZero
 
 from jchop._arguments import OWN_SCOPE, own_results
 from jchop._kernels.settled import settled_on_cpu
@@ -21,6 +22,7 @@ from jchop._products.rotation import Hadamard
 from jchop._products.rule import NOWHERE, StreamOffset, is_stochastic
 from jchop._settings import split
 from jchop.accumulation import MatmulSpec
+from jchop.gradients import CustomJvp
 from jchop.spec import Spec
 from jchop.storage import quantize
 
@@ -140,6 +142,8 @@ def contract(
         return product(left, right, *extra)
     full = lax.stop_gradient((x if _anew_left(how) else None, w if takes_anew(how) else None))
     both = _operands_by_codes(product, x, w, how, keys, left_codes, codes) if how.codes else None
+    if not how.backward and how.input_rotation is None and how.weight_rotation is None:
+        return _product_of_codes(product, left, right, lax.stop_gradient(both), extra)
     return _product(product, how, left, right, full, (keys, extra, both))
 
 
@@ -245,14 +249,32 @@ class _Keys:
         return _Keys() if key is None else _Keys(*split(key, 11))
 
 
+@partial(CustomJvp, nondiff_argnums=(0,))
+def _product_of_codes(product: Product, x: Array, w: Array, both: Any, extra: tuple[Array, ...]) -> Array:
+    """The product of the codes of rounded operands; its derivative is that of the product of their numbers."""
+    left, right = both
+    with jax.named_scope(OWN_SCOPE):
+        return own_results(product.by_codes(left, right, (x.shape, w.shape), _result_dtype(product, x, w), *extra))
+
+
+def _jvp_of_codes(product: Product, primals: tuple, tangents: tuple) -> tuple[Array, Any]:
+    x, w, _, extra = primals
+    dx, dw, *_ = tangents
+    parts = [] if isinstance(dx, SymbolicZero) else [product(dx, w, *extra)]
+    parts += [] if isinstance(dw, SymbolicZero) else [product(x, dw, *extra)]
+    out = _product_of_codes(product, *primals)
+    return out, sum(parts[1:], parts[0]) if parts else SymbolicZero(jax.typeof(out).to_tangent_aval())
+
+
+_product_of_codes.defjvp(_jvp_of_codes, symbolic_zeros=True)
+
+
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1))
 def _product(product: Product, how: Roundings, x: Array, w: Array, full: tuple, more: tuple) -> Array:
     """The product of rounded operands; `full` are those that are to be rounded anew, in full precision."""
     keys, extra, both = more
     if both is not None:
-        left, right = both
-        with jax.named_scope(OWN_SCOPE):
-            return own_results(product.by_codes(left, right, (x.shape, w.shape), _result_dtype(product, x, w), *extra))
+        return _product_of_codes(product, x, w, both, extra)
     return product(x, w, *extra) if how.matmul is None else product.emulated(x, w, how.matmul, keys.forward)
 
 

@@ -20,7 +20,7 @@ from jchop._products.scales.entries import entry_of, weight_entry
 from jchop._products.scales.formulas import span_of, step_of
 from jchop._products.scales.kept import Keeping
 from jchop._products.scales.observed import Observed, by_turn, over_entries
-from jchop._products.scales.sites import Scales, Site
+from jchop._products.scales.sites import Scales, Site, check_names
 from jchop._products.traced.call import Call, arguments_of, numbered
 from jchop._products.traced.report import ProgramReport
 from jchop._products.traced.resolved import Resolved, resolve, weight_rounding
@@ -132,7 +132,8 @@ class QuantizedFunction:
         """`fun` of the arguments. `params` may be packed; `key` takes the place of the key of `quantize_fn`.
 
         `scales`, needed if a rule has `scale_from`, stay as they are, as in evaluation; `update` returns those after
-        the call.
+        the call. Entries of another function or other rules are an error, and so are fixed ranges of some products
+        alone.
         """
         return self._run(Call(params, args, kwargs), scales, "fixed", key)[0]
 
@@ -356,6 +357,8 @@ class QuantizedFunction:
         if scales is not None and not isinstance(scales, Scales):
             raise TypeError(f"scales={scales!r} must be what start, update or calibrate returns")
         scales = Scales({}, {}) if scales is None else scales
+        if self.all_in_use and mode != "observe":
+            check_names(scales.entries, program.sites.values(), program.rules_by_path)
         values, after = list(call.values), {}
         for i in range(call.count):
             entry = None
@@ -365,7 +368,7 @@ class QuantizedFunction:
             values[i] = self._held(program, i, values[i], entry, call.adapters.get(i))
         runner = program.runner
         if keeping or mode != "fixed" or scales.stats:
-            runner = Keeping(runner.roundings, program.sites, program.turns, scales.entries, mode)
+            runner = Keeping(runner, program.sites, program.turns, scales.entries, mode)
         with jax.disable_jit(False):
             out = interpret(runner, program.plan, keys, values)
         found = runner.found if isinstance(runner, Keeping) else {}

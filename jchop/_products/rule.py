@@ -28,7 +28,7 @@ OPERATIONS: Mapping[str, str] = MappingProxyType(
         "dot_general": "dot_general",
         "conv_general_dilated": "conv",
         "ragged_dot_general": "ragged_dot",
-        "gather": "embedding",
+        **dict.fromkeys(("gather", "dynamic_slice"), "embedding"),
     }
 )
 #: The fields that select, beside the path.

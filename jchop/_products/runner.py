@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 from jax.extend.core import Literal
 
+from jchop._paths import pattern_of
 from jchop._products.adapters import beside
 from jchop._products.codes import Coded
 from jchop._products.contraction import Roundings, contract
@@ -19,7 +20,8 @@ from jchop._products.traced.analysis import ProductStep
 from jchop._products.traced.origins import MOVES
 from jchop._products.weights import Held, Keys, Twin, is_packed, rounded
 from jchop._program.bind import bind
-from jchop._program.run import Runner
+from jchop._program.control import Interpret
+from jchop._program.run import Runner, interpret
 from jchop._program.step import CUSTOM_CALLS, HIGH_CALLS, PLAIN_CALLS, REMAT_CALLS, carry_count
 
 Array = jax.Array
@@ -110,6 +112,12 @@ class Quantization(Runner):
         assert adapter is not None
         return beside(adapter, part, side, x, y, None if seeds is None else seeds.turn(part.number, 1).key)
 
+    def enter(self, step: ProductStep, seeds: Keys | None, args: list[Any], inner: Interpret) -> list[Any]:
+        """The results of a step that holds programs; those of a plain call may be parameters that have moved."""
+        if step.name in PLAIN_CALLS:
+            inner = partial(interpret, _Inlined(self))
+        return super().enter(step, seeds, args, inner)
+
     def operand(self, step: ProductStep, x: Array, how: Roundings, key: Any) -> tuple[Array, Roundings, Any]:
         """The operand of data, the roundings that remain, and their key."""
         return x, how, key
@@ -128,8 +136,8 @@ class Quantization(Runner):
         if isinstance(first, Twin) and first.codes is not None and not any(isinstance(x, Twin) for x in rest):
             if part.name == "convert_element_type":
                 codes = [first.codes]
-            elif part.name in _ALONE:
-                codes = [first.codes.moved(lambda v, i=i: run(v, *rest)[i]) for i in range(len(low))]
+            elif part.name in _ALONE and not _fills(part):
+                codes = [first.codes.moved(lambda v, i=i: _run_alone(part, v, rest)[i]) for i in range(len(low))]
         return [Twin(*each) for each in zip(low, full, codes, strict=True)]
 
     def _product(self, step: ProductStep, seeds: Keys | None, args: list[Any]) -> Array:
@@ -146,18 +154,54 @@ class Quantization(Runner):
         full = w.full if isinstance(w, Twin) else w
         codes = w.codes if isinstance(w, Twin) and how.codes else None
         if how.codes and how.right is not None and codes is None:
-            names = [self.paths[use.leaf] for use in step.uses[weight] if use.leaf < len(self.paths)] or ["*"]
-            raise ValueError(
-                f"product='codes': the weight {names[0]!r} of {step.name} at {step.source or 'an unknown line'} is "
-                "computed with before the product, joined with others, carried by a loop, or an argument of shard_map "
-                "or of a function with a derivative of its own, so it has no codes there; put "
-                f"Rule({names[0]!r}, ...) without product before {how.place.rule}"
-            )
+            raise ValueError(_without_codes(step, weight, self.paths, how))
         return contract(product, x, full, how, key, rounded=rounded(w), codes=codes, extra=extra)
+
+
+class _Inlined(Runner):
+    """Another runner, for a program whose results stay what they are."""
+
+    def __init__(self, runner: Quantization) -> None:
+        self.prepare, self.run, self.control = runner.prepare, runner.run, runner.control
+
+    def finish(self, value: Any, seeds: Keys | None) -> Any:
+        """A result: an array, or a parameter that has moved."""
+        return value.numbers(seeds) if isinstance(value, Held) else value
 
 
 def _adapter_of(x: Any) -> Any:
     return x.adapter if isinstance(x, Twin) else None
+
+
+def _without_codes(step: ProductStep, weight: int, paths: Sequence[str], how: Roundings) -> str:
+    """Why a weight has no codes, and what to do."""
+    uses = step.uses[weight]
+    why = "computed with before the product"
+    if all(use.moved for use in uses):
+        why = (
+            "joined with others, padded, carried by a loop, or an argument of shard_map or of a function with a "
+            "derivative of its own"
+        )
+    path = next((paths[use.leaf] for use in uses if use.leaf < len(paths)), "*")
+    return (
+        f"product='codes': the weight {path!r} of {step.name} at {step.source or 'an unknown line'} is {why}, so it "
+        f"has no codes there; put Rule({path if path == '*' else pattern_of(path)!r}, ...) without product before "
+        f"{how.place.rule}"
+    )
+
+
+def _fills(part: ProductStep) -> bool:
+    """Whether numbers of its own, and not NaN, stand beyond the end of what a gather reads."""
+    fill = part.eqn.params.get("fill_value")
+    return fill is not None and fill == fill
+
+
+def _run_alone(part: ProductStep, v: Array, rest: list[Any]) -> list[Any]:
+    """A move of elements, scales or zero points; where scales are NaN beyond the end, integers are 0."""
+    params = part.eqn.params
+    if part.name == "gather" and params["fill_value"] is not None and not jnp.issubdtype(v.dtype, jnp.inexact):
+        params = {**params, "fill_value": 0}
+    return bind(part.eqn.primitive, params, v, *rest)
 
 
 def _shared(step: ProductStep) -> int:

@@ -117,7 +117,8 @@ def check_calls(batches: Any, run: Any, progress: Any) -> None:
 
 def _see(observer: Observer, place: StreamOffset, x: Any) -> None:
     """Note an input of a layer that has a range."""
-    if not isinstance(x, jax.core.Tracer) and not bool(jnp.isfinite(x).any()):
+    found = jnp.isfinite(x).any()  # in a trace a tracer, though x may be an array
+    if not isinstance(found, jax.core.Tracer) and not bool(found):
         raise ValueError(f"batches give the {place} an input of shape {x.shape} without a finite number")
     observer.see(x)
 

@@ -232,6 +232,51 @@ def test_a_fixed_range() -> None:
     packed = low.pack(PARAMS, X[0])
     np.testing.assert_array_equal(low(packed, 9 * X[0], scales=fixed), low(PARAMS, 9 * X[0], scales=fixed))
     assert (low(PARAMS, 9 * X[0], scales=fixed) != low(PARAMS, 9 * X[0])).any()
+    _, tangent = jax.jvp(lambda x: low(PARAMS, x, scales=fixed), (X[0],), (X[1],))
+    _, back = jax.vjp(lambda x: low(PARAMS, x, scales=fixed), X[0])
+    np.testing.assert_allclose(tangent.sum(), jnp.vdot(back(jnp.ones_like(tangent))[0], X[1]), rtol=1e-5)
+    emulated = jc.emulate(lambda x: low(PARAMS, x, scales=fixed), "bfloat16")
+    assert "jchop" in [row.primitive for row in jc.emulate.report(emulated, X[0]).rows]  # it finds a rule for all
+
+
+def test_fixed_ranges_are_those_of_the_function_and_its_rules() -> None:
+    rule = jc.Rule(activation="int8", weight="int4(group=2)")
+    low = jc.quantize_fn(mlp, rule)
+    fixed = low.calibrate(PARAMS, [X[0]])
+    some = {name: span for name, span in fixed.stats.items() if name.startswith("up")}
+    other = jc.quantize_fn(lambda p, x: mlp({**p, "up": p["in"]}, x), rule)
+    renamed = {"in": PARAMS["up"], "down": PARAMS["down"]}
+    without = jc.quantize_fn(mlp, [jc.Rule("up"), rule])
+    moving = jc.quantize_fn(mlp, jc.Rule(activation="int8", scale_from=jc.MovingAverage()))
+    for function, params, scales, words in (
+        (low, PARAMS, some, "scales has no 'down_activation_range': pass"),
+        (low, PARAMS, {**fixed.stats, "no": jnp.ones(2)}, "scales has 'no', which has no use here: pass"),
+        (other, renamed, fixed.stats, "has no 'in_activation_range', has 'up_activation_range', which has no use here"),
+        (without, PARAMS, fixed.stats, "has 'up_activation_range', which has no use here"),
+        (moving, PARAMS, {**moving.start(PARAMS, X[0]).stats, "up_activation_history": jnp.ones(2)}, "up_activation_h"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            function(params, X[0], scales=jc.Scales({}, scales))
+    with pytest.raises(ValueError, match="has no 'down_activation_range'"):
+        low.update(PARAMS, X[0], scales=jc.Scales({}, some))
+    np.testing.assert_array_equal(low(PARAMS, X[0], scales=low.start(PARAMS, X[0])), low(PARAMS, X[0]))
+
+
+def test_fixed_ranges_of_all_shapes_and_of_the_branches_that_were_taken() -> None:
+    def steps(w: Any, xs: Any) -> Any:
+        h = jnp.zeros(8)
+        for x in xs:
+            h = jnp.tanh(jax.lax.cond(x[0] > 9, lambda h: h @ w["never"], lambda h: h, h) @ w["w"] + x)
+        return h
+
+    low = jc.quantize_fn(steps, jc.Rule(activation="int8"))
+    params = {"w": normal(8, 8), "never": normal(8, 8, seed=1)}
+    fixed = low.calibrate(params, [X[0][:2]])
+    assert sorted(fixed.stats) == ["w_activation_range", "w_activation_range_1"]
+    for count in (1, 2):
+        low(params, X[0][:count], scales=fixed)
+    with pytest.raises(ValueError, match=r"has no 'w_activation_range_2'.*arguments of these shapes"):
+        low(params, X[0][:3], scales=fixed)
 
 
 @pytest.mark.slow

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from functools import partial
 from typing import Any
 
 import chex
@@ -265,6 +266,87 @@ def test_parameters_whose_axes_are_lost_count_as_not_rounded() -> None:
         jc.quantize_fn(net, jc.Rule("sorted", weight="int8"))(params, x)
 
 
+LOOK_UPS = {
+    "index": lambda w, t: w[t],
+    "at": lambda w, t: w.at[t].get(mode="fill"),
+    "take": lambda w, t: jnp.take(w, t, axis=0),
+}
+NORMED = {"table": normal(10, 8), "scale": 1 + 0.1 * normal(8, seed=1), "experts": normal(10, 8, 6, seed=2)}
+
+
+@pytest.mark.in_turn(3)
+@pytest.mark.parametrize("name", LOOK_UPS)
+@pytest.mark.parametrize("product", ["float", "codes"])
+def test_one_token_is_looked_up_as_several_are(name: str, product: Any) -> None:
+    def net(p: Any, token: Any) -> Any:
+        h = LOOK_UPS[name](p["table"], token)
+        h = h * jax.lax.rsqrt((h * h).mean(-1, keepdims=True) + 1e-6) * p["scale"]
+        return jnp.einsum("...d,...de->...e", h, LOOK_UPS[name](p["experts"], token))
+
+    rule = jc.Rule(weight="int8(group=all)", activation="int4(group=all)", product=product)
+    low, token = jc.quantize_fn(net, rule), jnp.int32(3)
+    one, several = low.report(NORMED, token), low.report(NORMED, token[None])
+    specs = [[(row.path, row.use, row.spec) for row in report.parameters] for report in (one, several)]
+    assert specs[0] == specs[1] == [
+        ("experts", "product", "int8(group=all,axis=-2)"), ("scale", "other", ""), ("table", "rows", "int8(group=all)")
+    ]  # fmt: skip
+    assert dict(one.products[0].roundings)["activation"] == "int4(group=all)"
+    expected = jax.jit(low)(NORMED, token[None])[0]
+    np.testing.assert_array_equal(jax.jit(low)(NORMED, token), expected)
+    np.testing.assert_array_equal(jax.jit(jax.vmap(low, (None, 0)))(NORMED, token[None])[0], expected)
+    np.testing.assert_array_equal(jax.jit(low)(low.pack(NORMED, token), token), expected)
+
+
+def test_what_is_beyond_the_end_is_nan_of_codes_too() -> None:
+    rule = jc.Rule(weight="int8(group=all)", activation="int8(group=all)", product="codes")
+    low = jc.quantize_fn(lambda w, x, t: x @ jnp.take(w, t, axis=0), rule)
+    assert jnp.isnan(jax.jit(low)(NORMED["experts"], normal(4, 8), jnp.int32(10))).all()
+
+
+def test_rules_for_rows_select_them_as_an_embedding() -> None:
+    rules = [jc.Rule(operation="embedding", weight="e4m3"), jc.Rule(weight="int8(group=all)", activation="e5m2")]
+    low = jc.quantize_fn(lambda p, t: p["table"][t] @ p["experts"][0], rules)
+    specs = {row.path: row.spec for row in low.report(NORMED, jnp.int32(3)).parameters}
+    assert specs == {"experts": "int8(group=all,axis=-2)", "scale": "", "table": "float8_e4m3"}
+
+
+@pytest.mark.parametrize("gradient", [None, "e5m2"])
+def test_a_weight_comes_out_of_a_function_under_jit_as_it_went_in(gradient: str | None) -> None:
+    rule = jc.Rule(
+        weight="int4(group=4)", activation="int8(group=4)", gradient=gradient, product="float" if gradient else "codes"
+    )
+
+    def gradients(take: Any) -> Any:
+        low = jc.quantize_fn(lambda w, x: x @ take(w, 1), rule)
+        return jax.jit(jax.value_and_grad(lambda w, x: jnp.sum(low(w, x) ** 2), (0, 1)))(NORMED["experts"], X[:, :8])
+
+    chex.assert_trees_all_equal(gradients(jax.jit(lambda w, i: w[i])), gradients(lambda w, i: w[i]))
+
+
+@pytest.mark.parametrize("text", ["int8(group=all)", pytest.param("mxfp8_e4m3", marks=pytest.mark.slow)])
+def test_products_of_codes_have_forward_mode(text: str) -> None:
+    low = jc.quantize_fn(lambda w, x: x @ w, jc.Rule(weight=text, activation=text, product="codes"))
+    given, moved = (PARAMS["up"], X), (jnp.cos(PARAMS["up"]), jnp.sin(X))
+    _, tangent = jax.jit(partial(jax.jvp, low))(given, moved)
+    w, x = rounded(PARAMS["up"].T, text).T, rounded(X, text)
+    np.testing.assert_allclose(tangent, moved[1] @ w + x @ moved[0], rtol=1e-4, atol=1e-4)
+    _, alone = jax.jit(lambda *v: jax.jvp(partial(low, given[0]), *v))(given[1:], moved[1:])
+    np.testing.assert_allclose(alone, moved[1] @ w, rtol=1e-4, atol=1e-4)
+
+
+def test_products_of_codes_have_second_derivatives_in_loops() -> None:
+    def net(layers: Any, x: Any) -> Any:
+        return jax.lax.scan(lambda h, w: (jnp.tanh(h @ w), None), x, layers)[0]
+
+    layers, x = 0.3 * normal(2, 8, 8), X[:, :8]
+    found = []
+    for product in ("codes", "float"):
+        low = jc.quantize_fn(net, jc.Rule(weight="int8(group=all)", product=product))
+        of_loss = jax.grad(lambda p, low=low: jnp.sum(low(p, x) ** 2))
+        found.append(jax.jit(lambda p, of_loss=of_loss: jax.vjp(of_loss, p)[1](p)[0])(layers))
+    np.testing.assert_allclose(*found, rtol=1e-3, atol=1e-3)
+
+
 def test_a_traced_program_is_kept() -> None:
     count = 0
 
@@ -308,6 +390,23 @@ def test_abstract_parameters_are_packed_abstractly() -> None:
 def test_a_rule_that_does_nothing_is_an_error(rules: Any, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         jc.quantize_fn(mlp, rules)(PARAMS, X)
+
+
+def test_a_rule_of_products_of_parameters_alone_is_said() -> None:
+    own, rest = jc.Rule("down", weight="e4m3", activation="e5m2"), jc.Rule(weight="e4m3")
+    with pytest.raises(ValueError, match=r"activation has no effect.*'down' reaches dot_general.*parameters alone"):
+        jc.quantize_fn(lambda p, x: x @ p["up"] @ (p["down"] @ p["down"].T), [own, rest])(PARAMS, X)
+    with pytest.raises(ValueError, match=r"'down' reaches dot_general at .*, whose rule is that of 'a'"):
+        jc.quantize_fn(lambda p, x: x @ (p["a"] + p["down"]), [own, rest])({"a": PARAMS["up"], "down": PARAMS["up"]}, X)
+
+
+def test_a_weight_without_codes_is_said_with_its_rule() -> None:
+    codes = jc.Rule(weight="int8(group=all)", product="codes")
+    with pytest.raises(ValueError, match=r"the weight '' .* is computed with before .*Rule\('/', \.\.\.\) without"):
+        jc.quantize_fn(lambda w, x: x @ (2 * w), codes)(PARAMS["up"], X)
+    jc.quantize_fn(lambda w, x: x @ (2 * w), jc.Rule("/", weight="int8(group=all)"))(PARAMS["up"], X)
+    with pytest.raises(ValueError, match=r"the weight 'up' .* is joined with others, padded.*Rule\('up', "):
+        jc.quantize_fn(lambda p, x: x @ jnp.pad(p["up"], ((0, 0), (0, 1))), codes)({"up": PARAMS["up"]}, X)
 
 
 @pytest.mark.parametrize(

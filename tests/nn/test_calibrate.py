@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -171,6 +172,25 @@ def test_gradients_pass_and_the_range_is_state() -> None:
     assert range_of(jc.nn.calibrate(untouched, [10 * BATCHES[0]])).max() > 0
     assert untouched.dot_general.range is None and nnx.graphdef(untouched) == graph
     np.testing.assert_array_equal(untouched(BATCHES[0]), before)
+
+
+@pytest.mark.parametrize("outside", [True, False])
+def test_a_calibrated_model_is_loaded_into_its_shapes(outside: bool, tmp_path: Path) -> None:
+    x = BATCHES[0]
+
+    def shapes(method: str) -> Any:
+        return nnx.eval_shape(lambda: jc.nn.calibrate(layer(), [x if outside else jnp.zeros_like(x)], method=method))
+
+    static = jc.nn.calibrate(layer(), [x], method="entropy")
+    jc.nn.save(tmp_path / "static.safetensors", static)
+    for method in ("minmax", "mse"):
+        loaded = jc.nn.load(tmp_path / "static.safetensors", shapes(method))
+        np.testing.assert_array_equal(range_of(loaded), range_of(static))
+    with pytest.raises(ValueError, match=r"method='percentile\(99\)' needs numbers.*method='minmax'"):
+        shapes("percentile(99)")
+    if not outside:
+        with pytest.raises(ValueError, match="method='entropy' needs numbers"):
+            shapes("entropy")
 
 
 @pytest.mark.parametrize(

@@ -160,3 +160,16 @@ def test_progress_and_generators() -> None:
     batches = (normal(n, 6) for n in (3, 4))
     found = jc.ptq.statistics(lambda p, x: x @ p, normal(6, 2), batches, progress=seen.append)
     assert seen == [1, 2] and found[""].count.tolist() == [7]
+
+
+def test_one_token_is_an_input() -> None:
+    """Rows of a table that one index chooses, as those that several choose."""
+
+    def fun(p: Any, token: Any) -> Any:
+        return p["table"][token] @ p["w"]
+
+    params = {"table": jnp.eye(5, 4) + 1, "w": jnp.ones((4, 2))}
+    one, several = only(fun, params, *map(jnp.int32, range(5))), only(fun, params, jnp.arange(5))
+    np.testing.assert_allclose(one.gram[0], mean_of(params["table"]), rtol=1e-6)
+    np.testing.assert_allclose(one.gram[0], several.gram[0], rtol=1e-6)
+    assert one.count.tolist() == several.count.tolist() == [5]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from functools import partial
 from typing import Any
 
 import jax
@@ -13,6 +12,7 @@ from jchop._products.codes import Coded, parts_of
 from jchop._products.layout import Layout, with_nan
 from jchop._products.scale_from import LSQ, DelayedScaling, MovingAverage
 from jchop._products.scales.learned import round_learned
+from jchop.gradients import CustomJvp
 from jchop.spec import Gradient, Spec
 from jchop.storage import QArray, dequantize, fit_scale, quantize
 
@@ -69,7 +69,8 @@ def round_within(x: Array, spec: Spec, span: Array, key: Array | None = None) ->
     """`x` rounded under the scale that an array of the range `span` has; gradients pass straight through."""
     if spec.gradient != Gradient():
         raise ValueError(f"activation={str(spec)!r} has a gradient; under a fixed scale it passes straight through")
-    return _rounded(spec, x, span, key)
+    y = lax.stop_gradient(dequantize(_stored(spec, *lax.stop_gradient((x, span)), key)))
+    return with_nan(x, _straight(x, y), spec)
 
 
 def codes_within(x: Array, spec: Spec, span: Array, key: Array | None = None) -> tuple[Array, Coded]:
@@ -85,17 +86,14 @@ def _stored(spec: Spec, x: Array, span: Array, key: Array | None) -> QArray:
     return quantize(x, spec, key, scale=scale, zero_point=zero_point)
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _rounded(spec: Spec, x: Array, span: Array, key: Array | None) -> Array:
-    return with_nan(x, dequantize(_stored(spec, x, span, key)), spec)
+@CustomJvp
+def _straight(x: Array, y: Array) -> Array:
+    """`y`, with the derivative of `x`."""
+    return y
 
 
-def _forward(spec: Spec, x: Array, span: Array, key: Array | None) -> tuple[Array, None]:
-    return _rounded(spec, x, span, key), None
+def _jvp(primals: tuple, tangents: tuple) -> tuple[Array, Any]:
+    return _straight(*primals), tangents[0]
 
 
-def _backward(spec: Spec, kept: None, g: Array) -> tuple[Any, None, None]:
-    return g, None, None
-
-
-_rounded.defvjp(_forward, _backward)
+_straight.defjvp(_jvp, symbolic_zeros=True)

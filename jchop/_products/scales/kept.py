@@ -30,23 +30,23 @@ class Keeping(Quantization):
     """Products under rules and kept scales; made for one call.
 
     Args:
-        roundings: as of `Quantization`.
+        plain: the products without kept scales.
         sites: of products, by the identity of their steps.
         turns: of each scan the names that have an entry for each turn.
-        known: the entries, by name. One that is missing is that of the array itself.
+        known: the entries, by name. A range that `calibrate` may fix and that is missing is that of the array itself.
         mode: ``"fixed"``: entries stay. ``"update"``: `found` has those after the call. ``"observe"``: `found` has the
             arrays themselves, which are not rounded.
     """
 
     def __init__(
         self,
-        roundings: dict[int, tuple[Roundings, int]],
+        plain: Quantization,
         sites: Mapping[int, Site],
         turns: Mapping[int, tuple[str, ...]],
         known: Mapping[str, Array],
         mode: Literal["fixed", "update", "observe"],
     ) -> None:
-        super().__init__(roundings)
+        super().__init__(plain.roundings, plain.paths)
         self.sites, self.turns, self.mode = sites, turns, mode
         self.known = {} if mode == "observe" else dict(known)
         self.found: dict[str, Array] = {}

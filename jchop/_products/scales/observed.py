@@ -55,7 +55,10 @@ class Observed:
             _, observers = self._sites.setdefault(site.name, (site, {}))
             for index, x in by_turn(site, data, lambda x: x).items():
                 if isinstance(x, jax.core.Tracer):
-                    raise ValueError("calibrate runs on data, and cannot be part of a function under jax.jit")
+                    raise ValueError(
+                        "calibrate of a program runs on data, and cannot be part of a traced function, as under "
+                        "jax.jit or nnx.eval_shape"
+                    )
                 if bool(jnp.isfinite(x).any()):  # else a branch was not taken
                     observers.setdefault(index, self._make(site.spec)).see(x)
 

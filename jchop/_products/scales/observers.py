@@ -9,6 +9,7 @@ from functools import partial
 from typing import Any, Protocol
 
 import jax
+import jax.core
 import jax.numpy as jnp
 import numpy as np
 
@@ -72,7 +73,7 @@ class _OfAll:
         self.histogram, self.least, self.most = Histogram.empty(), 0.0, 0.0
 
     def see(self, x: Array) -> None:
-        values = np.asarray(x, np.float64)
+        values = _in_float64(x, "entropy")
         self.histogram = add(self.histogram, values)
         finite = values[np.isfinite(values)]
         self.least = min(self.least, float(finite.min(initial=0.0)))
@@ -114,8 +115,17 @@ def _minmax(x: Array) -> Array:
 
 def _within(x: Array, share: float) -> Array:
     # In float32, places among thousands of numbers are off: those of NumPy are in float64.
-    most = float(np.percentile(np.abs(np.asarray(x, np.float64)), share))
+    most = float(np.percentile(np.abs(_in_float64(x, f"percentile({share:g})")), share))
     return jnp.clip(_minmax(x), -most, most)
+
+
+def _in_float64(x: Array, method: str) -> np.ndarray:
+    if isinstance(x, jax.core.Tracer):
+        raise ValueError(
+            f"method={method!r} needs numbers, and calibrate is part of a traced function, as under jax.jit or "
+            "nnx.eval_shape; method='minmax' gives a model of the same shapes there"
+        )
+    return np.asarray(x, np.float64)
 
 
 @partial(compiled, static_argnames="spec")

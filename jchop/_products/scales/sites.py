@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
+from jchop._paths import pattern_of
 from jchop._products.contraction import Roundings
 from jchop._products.scale_from import LSQ, DelayedScaling, MovingAverage, ScaleFrom, is_tensor_scaled
 from jchop._products.traced.analysis import ProductStep
@@ -18,11 +19,12 @@ from jchop.spec import Gradient, Spec
 
 Array = jax.Array
 
-__all__ = ["HISTORY", "RANGE", "SCALE", "Scales", "Site", "kind_of", "sites_of"]
+__all__ = ["HISTORY", "RANGE", "SCALE", "Scales", "Site", "check_names", "kind_of", "sites_of"]
 
 #: The kinds of state, which end the names of entries.
 RANGE, HISTORY, SCALE = "range", "history", "scale"
 _KINDS: Mapping[type, str] = {MovingAverage: RANGE, DelayedScaling: HISTORY, LSQ: SCALE}
+_NAME = re.compile(rf"(.*)_(activation|weight)_({RANGE}|{HISTORY}|{SCALE})(_[0-9]+)?")
 
 
 def kind_of(name: str) -> str:
@@ -70,6 +72,7 @@ class Site:
         source: the rule's; None for a range that `calibrate` may fix.
         loops: of the scans around it, the lengths, and whether it has an entry for each turn.
         place: of the product, for errors.
+        in_branch: whether calls may not reach it.
     """
 
     name: str
@@ -77,6 +80,7 @@ class Site:
     source: ScaleFrom | None
     loops: tuple[tuple[int, bool], ...]
     place: Any = field(default=None, compare=False)
+    in_branch: bool = False
 
     @property
     def stack(self) -> tuple[int, ...]:
@@ -116,7 +120,7 @@ def sites_of(
     sites: dict[int, Site] = {}
     turns: dict[int, tuple[str, ...]] = {}
     counts: dict[str, int] = {}
-    for step, scans, closed in _walk(plan, (), ""):
+    for step, scans, closed, in_branch in _walk(plan, (), "", False):
         if id(step) not in roundings or id(step) not in rules:
             continue
         how, weight = roundings[id(step)]
@@ -131,7 +135,8 @@ def sites_of(
         if closed and (closed != _WHILE or isinstance(source, LSQ)):  # its state can be carried, its data not be seen
             raise NotImplementedError(
                 f"{rule}: scale_from of {step.name} at {step.source or 'an unknown line'}, which is within {closed}, "
-                f"out of which its data cannot come. Put Rule({paths[leaf]!r}, ...) without scale_from before it"
+                f"out of which its data cannot come. Put Rule({pattern_of(paths[leaf])!r}, ...) without scale_from "
+                "before it"
             )
         counts[name] = counts.get(name, 0) + 1
         name = name if counts[name] == 1 else f"{name}_{counts[name] - 1}"
@@ -139,8 +144,46 @@ def sites_of(
             turns[scan] = (*turns.get(scan, ()), name)
         assert how.left is not None
         loops = tuple((length, leaf in leaves) for _, length, leaves in scans)
-        sites[id(step)] = Site(name, how.left, source, loops, how.place)
+        sites[id(step)] = Site(name, how.left, source, loops, how.place, in_branch)
     return sites, turns
+
+
+def check_names(names: Iterable[str], sites: Iterable[Site], rules: Mapping[str, Any]) -> None:
+    """Refuse entries of another function or other rules, and fixed ranges of some products alone.
+
+    Without a fixed range all activations have the scales of each array. An entry may be of a product that the program
+    has for other shapes, and none is known of a branch that no batch reached.
+
+    Args:
+        names: of the entries.
+        sites: of the program.
+        rules: of the parameters, by path.
+
+    Raises:
+        ValueError: that names what is missing, and what has no use.
+    """
+    given, own = set(names), {site.name: site for site in sites}
+    fixed = {name for name, site in own.items() if site.source is None}
+    unused = sorted(name for name in given if name not in own and not _may_be_kept(name, rules))
+    missing = sorted(name for name in fixed - given if not own[name].in_branch) if fixed & given or unused else []
+    said = [f"has no {name!r}" for name in missing] + [f"has {name!r}, which has no use here" for name in unused]
+    if said:
+        raise ValueError(
+            f"scales {', '.join(said)}: pass what start, update or calibrate returned for this function, these "
+            "rules and, among the batches, arguments of these shapes"
+        )
+
+
+def _may_be_kept(name: str, rules: Mapping[str, Any]) -> bool:
+    """Whether a parameter has a rule under which an entry of this name is kept."""
+    found = _NAME.fullmatch(name)
+    rule = None if found is None else rules.get(found[1])
+    if found is None or rule is None or getattr(rule, found[2]) is None:
+        return False
+    source = rule.scale_from if rule.scale_from is not None and found[2] in rule.scale_from.fields else None
+    if source is None:
+        return found[2] == "activation" and found[3] == RANGE
+    return found[3] == _KINDS[type(source)]
 
 
 def _keeps(how: Roundings, source: ScaleFrom | None) -> bool:
@@ -155,10 +198,10 @@ _OPEN = frozenset((*PLAIN_CALLS, *HIGH_CALLS, *REMAT_CALLS, "scan", "cond"))
 _WHILE = "a while loop"
 
 
-def _walk(plan: Plan, scans: _Scans, closed: str) -> Iterator[tuple[ProductStep, _Scans, str]]:
+def _walk(plan: Plan, scans: _Scans, closed: str, in_branch: bool) -> Iterator[tuple[ProductStep, _Scans, str, bool]]:
     """Every step, with the scans around it (each with its length and the parameters that it takes apart)."""
     for step in plan.steps:
-        yield step, scans, closed
+        yield step, scans, closed, in_branch
         if not step.inner:
             continue
         inside = scans
@@ -169,7 +212,7 @@ def _walk(plan: Plan, scans: _Scans, closed: str) -> Iterator[tuple[ProductStep,
         within = "" if step.name in _OPEN else _SAID.get(step.name, step.name)
         within = closed if closed and (closed != _WHILE or not within) else within
         for inner in step.inner:
-            yield from _walk(inner, inside, within)
+            yield from _walk(inner, inside, within, in_branch or step.name == "cond")
 
 
 _SAID = dict.fromkeys(CUSTOM_CALLS, "a function with a derivative of its own") | {"while": _WHILE}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -16,6 +16,7 @@ from jchop._products.traced.origins import (
     MOVES,
     NOTHING,
     SCATTERS,
+    Axis,
     Fact,
     Origin,
     joined,
@@ -125,21 +126,26 @@ class Analyst(planner.Planner):
         if name in CONTROL and not is_own(scope):
             return replace(made, kind="control")
         data = any(fact.data for i, fact in enumerate(known) if i not in _CHOOSING.get(name, ()))
+        if not any(fact.origins or fact.lost for fact in known):
+            data = any(made.data)  # what data choose among constants
+        drawn = any(fact.drawn for fact in known)
         if name in _PRODUCTS and _is_sum_of_floats(eqn):
             product = _PRODUCTS[name](eqn)
             if isinstance(product, str):
                 named = f"{name} ({product})"
                 uses = tuple(tuple(Use(o.leaf, "other", named, source) for o in fact.origins) for fact in known)
-                return replace(made, refused=product, uses=uses, out=(Fact(data=data),))
+                return replace(made, refused=product, uses=uses, out=(Fact(data=data, drawn=drawn),))
             layouts = (product.forward.left, product.forward.right)
             uses = tuple(
                 tuple(Use(o.leaf, "product", name, source, _laid(o, layout), o.moved) for o in known[i].origins)
                 for i, layout in enumerate(layouts)
             )
             lost = lost_of(known)
-            return replace(made, kind="product", product=product, uses=uses, lost=lost, out=(Fact(data=data),))
-        if name == "gather" and not data:
-            return self._gather(made)
+            return replace(
+                made, kind="product", product=product, uses=uses, lost=lost, out=(Fact(data=data, drawn=drawn),)
+            )
+        if name in _LOOK_UPS and not data:
+            return self._looked_up(made)
         if data:
             kind = "sum" if name in _SUMS else "other"
             uses = tuple(tuple(Use(o.leaf, kind, name, source) for o in fact.origins) for fact in known)
@@ -150,7 +156,8 @@ class Analyst(planner.Planner):
             tuple(Use(o.leaf, "other", name, source) for o in fact.origins if o.leaf in lost) for fact in known
         )
         gone = (*lost_of(known), *(replace(use, kind="product") for some in uses for use in some))
-        return replace(made, uses=uses, out=tuple(replace(out, lost=gone) for out in outs), moves=name in MOVES)
+        outs = [replace(out, lost=gone, drawn=drawn) for out in outs]
+        return replace(made, uses=uses, out=tuple(outs), moves=name in MOVES)
 
     def _out(self, eqn: Any, known: Sequence[Fact], aval: Any) -> Fact:
         """What is known of a result that no data reaches."""
@@ -162,16 +169,20 @@ class Analyst(planner.Planner):
                     origins.setdefault(origin.leaf, after)
         return Fact(origins=tuple(origins.values()))
 
-    def _gather(self, made: ProductStep) -> ProductStep:
-        """Of rows, an embedding; of whole matrices, those of layers or experts."""
+    def _looked_up(self, made: ProductStep) -> ProductStep:
+        """Of rows, an embedding; of whole matrices, those of experts; by the counter of a loop, one of its layers."""
         eqn, fact = made.eqn, made.known[0]
         out = self._out(eqn, (fact, *(NOTHING for _ in eqn.invars[1:])), eqn.outvars[0].aval)
-        rows = tuple(o for o in out.origins if sum(map(bool, o.axes)) <= 1)
-        if not rows:
-            return replace(made, out=(out,))
-        before = {o.leaf: o for o in fact.origins}
-        uses = tuple(Use(o.leaf, "rows", "gather", made.source, _rows(before[o.leaf], o)) for o in rows)
-        return replace(made, uses=(uses,), out=(DATA,))
+        chosen, sizes, uses = _LOOK_UPS[made.name](made), eqn.params["slice_sizes"], []
+        for before, after in zip(fact.origins, out.origins, strict=True):
+            along = [parts for parts, n in zip(after.axes, eqn.outvars[0].aval.shape, strict=True) if parts and n != 1]
+            if chosen and len(along) <= 1:
+                among = [parts for i, parts in enumerate(before.axes) if i in chosen or sizes[i] != 1]
+                uses.append(Use(before.leaf, "rows", made.name, made.source, _rows(among, along)))
+        if uses:
+            return replace(made, uses=(tuple(uses),), out=(DATA,))
+        drawn = any(fact.drawn for fact in made.known)
+        return replace(made, out=(replace(out, lost=fact.lost, drawn=drawn),), moves=True)
 
 
 def _laid(origin: Origin, layout: Layout) -> Laid:
@@ -179,10 +190,24 @@ def _laid(origin: Origin, layout: Layout) -> Laid:
     return Laid(tuple(origin.axes[axis] for axis in layout.kept), summed)
 
 
-def _rows(before: Origin, after: Origin) -> Laid:
+def _rows(among: Sequence[Axis], along: Sequence[Axis]) -> Laid:
     """Rows that are looked up are kept; along a row is what a product would sum over."""
-    row = tuple(part for parts in after.axes for part in parts)
-    return Laid(tuple(parts for parts in before.axes if parts and parts[0] not in row), row)
+    row = tuple(part for parts in along for part in parts)
+    return Laid(tuple(parts for parts in among if parts and parts[0] not in row), row)
+
+
+def _chosen_by_start(step: ProductStep) -> set[int]:
+    """The axes of which data choose one index."""
+    starts = enumerate(step.known[1:])
+    return {axis for axis, start in starts if start.varies and step.eqn.params["slice_sizes"][axis] == 1}
+
+
+def _chosen_by_indexes(step: ProductStep) -> set[int]:
+    """The axes of which data, or several constants, choose one index each."""
+    if not step.known[1].varies and step.eqn.invars[1].aval.ndim == 1:
+        return set()
+    params = step.eqn.params
+    return {axis for axis in params["dimension_numbers"].start_index_map if params["slice_sizes"][axis] == 1}
 
 
 def _is_sum_of_floats(eqn: Any) -> bool:
@@ -230,6 +255,11 @@ def _ragged(eqn: Any) -> Ragged | str:
 
 _PRODUCTS = {"dot_general": dot_of, "conv_general_dilated": _conv, "ragged_dot_general": _ragged}
 _SUMS = frozenset({"add", "add_any", "sub"})
+#: Which axes of the first operand they take single indexes of, that are no counters of loops.
+_LOOK_UPS: dict[str, Callable[[ProductStep], set[int]]] = {
+    "gather": _chosen_by_indexes,
+    "dynamic_slice": _chosen_by_start,
+}
 #: Operands that only choose among the numbers of the others.
 _CHOOSING: dict[str, tuple[int, ...]] = {
     "gather": (1,),

@@ -11,7 +11,7 @@ import numpy as np
 
 from jchop._bits import CARRIERS
 from jchop._products.adapters import AdaptedParam, Adapter
-from jchop._products.traced.origins import DATA, NOTHING, Fact, of_parameter
+from jchop._products.traced.origins import DATA, DRAWN, NOTHING, Fact, of_parameter
 from jchop._products.weights import is_packed
 
 Array = jax.Array
@@ -80,7 +80,7 @@ class Call:
         for i, x in enumerate(self.abstract):
             number = not jnp.issubdtype(x.dtype, jax.dtypes.extended)
             if i >= self.count:
-                known.append(DATA if number else NOTHING)
+                known.append(DATA if number else DRAWN)
             else:
                 known.append(of_parameter(i, x.shape) if number and x.dtype.name in CARRIERS else NOTHING)
         return known

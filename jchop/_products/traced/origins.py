@@ -14,9 +14,11 @@ from typing import Any
 
 __all__ = [
     "DATA",
+    "DRAWN",
     "MOVES",
     "NOTHING",
     "SCATTERS",
+    "Axis",
     "Fact",
     "Origin",
     "Part",
@@ -71,15 +73,23 @@ class Fact:
         data: whether its numbers depend on the arguments that are no parameters.
         origins: the parameters that it comes from; none if it depends on data.
         lost: parameters that it is computed from, none of whose axes are its own; none if it depends on data.
+        drawn: whether its numbers depend on keys that are arguments.
     """
 
     data: bool = False
     origins: tuple[Origin, ...] = ()
     lost: tuple[Any, ...] = ()
+    drawn: bool = False
+
+    @property
+    def varies(self) -> bool:
+        """Whether its numbers depend on arguments that are no parameters."""
+        return self.data or self.drawn
 
 
 NOTHING = Fact()
 DATA = Fact(data=True)
+DRAWN = Fact(drawn=True)
 
 
 def of_parameter(leaf: int, shape: Sequence[int]) -> Fact:
@@ -93,7 +103,7 @@ def joined(facts: Sequence[Fact]) -> Fact:
     if any(fact.data for fact in facts):
         return DATA
     kept = tuple(o for o in first.origins if all(o in fact.origins for fact in rest))
-    return replace(first, origins=kept, lost=lost_of(facts))
+    return replace(first, origins=kept, lost=lost_of(facts), drawn=any(fact.drawn for fact in facts))
 
 
 def lost_of(facts: Sequence[Fact]) -> tuple[Any, ...]:
@@ -108,7 +118,7 @@ def unstacked(fact: Fact) -> Fact:
 
 def stacked(fact: Fact) -> Fact:
     """What is known of a stack of values."""
-    return Fact(data=fact.data, lost=fact.lost)
+    return replace(fact, origins=())
 
 
 # -- from one value to the next ---------------------------------------------------------------------------------------
@@ -147,7 +157,7 @@ def _moved(
     if name == "reshape" and params.get("dimensions") is None:
         return _reshaped(axes, shape, out)
     if name == "gather":
-        return _gathered(params["dimension_numbers"], axes, params["slice_sizes"], shape, out)
+        return _gathered(params["dimension_numbers"], axes, params["slice_sizes"], out)
     return None
 
 
@@ -241,10 +251,8 @@ def _merged(parts: Sequence[Part]) -> Axis:
     return tuple(result)
 
 
-def _gathered(
-    numbers: Any, axes: tuple[Axis, ...], sizes: Sequence[int], shape: tuple[int, ...], out: tuple[int, ...]
-) -> tuple[Axis, ...]:
-    """The axes that are taken whole are axes of the result; those that are indexed are gone."""
+def _gathered(numbers: Any, axes: tuple[Axis, ...], sizes: Sequence[int], out: tuple[int, ...]) -> tuple[Axis, ...]:
+    """The axes of windows are axes of the result, as those of a slice; those of which one index is taken are gone."""
     gone = {*numbers.collapsed_slice_dims, *numbers.operand_batching_dims}
-    kept = iter([parts if sizes[i] == shape[i] else () for i, parts in enumerate(axes) if i not in gone])
+    kept = iter([parts if sizes[i] != 1 else () for i, parts in enumerate(axes) if i not in gone])
     return tuple(next(kept) if i in numbers.offset_dims else () for i in range(len(out)))

@@ -12,7 +12,7 @@ import jax.core
 import jax.numpy as jnp
 
 from jchop._checks import check_choice
-from jchop._paths import names_last, nearest_paths
+from jchop._paths import names_last, nearest_paths, pattern_of
 from jchop._products.codes import block_of
 from jchop._products.contraction import Roundings, check_operands
 from jchop._products.matrices import MatrixLayout
@@ -82,6 +82,12 @@ class Resolved:
         number = self.numbers[leaf]
         assert number is not None
         return self.rules[number]
+
+    @cached_property
+    def rules_by_path(self) -> dict[str, Rule]:
+        """The rules of the parameters, by the paths with which the names of entries begin."""
+        paired = zip(self.paths, self.numbers, strict=True)
+        return {path or "params": self.rules[number] for path, number in paired if number is not None}
 
     def kept_weights(self) -> dict[int, tuple[str, Placement, ScaleFrom]]:
         """The parameters whose scales are kept: the name of the entry, the rounding, the source."""
@@ -274,9 +280,9 @@ def _products(
 def _roundings(step: ProductStep, rule: Rule) -> tuple[Roundings, int] | None:
     """How the operands of a product are rounded, and which of them is the weight; None if nothing is."""
     assert step.product is not None
+    if _of_parameters_alone(step):
+        return None
     weights = [i for i in (0, 1) if step.uses and step.uses[i]]
-    if len(weights) == 2:
-        return None  # a product of parameters alone
     weight = weights[0] if weights else -1
     place = StreamOffset(step.name, step.scope or step.source, rule)
     right = weight_rounding(rule) if weights else rule.activation
@@ -346,8 +352,9 @@ def _check_matches(
         if use is not None and use.laid is None:
             why = "of which a product takes no axis" if _is_lost(use) else "which reaches no product"
             raise ValueError(
-                f"{rule} names the parameter {paths[leaf]!r}, {why}; it reaches {use.primitive} "
-                f"at {use.source or 'an unknown line'}. Put Rule({paths[leaf]!r}) before it to leave it as it is"
+                f"{rule} names the parameter {paths[leaf]!r}, {why}; it reaches {use.primitive} at "
+                f"{use.source or 'an unknown line'}. Put Rule({pattern_of(paths[leaf])!r}) before it to leave it as "
+                "it is"
             )
 
 
@@ -367,14 +374,14 @@ def _check_effect(
             for leaf, (_, use) in placements.items()
             if numbers[leaf] == number
         }  # fmt: skip
-        if any(chosen is rule for _, chosen in products):
+        if any(chosen is rule and not _of_parameters_alone(step) for step, chosen in products):
             used |= {"activation", "gradient", "input_gradient", "weight_gradient", "matmul", "rotation"}
         source = rule.scale_from
         if source is not None and (source in kept or ("weight" in source.fields and "weight" in used)):
             used.add("scale_from")
         idle = [name for name in FIELDS if getattr(rule, name) is not None and name not in used]
         if idle:
-            reached = _reached(number, paths, numbers, uses, placements)
+            reached = _reached(number, paths, numbers, uses, placements, products)
             raise ValueError(
                 f"{rule}: {', '.join(idle)} has no effect on the parameters and products that it matches: {reached}. "
                 "report, under rules that have an effect, shows what each parameter reaches"
@@ -391,7 +398,7 @@ def check_weights(programs: Sequence[Resolved]) -> None:
     for number, rule in enumerate(first.rules):
         if rule.weight is None or any(map(partial(_has_weight, number), programs)):
             continue
-        reached = _reached(number, first.paths, first.numbers, first.uses, first.placements)
+        reached = _reached(number, first.paths, first.numbers, first.uses, first.placements, first.products)
         raise ValueError(
             f"{rule}: weight rounds no parameter of the methods that have example arguments: {reached}. A parameter is "
             "not followed if it is combined with data, such as arguments and state that is no parameter"
@@ -408,16 +415,29 @@ def _reached(
     numbers: Sequence[int | None],
     uses: Mapping[int, Sequence[Use]],
     placements: Mapping[int, tuple[Placement, Use]],
+    products: Sequence[tuple[ProductStep, Rule | None]],
 ) -> str:
-    """What a parameter of a rule reaches that is not rounded."""
-    return next(
-        (
-            f"the parameter {paths[leaf]!r} reaches {use.primitive} at {use.source or 'an unknown line'}"
-            for leaf, n in enumerate(numbers)
-            if n == number and leaf not in placements and (use := _first(uses.get(leaf, ()))) is not None
-        ),
-        "no parameter that it matches reaches anything",
-    )
+    """What a parameter of a rule reaches that is not rounded; else the product that it shares."""
+    for leaf, n in enumerate(numbers):
+        if n == number and leaf not in placements and (use := _first(uses.get(leaf, ()))) is not None:
+            return f"the parameter {paths[leaf]!r} reaches {use.primitive} at {use.source or 'an unknown line'}"
+    for step, _ in products:
+        leaves = [use.leaf for some in step.uses for use in some]
+        mine = next((leaf for leaf in leaves if numbers[leaf] == number), None)
+        if mine is None:
+            continue
+        why = ""
+        if _of_parameters_alone(step):
+            why = ", which multiplies parameters alone"
+        elif numbers[leaves[0]] not in (None, number):
+            why = f", whose rule is that of {paths[leaves[0]]!r}"
+        return f"the parameter {paths[mine]!r} reaches {step.name} at {step.source or 'an unknown line'}{why}"
+    return "no parameter that it matches reaches anything"
+
+
+def _of_parameters_alone(step: ProductStep) -> bool:
+    """Whether both operands of a product come from parameters, and neither from data."""
+    return bool(step.uses) and all(step.uses[:2])
 
 
 def _is_complex(step: ProductStep) -> bool:

@@ -6,6 +6,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
+from jchop._paths import pattern_of
 from jchop._products.contraction import Roundings
 from jchop._products.matrices import MatrixLayout, Turn
 from jchop._products.placement import Placement, stack_of
@@ -99,6 +100,6 @@ def _sum_of(step: ProductStep) -> int:
 
 def _refused(rule: Rule, path: str, why: str) -> ValueError:
     return ValueError(
-        f"rotation={rule.rotation} of the parameter {path!r}: {why}; put Rule({path!r}, ...) without a rotation before "
-        f"{rule}"
+        f"rotation={rule.rotation} of the parameter {path!r}: {why}; put Rule({pattern_of(path)!r}, ...) without a "
+        f"rotation before {rule}"
     )

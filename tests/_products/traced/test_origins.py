@@ -15,15 +15,22 @@ import numpy as np
 import pytest
 
 from jchop._products.traced.analysis import Analyst
-from jchop._products.traced.origins import DATA, Origin, of_parameter
+from jchop._products.traced.origins import DATA, DRAWN, Fact, Origin, of_parameter
 
 SHAPE = (4, 6, 10)
 
 
+def fact_of(function: Callable[..., Any], *data: Any, shape: tuple[int, ...] = SHAPE) -> Fact:
+    """What is known of what a function makes of a parameter, and of data or keys."""
+    closed = jax.make_jaxpr(function)(jnp.zeros(shape), *data)
+    facts = [DRAWN if jnp.issubdtype(x.dtype, jax.dtypes.prng_key) else DATA for x in data]
+    (fact,) = Analyst().plan(closed, [of_parameter(0, shape), *facts]).out
+    return fact
+
+
 def origin_of(function: Callable[..., Any], *data: Any, shape: tuple[int, ...] = SHAPE) -> Origin | None:
     """The origin of what a function makes of a parameter, and of data."""
-    closed = jax.make_jaxpr(function)(jnp.zeros(shape), *data)
-    (fact,) = Analyst().plan(closed, [of_parameter(0, shape), *[DATA] * len(data)]).out
+    fact = fact_of(function, *data, shape=shape)
     assert len(fact.origins) <= 1
     return fact.origins[0] if fact.origins else None
 
@@ -97,6 +104,54 @@ def test_a_value_that_depends_on_data_has_no_origin() -> None:
     assert origin_of(lambda w, x: jnp.where(x > 0, x, w), jnp.zeros(SHAPE)) is None
     assert origin_of(lambda w, x: jnp.where(x > 0, w, 0.0), jnp.zeros(SHAPE)) is not None  # data that only chooses
     assert origin_of(lambda w, i: w[i], jnp.int32(1)) is not None
+
+
+TABLE = (6, 10)
+TOKEN = jnp.int32(1)
+
+
+@pytest.mark.parametrize(
+    "look_up",
+    [
+        lambda w, i: w[i],
+        lambda w, i: w[i, 2:5],
+        lambda w, i: w[:, i],
+        lambda w, i: w[i, i],
+        lambda w, i: w.at[i].get(),
+        lambda w, i: w.at[i].get(mode="fill"),
+        lambda w, i: jnp.take(w, i, axis=0),
+        lambda w, i: jax.lax.dynamic_index_in_dim(w, i, keepdims=False),
+        lambda w, i: jax.lax.dynamic_slice_in_dim(w, i, 1),
+        lambda w, i: jax.jit(lambda w: w[i])(w),
+        lambda w, i: jax.vmap(lambda i: w[i])(i[None]),
+        lambda w, i: jax.lax.while_loop(lambda j: j > 9, lambda j: j - 1, i) + w[i],
+        lambda w, i: w[jnp.where(i > 0, 3, 4)],  # data choose the index among constants
+        lambda w, i: w[jnp.arange(6)[::-1][i]],
+        lambda w, i: w[i[None]],
+    ],
+)
+def test_a_row_that_data_choose_is_data(look_up: Callable[[Any, Any], Any]) -> None:
+    assert fact_of(look_up, TOKEN, shape=TABLE) == DATA
+    assert fact_of(lambda w, key: look_up(w, jax.random.randint(key, (), 0, 6)), jax.random.key(0), shape=TABLE) == DATA
+
+
+def test_what_a_loop_or_a_constant_chooses_is_a_layer() -> None:
+    def total(take: Callable[[Any], Any], layers: Any) -> Any:
+        return jax.lax.scan(lambda s, i: (s, take(i)), 0, layers)[1]
+
+    closed = jax.make_jaxpr(lambda w: total(lambda i: w[i] + jnp.take(w, i, axis=0), jnp.arange(6)))(jnp.zeros(TABLE))
+    plan = Analyst().plan(closed, [of_parameter(0, TABLE)])
+    assert not plan.out[0].data and not any(use for step in plan.walk() for some in step.uses for use in some)
+    assert fact_of(lambda w: w[2], shape=TABLE).origins
+
+
+def test_a_window_that_data_place_is_a_part_of_its_parameter() -> None:
+    window = lambda w, i: jax.lax.dynamic_slice_in_dim(w, i, 3)  # noqa: E731
+    one = origin_of(window, TOKEN, shape=TABLE)
+    many = origin_of(lambda w, i: jax.vmap(lambda i: window(w, i))(i[None]), TOKEN, shape=TABLE)
+    assert one is not None and many is not None and many.axes == ((), *one.axes)
+    vector = origin_of(window, TOKEN, shape=(6,))
+    assert vector is not None and [part.axis for part in vector.axes[0]] == [0]
 
 
 def test_a_scan_takes_one_of_a_stack_and_a_loop_keeps_what_it_carries() -> None:
