@@ -434,7 +434,7 @@ def test_a_sharded_result_like_the_first_array_keeps_its_sharding(kind):
 @pytest.mark.in_turn(6)
 def test_a_branch_is_given_the_numbers_and_nothing_as_large(function, name):
     """XLA writes the operands of a branch to memory: each side computes the bits of the numbers itself."""
-    x = jnp.ones((256, 512))
+    x = jnp.ones((2048, 512))
     text = str(jax.jit(lambda x: function(x, name)).lower(x).compile().as_text())
     branches = re.findall(r"conditional\(%[\w.-]+, ([^)]*)\)", text)
     assert branches

