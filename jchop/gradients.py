@@ -195,6 +195,7 @@ def _batch_with_rule(axis: Any, args: Any, dims: Any, *, program: Any, rule: Cal
 
 
 _with_rule_p.def_impl(_run)
+_with_rule_p.to_lojax = _run  # newer versions of JAX: a program with primitives of a higher level is lowered in place
 _with_rule_p.def_effectful_abstract_eval(_abstract)
 ad.primitive_jvps[_with_rule_p] = _jvp_with_rule
 batching.fancy_primitive_batchers[_with_rule_p] = _batch_with_rule

@@ -271,3 +271,20 @@ def test_custom_jvp():
     back = jax.jit(jax.vmap(jax.grad(lambda u, rest: of(u, rest)["a"]), in_axes=(0, None)))(u, rest[0])
     assert back.tolist() == [7.0, 7.0]
     assert "jchop_with_rule" in {eqn.primitive.name for eqn in jax.make_jaxpr(of)(u, rest).eqns}
+
+
+def test_custom_jvp_around_a_primitive_of_a_higher_level():
+    """JAX 0.12 has the search in a sorted array as such a primitive, which a compiled program expands."""
+    nodes = jnp.array([0.5, 1.5, 2.5])
+
+    @CustomJvp
+    def times_place(x):
+        return x * jnp.searchsorted(nodes, x)
+
+    @times_place.defjvp
+    def rule(primals, tangents):
+        return times_place(*primals), 7 * tangents[0]
+
+    x = jnp.array([1.0, 3.0])
+    assert jax.jit(times_place)(x).tolist() == [1.0, 9.0]
+    assert jax.jit(jax.vmap(jax.value_and_grad(times_place)))(x)[1].tolist() == [7.0, 7.0]

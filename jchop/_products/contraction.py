@@ -142,9 +142,7 @@ def contract(
         return product(left, right, *extra)
     full = lax.stop_gradient((x if _anew_left(how) else None, w if takes_anew(how) else None))
     both = _operands_by_codes(product, x, w, how, keys, left_codes, codes) if how.codes else None
-    turned_back = how.input_rotation is not None or how.weight_rotation is not None
-    # JAX 0.12 does not lower the product of experts within a primitive with a rule.
-    if not (how.backward or turned_back or isinstance(_inner(product), Ragged)):
+    if not how.backward and how.input_rotation is None and how.weight_rotation is None:
         return _product_of_codes(product, left, right, lax.stop_gradient(both), extra)
     return _product(product, how, left, right, full, (keys, extra, both))
 
@@ -276,7 +274,7 @@ def _product(product: Product, how: Roundings, x: Array, w: Array, full: tuple, 
     """The product of rounded operands; `full` are those that are to be rounded anew, in full precision."""
     keys, extra, both = more
     if both is not None:
-        return _product_of_codes.fun(product, x, w, both, extra)
+        return _product_of_codes(product, x, w, both, extra)
     return product(x, w, *extra) if how.matmul is None else product.emulated(x, w, how.matmul, keys.forward)
 
 

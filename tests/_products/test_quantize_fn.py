@@ -335,6 +335,17 @@ def test_products_of_codes_have_forward_mode(text: str) -> None:
     np.testing.assert_allclose(alone, moved[1] @ w, rtol=1e-4, atol=1e-4)
 
 
+def test_products_of_experts_by_codes_have_forward_mode() -> None:
+    text, sizes, w, x = "int8(group=all)", jnp.array([3, 5]), normal(2, 8, 4), X[:, :8]
+    rule = jc.Rule(weight=text, activation=text, product="codes")
+    low = jc.quantize_fn(lambda w, x: jax.lax.ragged_dot(x, w, sizes), rule)
+    _, tangent = jax.jit(partial(jax.jvp, low))((w, x), (jnp.cos(w), jnp.sin(x)))
+    stack = jnp.swapaxes(rounded(jnp.swapaxes(w, 1, 2), text), 1, 2)
+    want = jax.lax.ragged_dot(jnp.sin(x), stack, sizes)
+    want += jax.lax.ragged_dot(rounded(x, text), jnp.cos(w), sizes)
+    np.testing.assert_allclose(tangent, want, rtol=1e-4, atol=1e-4)
+
+
 def test_products_of_codes_have_second_derivatives_in_loops() -> None:
     def net(layers: Any, x: Any) -> Any:
         return jax.lax.scan(lambda h, w: (jnp.tanh(h @ w), None), x, layers)[0]
