@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -15,7 +15,6 @@ from jax import lax
 from jchop._products.rotation import Hadamard
 from jchop._products.rule import StreamOffset
 from jchop._round.round_to_format import round_to_format
-from jchop._settings import split
 from jchop.formats import ScaledFormat
 from jchop.gradients import CustomJvp
 from jchop.spec import Spec
@@ -28,7 +27,6 @@ __all__ = [
     "as_gain",
     "check_axes",
     "check_finite",
-    "over_stack",
     "round_in",
     "same_transposed",
     "turned",
@@ -217,12 +215,3 @@ def check_finite(value: Any, what: str) -> None:
         f"{what} holds {nan} NaN and {infinite} infinities among its {value.size} numbers; what is packed must be "
         "finite"
     )
-
-
-def over_stack(stack: int, function: Callable[..., Any], value: Any, *keys: Array | None) -> Any:
-    """A function of each layer of a stack, of so many axes in front, with keys of its own."""
-    if not stack:
-        return function(value, *keys)
-    size = jax.tree.leaves(value)[0].shape[0]
-    many = [None if key is None else split(key, size) for key in keys]
-    return jax.vmap(lambda value, *keys: over_stack(stack - 1, function, value, *keys))(value, *many)

@@ -12,7 +12,7 @@ from typing import Any
 import jax
 from jax import export
 
-from jchop._products.layout import over_stack, with_nan
+from jchop._products.layout import with_nan
 from jchop._products.matrices import Laid, Turn
 from jchop._products.scale_from import LSQ, ScaleFrom
 from jchop._products.scales.formulas import round_within
@@ -24,7 +24,7 @@ from jchop.formats._grouping import axis_indexes
 from jchop.spec import Spec
 from jchop.storage import QArray, dequantize, fit_scale, quantize
 from jchop.storage._array import Rearranged
-from jchop.storage._layout import OWN, WHOLE, Kind, kinds_of, with_kinds, with_sparse_axis
+from jchop.storage._layout import OWN, WHOLE, Kind, kinds_of, over_stack, with_kinds, with_sparse_axis
 from jchop.storage._quantize import requantize
 
 Array = jax.Array

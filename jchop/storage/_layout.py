@@ -9,9 +9,12 @@ name channels along axes in front of all those that its array has now; they say 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Final
 
+import jax
+
+from jchop._settings import split
 from jchop.formats import ScaledFormat
 from jchop.formats._grouping import axis_indexes
 
@@ -161,3 +164,12 @@ def _as_tuple(item: Any) -> tuple[Any, ...]:
 def _single(items: tuple[Any, ...]) -> Any:
     """The element of a tuple of one; other tuples unchanged."""
     return items[0] if len(items) == 1 else items
+
+
+def over_stack(stack: int, function: Callable[..., Any], value: Any, *keys: jax.Array | None) -> Any:
+    """A function of each layer of a stack, of so many axes in front, with keys of its own."""
+    if not stack:
+        return function(value, *keys)
+    size = jax.tree.leaves(value)[0].shape[0]
+    many = [None if key is None else split(key, size) for key in keys]
+    return jax.vmap(lambda value, *keys: over_stack(stack - 1, function, value, *keys))(value, *many)

@@ -22,13 +22,13 @@ from jchop._core.scaled_bodies import flat, unflat
 from jchop._kernels.primitive import IMPLEMENTATIONS, Impl
 from jchop._kernels.scaled import dense_of, fit_scaled, quantize_scaled, stored_shapes
 from jchop._round.round_to_format import round_to_format
-from jchop._settings import compiled, split
+from jchop._settings import compiled
 from jchop.formats import ElementFormat, ScaledFormat, UniformFormat
 from jchop.spec import Gradient, Spec, as_spec
 from jchop.storage._array import QArray, Rearranged
 from jchop.storage._codes import code_dtype, encode_plain, hold, needs_float64, thinned
 from jchop.storage._decode import Form, Scale, batch_axes, decode, spec_of_part
-from jchop.storage._layout import from_end
+from jchop.storage._layout import from_end, over_stack
 
 Array = jax.Array
 _Spec = Spec | ElementFormat | ScaledFormat | str
@@ -167,18 +167,8 @@ def requantize(q: Any, x: Any, key: Array | None = None) -> Any:
     """
     if isinstance(q, Rearranged):
         return q.requantize(x, key)
-    function = partial(quantize, spec=spec_of_part(q.spec, q.ndim))
-    for _ in range(0 if q.spec.scaled is None else batch_axes(q.spec, q.shape, q.scale)):
-        function = _of_stack(function)
-    return replace(function(x, key=key), spec=q.spec)
-
-
-def _of_stack(function: Any) -> Any:
-    def each(x: Array, key: Array | None) -> Any:
-        keys = None if key is None else split(key, x.shape[0])
-        return jax.vmap(lambda x, key: function(x, key=key))(x, keys)
-
-    return each
+    spec, stack = spec_of_part(q.spec, q.ndim), 0 if q.spec.scaled is None else batch_axes(q.spec, q.shape, q.scale)
+    return replace(over_stack(stack, lambda x, key: quantize(x, spec, key), x, key), spec=q.spec)
 
 
 def fit_scale(x: Any, spec: _Spec) -> tuple[Scale, Any]:

@@ -8,11 +8,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jchop._products.layout import over_stack
 from jchop._products.placement import Kept, Placement
 from jchop._products.scale_from import LSQ, DelayedScaling, ScaleFrom
 from jchop._products.scales.formulas import remembered
 from jchop._products.scales.sites import Scales
+from jchop.storage._layout import over_stack
 
 Array = jax.Array
 

@@ -13,7 +13,7 @@ from flax.traverse_util import flatten_dict, unflatten_dict
 
 from jchop._checks import check_choice
 from jchop._products.codes import Coded, codes_of
-from jchop._products.layout import Layout, check_finite, over_stack, round_in
+from jchop._products.layout import Layout, check_finite, round_in
 from jchop._products.rule import Rule, is_stochastic
 from jchop._products.scale_from import DelayedScaling
 from jchop._products.units import PLATFORMS
@@ -27,6 +27,7 @@ from jchop.nn._report import ModelReport
 from jchop.spec import Spec
 from jchop.storage import QArray, dequantize
 from jchop.storage._array import Rearranged
+from jchop.storage._layout import over_stack
 from jchop.storage._quantize import requantize
 
 Array = jax.Array

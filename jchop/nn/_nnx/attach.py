@@ -13,7 +13,7 @@ from flax.nnx.nn import dtypes
 
 from jchop._products.codes import in_own_shape
 from jchop._products.contraction import Roundings
-from jchop._products.layout import Layout, check_axes, check_finite, over_stack
+from jchop._products.layout import Layout, check_axes, check_finite
 from jchop._products.rule import Rule, StreamOffset, is_stochastic, left_alone, refuse_codes, refuse_turn
 from jchop._products.scale_from import LSQ, DelayedScaling, ScaleFrom
 from jchop._round.round_to_format import round_to_format
@@ -23,6 +23,7 @@ from jchop.nn._nnx.kinds import PRODUCT_FIELDS, Kind
 from jchop.nn._scale_state import LearnedStep, Source, source_of
 from jchop.spec import Spec, as_spec
 from jchop.storage import QArray, fit_scale, quantize
+from jchop.storage._layout import over_stack
 
 Array = jax.Array
 

@@ -14,7 +14,6 @@ import numpy as np
 from jchop._arguments import check_key
 from jchop._paths import matches_path
 from jchop._products.adapters import AdaptedParam, Adapter
-from jchop._products.layout import over_stack
 from jchop._products.matrices import MatrixLayout
 from jchop._products.placement import Placement
 from jchop._products.quantize_fn import QuantizedFunction
@@ -24,6 +23,7 @@ from jchop._products.weights import is_packed, numbers_of
 from jchop.nn._lora_rule import LoraRule, check_used, first_adapter, merged_weight
 from jchop.nn._nnx.programs import Inputs
 from jchop.nn._trees.modules import functions_of, is_module, plain_of, rules_of, scales_of, with_class
+from jchop.storage._layout import over_stack
 
 Array = jax.Array
 
