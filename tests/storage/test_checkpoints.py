@@ -366,8 +366,6 @@ def test_what_would_be_misread_is_refused(tmp_path: Path, said: str, name: str, 
 
 #: Codes and what belongs to them in layouts that are not read.
 UNREAD = {
-    "gpt-oss": ("experts.down_proj_blocks", "experts.down_proj_scales", np.uint8),
-    "gpt-oss of OpenAI": ("mlp1_weight.blocks", "mlp1_weight.scales", np.uint8),
     "MLX": ("l.weight", "l.scales", np.uint32),
     "MLX, one tensor": ("weight", "scales", np.uint32),
     "HIGGS": ("l.weight", "l.scales", np.int16),
@@ -412,8 +410,64 @@ def test_codes_without_a_configuration_are_not_plain_tensors(tmp_path: Path, nam
 
 def test_codes_of_another_layout_beside_those_of_the_configuration(tmp_path: Path) -> None:
     folder_of(tmp_path, "gptq", GPTQ, v_blocks=np.zeros((2, 16), np.uint8), v_scales=np.zeros(2, np.uint8))
-    with pytest.raises(ValueError, match=r"'v\.blocks' and 'v\.scales' are of gpt-oss's MXFP4, which is not read"):
+    with pytest.raises(ValueError, match=r"'v\.blocks' and 'v\.scales' are of the layout mxfp4, not gptq"):
         load_checkpoint(tmp_path)
+
+
+@pytest.mark.parametrize("ends", [("_blocks", "_scales"), (".blocks", ".scales")])
+@pytest.mark.parametrize("config", [{}, {"quantization_config": {"quant_method": "mxfp4"}}])
+def test_experts_of_gpt_oss(tmp_path: Path, ends: tuple[str, str], config: dict[str, Any]) -> None:
+    """Two weights of one module, each in two tensors: the lower half of a byte first, groups of 32, exponents + 127."""
+    rng = np.random.default_rng(4)
+    tensors: dict[str, np.ndarray] = {"experts.down_proj_bias": np.ones((2, 5), np.float32)}
+    for name, shape in (("experts.down_proj", (2, 5, 3)), ("experts.gate_up_proj", (2, 7, 1)), ("mlp1_weight", (4, 2))):
+        tensors[name + ends[0]] = rng.integers(0, 256, (*shape, 16), np.uint8)
+        tensors[name + ends[1]] = rng.integers(0, 254, shape, np.uint8)
+    (tmp_path / "model.safetensors").write_bytes(pack_file(tensors, {}))
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    tree = load_checkpoint(tmp_path)
+    assert set(tree) == {"experts.down_proj_bias", "experts.down_proj", "experts.gate_up_proj", "mlp1_weight"}
+    levels = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6], np.float32)
+    for name in tree.keys() - {"experts.down_proj_bias"}:
+        blocks, scales = tensors[name + ends[0]], tensors[name + ends[1]]
+        elements = levels[np.stack([blocks & 15, blocks >> 4], -1)].reshape(*scales.shape, 32)
+        wanted = np.ldexp(elements, scales[..., None].astype(np.int32) - 127)
+        assert tree[name].spec == jc.Spec(jc.mxfp4)
+        same(numbers(tree[name]), wanted.reshape(*scales.shape[:-1], -1))
+    save_checkpoint(tree, tmp_path / "again", "mxfp4", config={"model_type": "gpt_oss"})
+    again, _ = read_file(tmp_path / "again/model.safetensors")
+    for name, tensor in tensors.items():
+        written = name.removesuffix(ends[0]) + "_blocks" if name.endswith(ends[0]) else name
+        written = name.removesuffix(ends[1]) + "_scales" if name.endswith(ends[1]) else written
+        np.testing.assert_array_equal(again[written], tensor)
+    said = json.loads((tmp_path / "again/config.json").read_text())
+    assert said["model_type"] == "gpt_oss" and said["quantization_config"]["quant_method"] == "mxfp4"
+
+
+def test_blocks_that_are_no_weight_of_gpt_oss(tmp_path: Path) -> None:
+    right = {"a_blocks": np.zeros((2, 3, 16), np.uint8), "a_scales": np.zeros((2, 3), np.uint8)}
+    for said, change in (
+        ("form no weight of the layout mxfp4", {"a_scales": np.zeros((2, 2), np.uint8)}),
+        ("form no weight of the layout mxfp4", {"a_scales": np.zeros((2, 3), np.float32)}),
+        ("form no weight of the layout mxfp4", {"a_blocks": np.zeros((2, 3, 8), np.uint8)}),
+        ("a scale is 255, the code of NaN", {"a_scales": np.full((2, 3), 255, np.uint8)}),
+        ("form no weight of the layout mxfp4", {"b_blocks": np.zeros((2, 3, 16), np.uint8)}),
+        ("the layout gptq, not mxfp4", {"c.qzeros": np.zeros((2, 3), np.int32), "c.qweight": np.zeros(2, np.int32)}),
+        (
+            "of quanto, which is not read",
+            {"c.w._data": np.zeros((2, 3), np.int8), "c.w._scale": np.zeros(2, np.float32)},
+        ),
+    ):
+        (path := tmp_path / "x.safetensors").write_bytes(pack_file(right | change, {}))
+        with pytest.raises(ValueError, match=said) as error:
+            load_checkpoint(path, "mxfp4")
+        assert "\n" not in str(error.value) and str(path) in str(error.value)
+    (path := tmp_path / "x.safetensors").write_bytes(pack_file({"b_blocks": np.zeros((2, 3, 16), np.uint8)}, {}))
+    assert not isinstance(load_checkpoint(path)["b_blocks"], QArray)  # nothing shows that these are codes
+    x = np.random.default_rng(0).standard_normal((4, 48)).astype(np.float32)
+    for said, spec in (("is no multiple of 32", "mxfp4"), ("not mxfp4 along the last", "mxfp4(group=16)")):
+        with pytest.raises(ValueError, match=said):
+            save_checkpoint({"w": jc.quantize(x, spec)}, tmp_path / "m", "mxfp4")
 
 
 def test_what_only_looks_like_codes_is_read(tmp_path: Path) -> None:

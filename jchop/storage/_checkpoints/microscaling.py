@@ -1,7 +1,8 @@
-"""compressed-tensors: NVFP4, MXFP4 and MXFP8, floats of 4 or 8 bits in small groups.
+"""Floats of 4 or 8 bits in small groups: NVFP4, MXFP4 and MXFP8 of compressed-tensors, and gpt-oss's MXFP4.
 
 Definition: https://github.com/vllm-project/compressed-tensors, `compressors/nvfp4`, `mxfp4`, `mxfp8`. The scale of a
-group of NVFP4 is the quotient of an e4m3 number and the scale of the tensor, rounded to binary32.
+group of NVFP4 is the quotient of an e4m3 number and the scale of the tensor, rounded to binary32. gpt-oss:
+https://github.com/openai/gpt-oss, `gpt_oss/torch/weights.py`.
 """
 
 from __future__ import annotations
@@ -12,10 +13,13 @@ import ml_dtypes
 import numpy as np
 
 from jchop.formats import float4_e2m1fn, float8_e4m3fn, mxfp4, mxfp8_e4m3, nvfp4
+from jchop.spec import Spec
 from jchop.storage._array import QArray
 from jchop.storage._checkpoints.arrays import facts_of, float_array, made, pieces, without_zeros
 from jchop.storage._checkpoints.integers import pack, spread
 from jchop.storage._checkpoints.row import Entries, Facts, Parts, Row, check, matrix
+from jchop.storage._codes import hold, raw
+from jchop.storage._decode import batch_axes
 from jchop.storage._layout import OWN
 
 _BYTE = np.dtype(np.uint8)
@@ -178,3 +182,34 @@ MXFP8 = Row(
     _write_mxfp8,
     "mxfp8_e4m3",
 )
+
+
+# -- gpt-oss: mxfp4 of any number of axes, each group in 16 bytes ------------------------------------------------------
+
+
+def _look_blocks(entries: Entries) -> tuple[int, ...] | None:
+    blocks, scales = entries.values()
+    *outer, groups, size = blocks.shape if len(blocks.shape) > 2 else (0, 0)
+    ok = blocks.dtype == scales.dtype == _BYTE and size == 16 and scales.shape == (*outer, groups) and groups
+    return (*outer, 32 * groups) if ok else None
+
+
+def _read_blocks(parts: Parts, facts: Facts) -> QArray:
+    blocks, scales = parts.values()
+    numbers = hold(np.ascontiguousarray(blocks).reshape(*blocks.shape[:-2], -1), mxfp4.element)
+    return QArray(numbers, _exponents(scales), None, Spec(mxfp4), 32 * scales.shape[-1], np.dtype(np.float32))
+
+
+def _blocks_of(blocks: str, scales: str, name: str) -> Row:
+    def write(q: QArray, exact: bool) -> tuple[dict[str, np.ndarray], dict[str, Any]]:
+        check(q.spec.scaled == mxfp4 and q.ndim > 1, "it is not mxfp4 along the last of two axes or more")
+        check(batch_axes(q.spec, q.shape, q.scale) == 0, "vmap added axes to its scales")
+        check(q.shape[-1] % 32 == 0, f"its last axis of {q.shape[-1]} is no multiple of 32")
+        codes = raw(np.asarray(q.qvalue), mxfp4.element).reshape(*q.shape[:-1], -1, 16)
+        return {blocks: codes, scales: _exponents(np.asarray(q.scale))}, {}
+
+    return Row(name, blocks, (blocks, scales), _look_blocks, _read_blocks, write, "mxfp4")
+
+
+BLOCKS = _blocks_of("_blocks", "_scales", "gpt-oss")
+DOTTED = _blocks_of(".blocks", ".scales", "gpt-oss of OpenAI")

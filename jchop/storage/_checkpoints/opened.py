@@ -13,7 +13,7 @@ import numpy as np
 
 from jchop.storage._array import QArray
 from jchop.storage._checkpoints.blocks import BLOCKS
-from jchop.storage._checkpoints.table import LAYOUTS, WEIGHT, named_in
+from jchop.storage._checkpoints.table import LAYOUTS, named_in
 from jchop.storage._files.gguf import GGUFFile, is_gguf, known
 from jchop.storage._files.json import shown
 from jchop.storage._files.shards import Shards
@@ -155,7 +155,8 @@ class _Tensors(Checkpoint):
             return self._source.read(name)
         parts = {part: self._source.read(tensor) for part, tensor in weight.names.items()}
         with _named(self._source.path, name):
-            return weight.row.read(parts, {**weight.facts, "exact": exact, "module": name.removesuffix(f".{WEIGHT}")})
+            module = LAYOUTS[self.layout].owner(name)
+            return weight.row.read(parts, {**weight.facts, "exact": exact, "module": module})
 
     def close(self) -> None:
         self._source.close()

@@ -36,8 +36,8 @@ def load_checkpoint(path: str | os.PathLike[str], layout: str = "auto", *, exact
         path: a safetensors file, a folder with ``model.safetensors`` or ``model.safetensors.index.json`` and possibly
             ``config.json``, or a GGUF file.
         layout: ``"compressed-tensors"``, ``"gptq"``, ``"gptq_v2"``, ``"awq"``, ``"fp8"`` (DeepSeek),
-            ``"bitsandbytes"``, ``"torchao"``, ``"gguf"``, ``"jchop"`` (of `save_safetensors`) or ``"plain"`` (every
-            tensor as it is).
+            ``"bitsandbytes"``, ``"torchao"``, ``"mxfp4"`` (gpt-oss), ``"gguf"``, ``"jchop"`` (of `save_safetensors`)
+            or ``"plain"`` (every tensor as it is).
             Default ``"auto"``: by ``quantization_config`` in ``config.json``, else by the names of the tensors.
         exact: whether NVFP4 keeps every bit: its groups then have float32 scales, unless the reciprocal of
             ``weight_global_scale`` gives the same numbers. With False the scales stay in 8 bits, and numbers may differ
@@ -78,7 +78,8 @@ def save_checkpoint(
 
     Args:
         tree: a container of arrays and QArrays; the name of an array is its path, joined with dots. A quantized array
-            must have a name that ends in ``weight`` and the axes (out, in), except in ``"jchop"`` and ``"gguf"``.
+            must have a name that ends in ``weight`` and the axes (out, in), except in ``"jchop"``, ``"gguf"`` and
+            ``"mxfp4"``.
         path: a new folder; or a file that ends in ``.safetensors`` or ``.gguf`` and is written in one step.
         layout: as in `load_checkpoint`, without ``"auto"``. ``"plain"`` writes the numbers of QArrays.
         config: fields for ``config.json`` of a folder; ``quantization_config`` is added. Default: none.

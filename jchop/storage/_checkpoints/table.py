@@ -17,6 +17,7 @@ from jchop.storage._files.shards import Shards
 
 #: The field of ``config.json``, and the ends of the names of weights.
 CONFIG, WEIGHT = "quantization_config", "weight"
+_BYTE = np.dtype(np.uint8)
 
 
 @dataclass(frozen=True)
@@ -39,17 +40,43 @@ class Layout:
         config: makes the ``quantization_config`` of what was written, from the facts of each module and the modules
             that were not quantized.
         records: whether facts are in the metadata of the files, and not in the configuration.
+        appends: whether the ends of rows follow the name of a weight. Else they follow the name of its module, and the
+            weight is called ``weight`` in it.
     """
 
     name: str
     rows: Sequence[Row]
     config: Callable[[Mapping[str, tuple[Row, Facts]], Sequence[str]], dict[str, Any]]
     records: bool = False
+    appends: bool = False
 
     def stem(self, module: str) -> str:
-        """The beginning of the names of the tensors of a module's weight."""
-        prefix = f"{module}." if module else ""
+        """The beginning of the names of the tensors of a module's weight, or of a weight, as the layout names them."""
+        prefix = module if self.appends else f"{module}." if module else ""
         return f"{prefix}_{WEIGHT}_" if self.records else prefix
+
+    def owner(self, weight: str) -> str:
+        """The module of a weight, or the weight itself, as the layout names them."""
+        return weight if self.appends else weight[: -len(WEIGHT)].removesuffix(".")
+
+    def name_of(self, owner: str) -> str:
+        """The name of the weight of a module; of a weight the same."""
+        return owner if self.appends else f"{owner}.{WEIGHT}" if owner else WEIGHT
+
+    def owners(self, entries: Mapping[str, Entry]) -> list[str]:
+        """The modules or weights that have a tensor with the name of an anchor."""
+        anchors = list(dict.fromkeys(row.anchor for row in self.rows))
+        if self.appends:
+            found = ((name, end) for name in entries for end in anchors if name.endswith(end))
+            owners = (name.removesuffix(end) for name, end in found if entries[name].dtype == _BYTE)
+            return list(dict.fromkeys(owner for owner in owners if owner.strip(".")))
+        ended = ((name, anchor) for name in entries for anchor in anchors if ends(name, self.stem(""), anchor))
+        return list(dict.fromkeys(name[: -len(self.stem("") + anchor)].removesuffix(".") for name, anchor in ended))
+
+    def has_pair(self, entries: Mapping[str, Entry]) -> bool:
+        """Whether a weight has all the tensors of a row."""
+        owners = self.owners(entries)
+        return any({owner + part for part in row.parts} <= set(entries) for owner in owners for row in self.rows)
 
     def find(self, source: Shards) -> dict[str, Weight]:
         """The weights of a source by name.
@@ -59,16 +86,12 @@ class Layout:
         """
         entries, config = source.entries, quantization(source)
         _check_config(self.name, config)
-        anchors = {row.anchor for row in self.rows}
-        self._check_others(entries, {self.stem("") + anchor for anchor in anchors})
-        _check_pairs(entries)
-        ended = ((name, anchor) for name in entries for anchor in anchors if ends(name, self.stem(""), anchor))
-        modules = dict.fromkeys(name[: -len(self.stem("") + anchor)].removesuffix(".") for name, anchor in ended)
+        self._check_others(entries, {self.stem("") + row.anchor for row in self.rows})
+        _check_pairs(entries, self.name)
         found = {}
-        for module in modules:
-            facts = _record(source, module) if self.records else config
-            weight = self._weight(module, entries, facts)
-            found[f"{module}.{WEIGHT}" if module else WEIGHT] = _with_shape(weight, source, entries)
+        for owner in self.owners(entries):
+            facts = _record(source, owner) if self.records else config
+            found[self.name_of(owner)] = _with_shape(self._weight(owner, entries, facts), source, entries)
         return found
 
     def _check_others(self, entries: Iterable[str], anchors: set[str]) -> None:
@@ -144,10 +167,10 @@ _FOREIGN = {
     "q_weight": "ExLlamaV2",
     "_weight_qdata": "torchao, without its records in the metadata",
 }
-#: Ends of the names of two tensors, of which the first has codes, in layouts that are not read, and a name for these.
+#: Ends of the names of two tensors, of which the first has codes: a layout, or a name for those that are not read.
 _PAIRS = {
-    ("_blocks", "_scales"): "gpt-oss's MXFP4",
-    (".blocks", ".scales"): "gpt-oss's MXFP4",
+    ("_blocks", "_scales"): "mxfp4",
+    (".blocks", ".scales"): "mxfp4",
     (".weight", ".scales"): "MLX, HIGGS or gpt-fast",
     (".weight", ".scales_and_zeros"): "gpt-fast",
     (".weight", ".scale"): "DeepSeek's inference",
@@ -171,19 +194,18 @@ _PAIRS = {
 }
 
 
-def _check_pairs(entries: Mapping[str, Entry]) -> None:
+def _check_pairs(entries: Mapping[str, Entry], layout: str) -> None:
     """Refuses codes that are known by the tensor beside them: by themselves they are integers like any others."""
     for name, entry in entries.items():
         dotted = f".{name}"
         for codes, scales in _PAIRS if _may_be_codes(entry.dtype) else ():
             beside = (dotted.removesuffix(codes) + scales).removeprefix(".")
-            if not dotted.endswith(codes) or beside not in entries:
+            other = _PAIRS[codes, scales]
+            if not dotted.endswith(codes) or beside not in entries or other == layout:
                 continue
             if not any(ends(beside, "", anchor) for anchor in _OWNERS):
-                raise ValueError(
-                    f"the tensors {shown(name)} and {shown(beside)} are of {_PAIRS[codes, scales]}, which is not read; "
-                    f"{_WAY_OUT}"
-                )
+                why = f"of the layout {other}, not {layout}" if other in LAYOUTS else f"of {other}, which is not read"
+                raise ValueError(f"the tensors {shown(name)} and {shown(beside)} are {why}; {_WAY_OUT}")
 
 
 def _may_be_codes(dtype: np.dtype) -> bool:
@@ -295,12 +317,13 @@ LAYOUTS = {
         Layout("fp8", (deepseek.ROW, deepseek.WHOLE), _same("fp8", fmt="e4m3", activation_scheme="dynamic")),
         Layout("bitsandbytes", (bitsandbytes.ROW,), _bitsandbytes),
         Layout("torchao", tuple(torchao.ROWS.values()), _recorded, records=True),
+        Layout("mxfp4", (microscaling.BLOCKS, microscaling.DOTTED), _same("mxfp4"), appends=True),
     )
 }
 #: The first layout with each anchor.
 _OWNERS: dict[str, str] = {}
 for _layout in LAYOUTS.values():
-    for _row in () if _layout.records else _layout.rows:
+    for _row in () if _layout.records or _layout.appends else _layout.rows:
         _OWNERS.setdefault(_row.anchor, _layout.name)
 
 
@@ -323,14 +346,16 @@ def named_in(source: Shards) -> str | None:
         return name
     if "tensor_names" in source.metadata:
         return "torchao"
-    _check_pairs(source.entries)
-    return _by_names(source.entries)
+    name = _by_names(source.entries)
+    _check_pairs(source.entries, name or "plain")
+    return name
 
 
-def _by_names(entries: Iterable[str]) -> str | None:
+def _by_names(entries: Mapping[str, Entry]) -> str | None:
     """The layout whose anchors are among the names of tensors."""
     owners = _OWNERS | _FOREIGN
     found = {owners[anchor] for name in entries for anchor in owners if ends(name, "", anchor)}
+    found |= {layout.name for layout in LAYOUTS.values() if layout.appends and layout.has_pair(entries)}
     if foreign := found & set(_FOREIGN.values()):
         raise ValueError(f"the tensors are of {min(foreign)}, which is not read; {_WAY_OUT}")
     if found == {"gptq"}:

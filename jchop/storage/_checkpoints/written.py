@@ -69,11 +69,11 @@ def tensors_of(layout: str, name: str, value: Made, exact: bool, record: Record)
 
 
 def _in_rows(layout: Layout, name: str, q: QArray, exact: bool, record: Record) -> dict[str, np.ndarray]:
-    if name != WEIGHT and not name.endswith(f".{WEIGHT}"):
+    if not (layout.appends or name == WEIGHT or name.endswith(f".{WEIGHT}")):
         raise ValueError(
             f"{name!r} is quantized, and the layout {layout.name} has quantized arrays named '….weight' alone"
         )
-    module, reasons = name[: -len(WEIGHT)].removesuffix("."), []
+    reasons = []
     for row in layout.rows:
         try:
             parts, facts = row.write(q, exact)
@@ -81,7 +81,7 @@ def _in_rows(layout: Layout, name: str, q: QArray, exact: bool, record: Record) 
             reasons.append(f"{row.name}: {error}")
             continue
         record.rows[name] = [row.name, facts]
-        return {layout.stem(module) + part: array for part, array in parts.items()}
+        return {layout.stem(layout.owner(name)) + part: array for part, array in parts.items()}
     fits = ", ".join(dict.fromkeys(row.fits for row in layout.rows))
     raise ValueError(
         f"{name!r} of {q.spec} cannot be written in the layout {layout.name} ({'; '.join(dict.fromkeys(reasons))}). "
@@ -112,10 +112,6 @@ def config_of(layout: str, config: Mapping[str, Any], record: Record) -> dict[st
         return base
     chosen = LAYOUTS[layout]
     by_name = {row.name: row for row in chosen.rows}
-    modules = {_module(name): (by_name[row], facts) for name, (row, facts) in record.rows.items()}
-    ignored = [_module(name) for name, axes in record.plain.items() if axes == 2 and name.endswith(f".{WEIGHT}")]
-    return base | {CONFIG: chosen.config(modules, ignored)}
-
-
-def _module(name: str) -> str:
-    return name[: -len(WEIGHT)].removesuffix(".")
+    modules = {chosen.owner(name): (by_name[row], facts) for name, (row, facts) in record.rows.items()}
+    plain = [name for name, axes in record.plain.items() if axes == 2 and name.endswith(f".{WEIGHT}")]
+    return base | {CONFIG: chosen.config(modules, [name.removesuffix(f".{WEIGHT}") for name in plain])}
