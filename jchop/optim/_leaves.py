@@ -20,6 +20,8 @@ from jchop._core.xla_cpu import materialize_per_group
 from jchop._round.round_to_format import round_to_format
 from jchop._settings import compiled, split
 from jchop.spec import Spec
+from jchop.storage import QArray
+from jchop.storage._array import Rearranged
 
 Array = jax.Array
 
@@ -28,8 +30,23 @@ NO_PARAMS = "params=None, but this transformation needs the parameters: call tx.
 
 
 def transformation(init: Callable[..., Any], update: Callable[..., Any]) -> optax.GradientTransformationExtraArgs:
-    """The pair as an Optax transformation; Optax's types do not know states that are named tuples."""
-    return optax.GradientTransformationExtraArgs(init, update)
+    """The pair as an Optax transformation, whose state begins from numbers: packed parameters are refused."""
+
+    def begin(params: Any) -> Any:
+        for path, leaf in jax.tree_util.tree_leaves_with_path(params, is_leaf=holds_codes):
+            if holds_codes(leaf):
+                raise TypeError(
+                    f"params{jax.tree_util.keystr(path)} is packed, and a state is that of numbers: "
+                    "tx.init(jc.storage.dequantize_params(params)), and jc.optim.apply_updates for the packed ones"
+                )
+        return init(params)
+
+    return optax.GradientTransformationExtraArgs(begin, update)
+
+
+def holds_codes(leaf: Any) -> bool:
+    """Whether a parameter is packed."""
+    return isinstance(leaf, QArray | Rearranged)
 
 
 def first_key(spec: Spec | None, key: Array | None) -> Array | None:

@@ -8,7 +8,7 @@ import jax
 import optax
 
 from jchop._arguments import checked_keys
-from jchop.optim._leaves import map_drawing, require_shapes
+from jchop.optim._leaves import holds_codes, map_drawing, require_shapes
 from jchop.storage import QArray, dequantize
 from jchop.storage._array import Rearranged
 from jchop.storage._quantize import requantize
@@ -49,18 +49,14 @@ def apply_updates(params: Any, updates: Any, key: Array | None = None) -> Any:
     """
 
     def leaf(key: Array | None, p: Any, u: Any) -> Any:
-        if not _is_packed(p):
+        if not holds_codes(p):
             return optax.apply_updates(p, u)
         return requantize(p, optax.apply_updates(dequantize(p), u), key)
 
     require_shapes("updates", updates, "params", params)
-    packed = [p for p in jax.tree.leaves(params, is_leaf=_is_packed) if _is_packed(p)]
+    packed = [p for p in jax.tree.leaves(params, is_leaf=holds_codes) if holds_codes(p)]
     drawn = [found for p in packed if (found := checked_keys(_codes(p).spec, key)[0]) is not None]
-    return map_drawing(leaf, drawn[0] if drawn else None, params, updates, is_leaf=_is_packed)[1]
-
-
-def _is_packed(leaf: Any) -> bool:
-    return isinstance(leaf, QArray | Rearranged)
+    return map_drawing(leaf, drawn[0] if drawn else None, params, updates, is_leaf=holds_codes)[1]
 
 
 def _codes(leaf: QArray | Rearranged) -> QArray:

@@ -452,3 +452,16 @@ def test_flax_takes_it(rng: np.random.Generator) -> None:
         losses.append(float(loss))
     assert losses[-1] < losses[0]
     assert len(optim.state_report(state.opt_state).packed) == 2
+
+
+def test_a_state_does_not_begin_from_packed_parameters() -> None:
+    """Moments of the codes themselves would be of no use; `optax.adam` makes them."""
+    params = {"w": jc.quantize(jnp.ones((4, 64)), "int8(group=32)"), "b": jnp.ones(4)}
+    for tx in (
+        jc.optim.adamw8bit(1e-3),
+        jc.optim.round_params("bfloat16"),
+        jc.optim.low_precision(optax.sgd(1), weight="bfloat16"),
+    ):
+        with pytest.raises(TypeError, match=r"params\['w'\] is packed.*dequantize_params\(params\)"):
+            tx.init(params)
+        tx.init(jc.storage.dequantize_params(params))
