@@ -71,6 +71,7 @@ from jchop.formats import (
     p3109,
     tf32,
     udynamic8,
+    udynamic8nz,
     uint4,
     uint8,
 )
@@ -199,6 +200,7 @@ __all__ = [
     "to_qwix",
     "tune",
     "udynamic8",
+    "udynamic8nz",
     "uint4",
     "uint8",
 ]

@@ -48,6 +48,7 @@ from jchop.formats._scaled import (
     nvfp4_e5m3,
     parse_format,
     udynamic8,
+    udynamic8nz,
     uint4,
     uint8,
 )
@@ -108,6 +109,7 @@ __all__ = [
     "parse_format",
     "tf32",
     "udynamic8",
+    "udynamic8nz",
     "uint4",
     "uint8",
 ]

@@ -72,10 +72,11 @@ NAMED: Mapping[str, Mapping[str, Any]] = MappingProxyType(
         },
         # NormalFloat4 in groups of 64 (Dettmers et al., arXiv 2305.14314).
         "nf4": {"element": nf4_levels(), "group": 64},
-        # The dynamic maps of 8-bit optimizers in groups of 256 (Dettmers et al., arXiv 2110.02861); the unsigned one is
-        # for second moments.
+        # The dynamic maps of 8-bit optimizers in groups of 256 (Dettmers et al., arXiv 2110.02861); the unsigned ones
+        # are for second moments, and that without a zero for those which are divisors.
         "dynamic8": {"element": dynamic_levels(8), "group": 256},
         "dynamic4": {"element": dynamic_levels(4), "group": 256},
         "udynamic8": {"element": dynamic_levels(8, signed=False), "group": 256},
+        "udynamic8nz": {"element": dynamic_levels(8, signed=False, zero=False), "group": 256},
     }
 )

@@ -371,8 +371,9 @@ SCALED_CATALOGUE: Mapping[str, ScaledFormat] = MappingProxyType(
 mxfp8_e4m3, mxfp8_e5m2, mxfp6_e3m2, mxfp6_e2m3, mxfp4, mxint8 = map(
     SCALED_CATALOGUE.__getitem__, ("mxfp8_e4m3", "mxfp8_e5m2", "mxfp6_e3m2", "mxfp6_e2m3", "mxfp4", "mxint8")
 )
-nvfp4, nvfp4_e5m3, hif4, nf4, dynamic8, dynamic4, udynamic8 = map(
-    SCALED_CATALOGUE.__getitem__, ("nvfp4", "nvfp4_e5m3", "hif4", "nf4", "dynamic8", "dynamic4", "udynamic8")
+nvfp4, nvfp4_e5m3, hif4, nf4 = map(SCALED_CATALOGUE.__getitem__, ("nvfp4", "nvfp4_e5m3", "hif4", "nf4"))
+dynamic8, dynamic4, udynamic8, udynamic8nz = map(
+    SCALED_CATALOGUE.__getitem__, ("dynamic8", "dynamic4", "udynamic8", "udynamic8nz")
 )
 #: Integers under one binary32 scale of the whole tensor, until a call says otherwise.
 int2, int3, int4, int8 = (ScaledFormat(IntegerFormat(bits)) for bits in (2, 3, 4, 8))

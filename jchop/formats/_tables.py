@@ -20,7 +20,7 @@ def nf4_levels() -> CodebookFormat:
     return CodebookFormat((*(-level for level in negative), 0.0, *positive))
 
 
-def dynamic_levels(bits: int, signed: bool = True) -> CodebookFormat:
+def dynamic_levels(bits: int, signed: bool = True, zero: bool = True) -> CodebookFormat:
     """The dynamic map: decimal exponents from 10^-(bits - 2) up; the other bits are the fraction.
 
     As bitsandbytes builds it in binary32 (``create_dynamic_map``; Dettmers, arXiv 1511.04561): decade i of bits - 1
@@ -30,14 +30,16 @@ def dynamic_levels(bits: int, signed: bool = True) -> CodebookFormat:
     Args:
         bits: width of a code.
         signed: whether to add the negative of each mean. Default True.
+        zero: whether 0 is a level. If not, the decade below the lowest has one level in its place, for an unsigned map
+            (DE-0 of Li et al., arXiv 2309.01507, section 4.1, has no level there). Default True.
     """
     magnitudes: list[float] = []
-    for i in range(bits - 1):
+    for i in range(0 if zero else -1, bits - 1):
         bounds = _linspace(2 ** (i + (not signed)) + 1)
         means = (bounds[:-1] + bounds[1:]) / np.float32(2)
         magnitudes += (np.float32(10.0 ** (i - bits + 2)) * means).tolist()
     negative = [-magnitude for magnitude in magnitudes] if signed else []
-    return CodebookFormat(tuple(sorted([0.0, 1.0, *magnitudes, *negative])))
+    return CodebookFormat(tuple(sorted([*([0.0] if zero else []), 1.0, *magnitudes, *negative])))
 
 
 def _linspace(count: int) -> np.ndarray:

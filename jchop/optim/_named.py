@@ -6,15 +6,17 @@ from typing import Any
 
 import optax
 
-from jchop.formats import CodebookFormat, ScaledFormat, dynamic4, dynamic8, parse_format, udynamic8
+from jchop.formats import CodebookFormat, FloatFormat, ScaledFormat, dynamic4, dynamic8, parse_format, udynamic8nz
 from jchop.optim._arguments import BELOW_ONE, FROM_ZERO, check_number
 from jchop.optim._state import quantize_state
 
 #: Patterns of the paths of moments in the states of Optax's optimizers.
 _FIRST, _SECOND, _TRACE = "/0/mu", "/0/nu", "/0/trace"
-#: The multiples of 1/16 from 1/16 to 1: a second moment is a divisor, so it must not be zero (Li et al., arXiv
-#: 2309.01507, section 4.1).
+#: Second moments are divisors, so their formats have no zero: if one is rounded to zero, the update is m / eps, which
+#: may be 10^8 times too large. These are the multiples of 1/16 from 1/16 to 1 (Li et al., arXiv 2309.01507, section
+#: 4.1) and floats of 8 bits without a sign.
 _LINEAR4 = ScaledFormat(CodebookFormat(tuple(i / 16 for i in range(1, 17))), 64, scale="bfloat16")
+_FLOAT8 = ScaledFormat(FloatFormat(4, 4, infinities=False, nans="none", signed=False, zero=False), 256)
 
 
 def _moments(first: Any, second: Any) -> dict[str, Any]:
@@ -63,6 +65,7 @@ def adamw8bit(
 ) -> optax.GradientTransformationExtraArgs:
     """AdamW with both moments in 8 bits: dynamic maps, signed and unsigned, in groups of 256.
 
+    The unsigned map, `jchop.udynamic8nz`, has no zero, because updates are divided by the root of the second moment.
     2.04 bytes of state for each parameter; `optax.adamw` takes 8.
 
     Args:
@@ -96,7 +99,7 @@ def adamw8bit(
         1.015625
     """
     tx = _adamw(learning_rate, b1, b2, eps, eps_root, mu_dtype, weight_decay, mask, nesterov)
-    return quantize_state(tx, _moments(dynamic8, udynamic8), min_size=min_size, nonfinite=nonfinite, chunks=chunks)
+    return quantize_state(tx, _moments(dynamic8, udynamic8nz), min_size=min_size, nonfinite=nonfinite, chunks=chunks)
 
 
 def adamw4bit(
@@ -174,8 +177,10 @@ def adamw_fp8(
     nonfinite: str = "skip",
     chunks: int | None = None,
 ) -> optax.GradientTransformationExtraArgs:
-    """AdamW with both moments in float8_e4m3fn, in groups of 256 under a binary32 scale.
+    """AdamW with both moments in floats of 8 bits, in groups of 256 under a binary32 scale.
 
+    The first moment is in float8_e4m3fn. The second has four exponent and four fraction bits, no sign and no zero,
+    because updates are divided by its root: a moment below 1.6e-5 of the largest of its group is stored as that.
     2.03 bytes of state for each parameter.
 
     Args:
@@ -202,12 +207,12 @@ def adamw_fp8(
     Example:
         >>> import jax.numpy as jnp, jchop as jc
         >>> state = jc.optim.adamw_fp8(1e-3).init({"w": jnp.zeros((64, 256))})
-        >>> state.inner_state[0].nu["w"].qvalue.dtype
+        >>> state.inner_state[0].mu["w"].qvalue.dtype
         dtype(float8_e4m3fn)
     """
     tx = _adamw(learning_rate, b1, b2, eps, eps_root, mu_dtype, weight_decay, mask, nesterov)
-    groups = parse_format("float8_e4m3fn(group=256)")
-    return quantize_state(tx, _moments(groups, groups), min_size=min_size, nonfinite=nonfinite, chunks=chunks)
+    first = parse_format("float8_e4m3fn(group=256)")
+    return quantize_state(tx, _moments(first, _FLOAT8), min_size=min_size, nonfinite=nonfinite, chunks=chunks)
 
 
 def adam8bit(
@@ -250,7 +255,7 @@ def adam8bit(
     """
     _check(learning_rate, b1, b2, eps=eps, eps_root=eps_root)
     tx = optax.adam(learning_rate, b1, b2, eps, eps_root, mu_dtype, nesterov=nesterov)
-    return quantize_state(tx, _moments(dynamic8, udynamic8), min_size=min_size, nonfinite=nonfinite, chunks=chunks)
+    return quantize_state(tx, _moments(dynamic8, udynamic8nz), min_size=min_size, nonfinite=nonfinite, chunks=chunks)
 
 
 def lion8bit(

@@ -88,6 +88,7 @@ def test_what_is_printed_reads_back(fmt: ScaledFormat):
         ("int4(group=32,zero_point=float)", ScaledFormat("integer4", 32, zero_point="float")),
         ("nf4(scale=uint8(group=256,zero_point=float))", jc.nf4(scale=jc.uint8(group=256, zero_point="float"))),
         ("udynamic8", jc.udynamic8),
+        ("udynamic8nz", jc.udynamic8nz),
         ("int8(group=32,rule=percentile(99.9))", ScaledFormat("integer8", 32, rule="percentile(99.9)")),
     ],
 )  # fmt: skip
@@ -237,12 +238,14 @@ def test_named_formats_are_those_of_their_sources():
         ("dynamic8", 256, 256),
         ("dynamic4", 256, 16),
         ("udynamic8", 256, 256),
+        ("udynamic8nz", 256, 256),
     ):
         fmt = parse_format(name)
         assert isinstance(fmt, ScaledFormat) and isinstance(fmt.element, jc.CodebookFormat)
         assert (fmt.group, fmt.axis, fmt.scale, fmt.rule) == (group, -1, jc.binary32, "absmax")
         assert (len(fmt.element.levels), fmt.element.max) == (levels, 1)
-        assert (fmt.element.min < 0) == (name != "udynamic8")
+        assert (fmt.element.min < 0) == (not name.startswith("udynamic8"))
+        assert (0 in fmt.element.levels) == (name != "udynamic8nz")
 
 
 def test_another_element_is_not_the_named_format():

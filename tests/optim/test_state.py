@@ -45,8 +45,11 @@ def steps(tx: Any, params: Any, grads: Any, count: int, state: Any = None) -> tu
 
 
 def published_map(signed: bool) -> np.ndarray:
-    """bitsandbytes' dynamic map of 8 bits, from its published description: decades of means of equal steps."""
-    levels = [0.0, 1.0]
+    """bitsandbytes' dynamic map of 8 bits, from its published description: decades of means of equal steps.
+
+    In place of its zero, the unsigned map has the mean of 0.1 and 1 in the decade below.
+    """
+    levels = [0.0 if signed else 0.55e-7, 1.0]
     for i in range(7):
         bounds = np.linspace(0.1, 1, 2 ** (i + (not signed)) + 1)
         means = (bounds[:-1] + bounds[1:]) / 2 * 10.0 ** (i - 6)
@@ -127,6 +130,23 @@ def test_stochastic_state_draws_anew_each_step_and_for_each_array(rng: np.random
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("make", [optim.adam8bit, optim.adamw8bit, optim.adamw_fp8, optim.adamw4bit])
+def test_small_second_moments_make_no_large_updates(make: Any) -> None:
+    """Curvatures of 10^-8 to 10 in one group: a second moment that became zero would divide by eps alone."""
+    keys = jax.random.split(jax.random.key(0), 3)
+    target, start = (jax.random.normal(key, (64, 256)) for key in keys[:2])
+    curvature = jax.random.normal(keys[2], (64, 256)) ** 2
+    tx = make(1e-2)
+
+    def step(carry: Any, _: None) -> Any:
+        p, state = carry
+        updates, state = tx.update(2 * (p - target) * curvature, state, p)
+        return (optax.apply_updates(p, updates), state), jnp.abs(updates).max()
+
+    largest = jax.jit(lambda p: jax.lax.scan(step, (p, tx.init(p)), length=60)[1])(start).max()
+    assert 0.5e-2 < largest < 4e-2
+
+
 def test_a_map_without_zero_keeps_a_moment_of_zero_next_to_zero() -> None:
     tx = optim.adamw4bit(1e-3, min_size=1)
     params = jnp.zeros((2, 256))

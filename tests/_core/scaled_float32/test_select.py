@@ -346,7 +346,7 @@ def test_many_levels() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["dynamic8", "udynamic8"])
+@pytest.mark.parametrize("name", ["dynamic8", "udynamic8", "udynamic8nz"])
 def test_many_levels_beside_rationals(name: str) -> None:
     """Not beside the exact way of this package but beside an oracle that knows nothing of it."""
     fmt, rng = element_of(getattr(jc, name)), np.random.default_rng(9)
