@@ -43,7 +43,8 @@ class finfo:
 
     def _known(self, name: str, value: Any) -> Any:
         if value is None:
-            raise AttributeError(f"{self.format} has no {name}", name=name, obj=self)
+            known = "all others" if isinstance(self.format, FloatFormat) else "bits, max and min"
+            raise AttributeError(f"{self.format} has no {name}; it has {known}", name=name, obj=self)
         return value
 
     def _float(self, name: str) -> FloatFormat:

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import TYPE_CHECKING
 
+import numpy as np
+
 from jchop._checks import check_bool, check_int, check_text, close_to, quoted, split_outside
 from jchop._text import html
-from jchop.formats import ElementFormat, FloatFormat, ScaledFormat, UniformFormat, parse_format
+from jchop.formats import ALIASES, CATALOGUE, ElementFormat, FloatFormat, ScaledFormat, UniformFormat, parse_format
 from jchop.formats._facts import facts_of
 from jchop.rounding import ROUNDING_ALIASES, Overflow, Rounding, as_overflow, as_rounding
 
@@ -225,7 +228,15 @@ def _as_format(value: object) -> ElementFormat | ScaledFormat:
         return value
     if isinstance(value, str):
         return parse_format(value)
-    raise TypeError(f"format={value!r} must be a format or its text")
+    raise TypeError(f"format={value!r} must be a format or its text{_text_of(value)}")
+
+
+def _text_of(value: object) -> str:
+    """The end of an error that names the text of a dtype, such as `jax.numpy.bfloat16`."""
+    with contextlib.suppress(TypeError):
+        name = np.dtype(value).name if isinstance(value, np.dtype | type) else ""
+        return f"; the text of this dtype is {name!r}" if name in {*CATALOGUE, *ALIASES} else ""
+    return ""
 
 
 def _as_gradient(value: object) -> Gradient:
@@ -272,7 +283,10 @@ def as_spec(value: object, argument: str = "spec", *, scaled: bool = False) -> S
     if isinstance(value, ElementFormat | ScaledFormat):
         value = Spec(value)
     if not isinstance(value, Spec):
-        raise TypeError(f"{argument}={value!r} must be a Spec, a format, or text such as 'e5m2:stochastic:saturate'")
+        raise TypeError(
+            f"{argument}={value!r} must be a Spec, a format, or text such as 'e5m2:stochastic:saturate'"
+            f"{_text_of(value)}"
+        )
     if value.scaled is not None and not scaled:
         raise ValueError(
             f"{argument}={str(value)!r} is a scaled format, and each number has to be rounded by itself; "

@@ -31,6 +31,10 @@ def first(result):
 
 def same(x):
     return x
+
+
+def branching(x):
+    return x if x[0] > 0 else -x
 """
 
 
@@ -102,3 +106,9 @@ def test_a_function_without_roundings_draws_nothing(folder: Path, capsys: pytest
     message = error(capsys, "blame", "blamed_model:same", "--data", "ones.npz", "--to", "e4m3", "--plot", "b.png")
     assert "FUNCTION blamed_model:same makes no error in e4m3" in message
     assert not (folder / "b.png").exists()
+
+
+def test_a_function_that_jax_cannot_trace(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    said = error(capsys, "blame", "blamed_model:branching", "--data", "x.npz", "--to", "e4m3")
+    assert "FUNCTION 'blamed_model:branching' cannot be traced by JAX: Attempted boolean conversion" in said
+    assert "use jax.numpy and jax.lax in place of float, int, if" in said and "http" not in said

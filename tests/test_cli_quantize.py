@@ -53,6 +53,17 @@ def test_quantize_reports_and_writes(capsys: pytest.CaptureFixture[str], source:
     jax.tree.map(np.testing.assert_array_equal, out["mlp.kernel"], jc.quantize(x, "int4(group=32,scale=bfloat16)"))
 
 
+@pytest.mark.parametrize("dtype", [np.float32, np.float64])
+def test_compare_unpacks_quantized_arrays(capsys: pytest.CaptureFixture[str], tmp_path: Path, dtype: type) -> None:
+    """Their codes and scales are no arrays of their own."""
+    x = np.random.default_rng(0).standard_normal((4, 64)).astype(dtype)
+    q, path = jc.quantize(x, "nvfp4"), tmp_path / "x.safetensors"
+    jc.save_safetensors(path, {"a": q, "b": x[0], "step": np.int32(3)})
+    text, _ = run(capsys, "compare", path, "--formats", "e4m3")
+    tables = [str(jc.compare(array, ["e4m3"])) for array in (np.asarray(jc.dequantize(q)), x[0])]
+    assert "\n".join(text) == f"a: {tables[0]}\n\nb: {tables[1]}"
+
+
 @pytest.mark.slow
 def test_inspect_lists_arrays(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     path = tmp_path / "x.safetensors"
@@ -84,7 +95,7 @@ def test_an_existing_file_stays(capsys: pytest.CaptureFixture[str], source: Path
         (["kernel=int4x"], "int4x"),
         ([r"mlp\..*=int4(group=2)"], "it is a regular expression"),
         (["kernle=int4(group=2)"], "the nearest paths are 'mlp.kernel'"),
-        (["kernel=int4(group=2):stochastic"], "needs a seed"),
+        (["kernel=int4(group=2):stochastic"], "needs --seed N"),
     ],
 )
 def test_bad_rules(capsys: pytest.CaptureFixture[str], source: Path, rules: list[str], said: str) -> None:

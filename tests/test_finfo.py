@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import pickle
+from collections.abc import Callable
 from fractions import Fraction
+from typing import Any
 
 import jax.numpy as jnp
 import ml_dtypes
@@ -45,17 +48,45 @@ def test_formats_without_an_exponent_have_no_such_facts(text: str) -> None:
     info, element = jc.finfo(text), jc.parse(text).element
     assert (info.bits, info.max, info.min) == (element.bits, element.max, element.min)
     for fact in set(NAMES) - {"bits", "max", "min"}:
-        with pytest.raises(AttributeError, match=" has no "):
+        with pytest.raises(AttributeError, match=r" has no \w+; it has bits, max and min"):
             getattr(info, fact)
 
 
 def test_a_format_without_subnormal_numbers() -> None:
     info = jc.finfo("e4m3(subnormals=false)")
     assert info.smallest_normal == 2.0**-6
-    with pytest.raises(AttributeError, match="has no smallest_subnormal"):
+    with pytest.raises(AttributeError, match="has no smallest_subnormal; it has all others"):
         _ = info.smallest_subnormal
 
 
 def test_no_format() -> None:
     with pytest.raises(TypeError, match="format=8 must be a Spec, a format, or text"):
         jc.finfo(8)  # type: ignore[arg-type]
+
+
+def test_wide_facts_print_shortly() -> None:
+    """Fractions of thousands of digits: exact, equal to plain ones, and texts of a few characters."""
+    wide, small = jc.finfo("e15m3"), jc.finfo(jc.FloatFormat(16, 3)).smallest_subnormal
+    assert (str(wide.max), str(wide.min), f"{small}") == ("15 * 2^16380", "-15 * 2^16380", "2^-32769")
+    for value, exact in (
+        (wide.max, Fraction(15 * 2**16380)),
+        (wide.min, -Fraction(15 * 2**16380)),
+        (small, Fraction(1, 2**32769)),
+        (jc.IntegerFormat(64).max, Fraction(2**63 - 1)),
+    ):
+        assert value == exact and hash(value) == hash(exact) and eval(repr(value)) == exact
+        assert pickle.loads(pickle.dumps(value)) == exact and type(value * 2) is Fraction
+    assert repr(wide.max) == "Fraction(15) * 2**16380" and repr(small) == "Fraction(1) / 2**32769"
+
+
+@pytest.mark.parametrize("make", [jc.finfo, jc.Spec, lambda dtype: jc.round_to_format(1.0, dtype)])
+def test_a_dtype_is_no_format_and_its_text_is_told(make: Callable[[Any], object]) -> None:
+    for dtype in (np.float16, np.dtype("float16"), jnp.float16):
+        with pytest.raises(TypeError, match="the text of this dtype is 'float16'"):
+            make(dtype)
+    with pytest.raises(TypeError, match="is 'float8_e4m3fn'"):
+        make(ml_dtypes.float8_e4m3fn)
+    for other in (np.int8, list, None, 8):
+        with pytest.raises(TypeError) as caught:
+            make(other)
+        assert "dtype" not in str(caught.value)

@@ -18,8 +18,9 @@ from jchop._compare.compare import SCALES, Comparison, compare, default_formats
 from jchop._files import require_extra, write_atomically
 from jchop._paths import check_pattern, matches_path, nearest_paths
 from jchop.spec import as_spec
+from jchop.storage import QArray, dequantize
+from jchop.storage._checkpoints.opened import open_checkpoint
 from jchop.storage._files.npy import NpyFile
-from jchop.storage._files.safetensors import TensorFile
 
 
 def run_compare(options: argparse.Namespace) -> None:
@@ -60,7 +61,7 @@ def _compared(name: str, array: np.ndarray, formats: Sequence[Any], key: Any, sc
 
 
 def _tensors(path: Path, pattern: str) -> Iterator[tuple[str, np.ndarray]]:
-    """The arrays of a .npy file (one) or of a safetensors file (those that match, and are numbers)."""
+    """The array of a .npy file, or those of a safetensors file that match and are numbers, packed ones unpacked."""
     check_pattern("--tensor", pattern)
     if path.suffix.lower() == ".npy":
         with NpyFile(path, str(path)) as file:
@@ -68,16 +69,19 @@ def _tensors(path: Path, pattern: str) -> Iterator[tuple[str, np.ndarray]]:
         return
     if path.suffix.lower() != ".safetensors":
         raise ValueError(f"FILE {path} must end in .npy or .safetensors")
-    with TensorFile(path) as file:
+    with open_checkpoint(path, "auto") as file:
         numbers = [
-            name for name, entry in file.entries.items() if entry.dtype.name in CARRIERS and 0 not in entry.shape
+            name
+            for name, item in file.items.items()
+            if (item.quantized or item.format in CARRIERS) and 0 not in item.shape
         ]
         chosen = [name for name in numbers if matches_path(pattern, name)]
         if not chosen:
             near = nearest_paths([pattern], numbers)
             raise ValueError(f"--tensor {pattern!r} matches no tensor of floating-point numbers in {path}{near}")
         for name in chosen:
-            yield name, file.read(name)
+            value = file.read(name)
+            yield name, np.asarray(dequantize(value)) if isinstance(value, QArray) else value
 
 
 def add_compare(commands: argparse._SubParsersAction) -> None:
@@ -87,7 +91,7 @@ def add_compare(commands: argparse._SubParsersAction) -> None:
         help="compare formats on your own numbers: errors, overflow, bits",
         formatter_class=argparse.RawDescriptionHelpFormatter,
         description="Rounds an array to several formats, and shows signal-to-noise ratio, worst errors, overflow,\n"
-        "numbers that were clipped or became zero, and bits; a table for each tensor.",
+        "numbers that were clipped or became zero, and bits; a table for each tensor. A quantized tensor is unpacked.",
         epilog="examples:\n  jchop compare weights.npy\n"
         "  jchop compare model.safetensors --tensor 'mlp/*' --formats nvfp4 'int4(group=32)' --json",
     )

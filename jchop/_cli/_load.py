@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import inspect
 import os
 import pkgutil
@@ -31,6 +32,8 @@ def imports_from_here() -> Iterator[None]:
 def load_function(argument: str, text: str) -> Callable[..., Any]:
     """The function of ``module:function``; modules of the current folder are found, too.
 
+    A call raises ValueError if JAX cannot trace the function.
+
     Args:
         argument: name of the argument of the command, for errors.
         text: what was given.
@@ -53,7 +56,21 @@ def load_function(argument: str, text: str) -> Callable[..., Any]:
         raise ValueError(f"{argument} {text!r} cannot be loaded: {error}{near}") from None
     if not callable(found):
         raise ValueError(f"{argument} {text!r} is {type(found).__name__}, and no function")
-    return found
+
+    @functools.wraps(found)
+    def traced(*args: Any, **kwargs: Any) -> Any:
+        from jax.errors import JAXTypeError
+
+        try:
+            return found(*args, **kwargs)
+        except JAXTypeError as error:
+            told = str(error).splitlines()[0].rstrip(".")
+            raise ValueError(
+                f"{argument} {text!r} cannot be traced by JAX: {told}; "
+                "use jax.numpy and jax.lax in place of float, int, if, while and NumPy"
+            ) from None
+
+    return traced
 
 
 def load_arrays(argument: str, path: Path) -> dict[str, np.ndarray]:

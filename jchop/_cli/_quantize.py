@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from jchop._cli._checkpoint import contents, is_checkpoint, quantize_folder
-from jchop._cli._text import Percents, check_new, check_suffix, printable, seed, show
+from jchop._cli._text import Percents, check_new, check_suffix, key_of, printable, seed, show
 from jchop._paths import check_pattern
 from jchop.spec import as_spec
 from jchop.storage._checkpoints.opened import NAMES, open_checkpoint
@@ -21,6 +21,8 @@ _SUFFIX = ".safetensors"
 
 def run_quantize(options: argparse.Namespace) -> None:
     rules = [parse_rule(text) for text in options.rule]
+    if not options.source.is_dir():  # whose rules round without draws
+        key_of(options.seed, [rule.spec for rule in rules])
     if not options.target.is_dir():
         check_new("OUT", options.target, options.force)
     if options.source.is_dir():

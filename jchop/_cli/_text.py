@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 
 from jchop.formats import ElementFormat, FloatFormat
+from jchop.formats._base import Dyadic
 from jchop.study._progress import ProgressBar
 
 
@@ -95,7 +96,7 @@ def short(value: float | Fraction | None) -> str:
     if value is None:
         return "-"
     if isinstance(value, Fraction):
-        return _power(value)
+        return str(Dyadic(value))
     exact = shortest(value)
     return exact if len(exact) <= 8 else f"{value:.4g}"
 
@@ -111,27 +112,13 @@ def whole(value: float | Fraction) -> str:
     return str(int(value)) if abs(value) < 2**64 and value % 1 == 0 else ""
 
 
-def _power(value: float | Fraction) -> str:
-    """The value as c * 2^k with an odd integer c."""
-    exact = Fraction(value)
-    exponent = _two_exponent(exact.numerator) - _two_exponent(exact.denominator)
-    odd = exact / Fraction(2) ** exponent
-    sign = "-" if odd < 0 else ""
-    return f"{sign}2^{exponent}" if abs(odd) == 1 else f"{odd} * 2^{exponent}" if exponent else str(odd)
-
-
-def _two_exponent(number: int) -> int:
-    """The exponent of 2 in a nonzero integer."""
-    return (number & -number).bit_length() - 1
-
-
 def fact(value: float | Fraction | None) -> str:
     if value is None:
         return "none"
     exact = whole(value) or ("" if isinstance(value, Fraction) else shortest(value))
     if exact and value % 1 == 0 and (abs(value) < 1e6 or value % 2 == 1):
         return exact
-    return f"{exact}  = {_power(value)}" if exact else _power(value)
+    return f"{exact}  = {Dyadic(value)}" if exact else str(Dyadic(value))
 
 
 def yes(fact: bool) -> str:

@@ -19,13 +19,38 @@ Number = float | Fraction
 _MAX_TABLE_BITS = 16
 
 
+class Dyadic(Fraction):
+    """A fraction c 2^k other than 0, with c odd, that prints in this form: its decimal digits may be thousands."""
+
+    __slots__ = ()
+
+    def __str__(self) -> str:
+        odd, exponent = self._parts
+        if exponent == 0:
+            return str(odd)
+        return f"{'-' * (odd < 0)}2^{exponent}" if abs(odd) == 1 else f"{odd} * 2^{exponent}"
+
+    def __repr__(self) -> str:
+        odd, exponent = self._parts
+        power = f" {'*' if exponent > 0 else '/'} 2**{abs(exponent)}" if exponent else ""
+        return f"Fraction({odd}){power}"
+
+    def __format__(self, spec: str) -> str:
+        return super().__format__(spec) if spec else str(self)
+
+    @property
+    def _parts(self) -> tuple[int, int]:
+        zeros = (self.numerator & -self.numerator).bit_length() - 1
+        return self.numerator >> zeros, zeros - (self.denominator.bit_length() - 1)
+
+
 def number(value: Fraction) -> Number:
-    """`value` as a float if that is exact, else unchanged."""
+    """`value` as a float if that is exact, else as a fraction."""
     try:
         result = float(value)
     except OverflowError:
-        return value
-    return result if Fraction(result) == value else value
+        return Dyadic(value)
+    return result if Fraction(result) == value else Dyadic(value)
 
 
 def floor_log2(value: Fraction) -> int:

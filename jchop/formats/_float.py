@@ -192,7 +192,7 @@ class FloatFormat(ElementFormat):
     def min(self) -> Number:
         """Smallest finite value: -max, or for unsigned F 0, or without a zero the smallest value."""
         if self.signed:
-            return -self.max
+            return number(-self.exact_max)
         return 0.0 if self.zero else number(self.exact_smallest)
 
     @property

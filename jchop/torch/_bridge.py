@@ -61,7 +61,7 @@ def as_tensor(array: Array) -> torch.Tensor:
         A contiguous tensor of the same shape, dtype and device.
 
     Raises:
-        TypeError: if `array` is not a JAX array.
+        TypeError: if `array` is not a JAX array, or has a dtype that torch cannot read, such as int4.
 
     Example:
         >>> import jax.numpy as jnp, jchop as jc
@@ -71,7 +71,12 @@ def as_tensor(array: Array) -> torch.Tensor:
     """
     if not isinstance(array, Array):
         raise TypeError(f"array={array!r} must be a JAX array; for a NumPy array use torch.from_numpy")
-    return torch.from_dlpack(array)
+    try:
+        return torch.from_dlpack(array)
+    except (RuntimeError, BufferError) as error:
+        raise TypeError(
+            f"array has dtype {array.dtype}, which torch cannot read; convert it by astype first"
+        ) from error
 
 
 # -- for the other files -----------------------------------------------------------------------------------------------

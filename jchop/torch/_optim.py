@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 from jchop._checks import check_int
 from jchop.torch._library import require_rounding, round_now
 from jchop.torch._plan import Plan, SpecLike, plan_of
-from jchop.torch._words import key_words, seed_words
+from jchop.torch._words import key_words, random_words, seed_words
 
 __all__ = ["OptimLP"]
 
@@ -44,7 +44,8 @@ class OptimLP(Optimizer):
         accumulator: Qa. If it is given, a copy of the parameters, in float32 at least, is kept and updated in their
             place.
         gradient_scale: factor of gradients, applied first: 1 / s for a loss multiplied by s. Default 1.
-        seed: an integer from 0 to 2^64 - 1, for stochastic specs. Default 0.
+        seed: an integer from 0 to 2^64 - 1, for stochastic specs. Default 0. None: each rounding draws a key from
+            torch's global generator.
 
     Raises:
         TypeError, ValueError: for an invalid spec; at a step, for parameters that cannot hold the results, or
@@ -72,7 +73,7 @@ class OptimLP(Optimizer):
         momentum: SpecLike | None = None,
         accumulator: SpecLike | None = None,
         gradient_scale: float = 1.0,
-        seed: int = 0,
+        seed: int | None = 0,
     ) -> None:
         if not isinstance(optimizer, Optimizer):
             raise TypeError(f"optimizer={optimizer!r} must be an optimizer of torch")
@@ -81,7 +82,7 @@ class OptimLP(Optimizer):
         specs = {"gradient": gradient, "accumulator": accumulator, "weight": weight, "momentum": momentum}
         self._plans = {role: _plan(name, spec) for role, (name, spec) in enumerate(specs.items()) if spec is not None}
         self.gradient_scale = gradient_scale
-        self.seed = check_int("seed", seed, 0, (1 << 64) - 1)
+        self.seed = None if seed is None else check_int("seed", seed, 0, (1 << 64) - 1)
         self.steps = 0
         self.accumulators: dict[int, Tensor] = {}
         self._link()
@@ -176,7 +177,11 @@ class OptimLP(Optimizer):
         if plan is None:
             return x
         folded = (self.steps, leaf.index, role if place is None else place)
-        return round_now(x, seed_words(self.seed, *folded) if plan.draws else key_words(()), plan.spec, 0, True)
+        if not plan.draws:
+            words = key_words(())
+        else:
+            words = random_words() if self.seed is None else seed_words(self.seed, *folded)
+        return round_now(x, words, plan.spec, 0, True)
 
     # -- as an optimizer of torch --------------------------------------------------------------------------------------
 

@@ -9,7 +9,7 @@ from jchop._checks import check_int
 from jchop.spec import Gradient, as_spec
 from jchop.torch._plan import Plan, SpecLike, plan_of
 from jchop.torch._round import round_gradient, through
-from jchop.torch._words import key_words
+from jchop.torch._words import key_words, random_words
 
 __all__ = ["Quantizer", "first_words"]
 
@@ -32,7 +32,8 @@ class Quantizer(nn.Module):
         forward: a `jchop.Spec`, a format, or text. Default None: not rounded.
         backward: the spec of the gradient. Default None: not rounded.
         seed: an integer from 0 to 2^64 - 1, or several integers: the first is the seed, the others, below 2^32, are
-            folded into its key. Default 0. Modules with the same seed draw the same bits in the same call.
+            folded into its key. Default 0. Modules with the same seed draw the same bits in the same call. None: each
+            call draws a key from torch's global generator, and there is no buffer.
 
     Raises:
         TypeError, ValueError: for an invalid spec or seed.
@@ -54,7 +55,11 @@ class Quantizer(nn.Module):
     calls: Tensor
 
     def __init__(
-        self, forward: SpecLike | None = None, backward: SpecLike | None = None, *, seed: int | tuple[int, ...] = 0
+        self,
+        forward: SpecLike | None = None,
+        backward: SpecLike | None = None,
+        *,
+        seed: int | tuple[int, ...] | None = 0,
     ) -> None:
         super().__init__()
         self.rounding = None if forward is None else plan_of(as_spec(forward, "forward", scaled=True))
@@ -63,8 +68,8 @@ class Quantizer(nn.Module):
                 raise ValueError(f"forward={str(forward)!r} rounds the gradient, but so does backward={backward!r}")
             backward = self.rounding.gradient
         self.gradient = None if backward is None else _plan_of_gradient(backward)
-        self.words = _seed_numbers(seed)
-        if self.stochastic:
+        self.words = None if seed is None else _seed_numbers(seed)
+        if self._counts:
             self.register_buffer("calls", torch.zeros((), dtype=torch.int32))
 
     @property
@@ -80,7 +85,7 @@ class Quantizer(nn.Module):
         """
         if not (x.is_floating_point() or x.is_complex()):
             return x
-        call = self._next_call() if self.stochastic else None
+        call = self._next_call() if self._counts else None
         if self.rounding is not None:
             x = through(x, self.rounding.spec, self._words(self.rounding.draws, call, _FORWARD), True)
         if self.gradient is not None:
@@ -96,14 +101,20 @@ class Quantizer(nn.Module):
         named = {"forward": self.rounding, "backward": self.gradient}
         return ", ".join(f"{name}={plan.spec}" for name, plan in named.items() if plan is not None)
 
+    @property
+    def _counts(self) -> bool:
+        return self.stochastic and self.words is not None
+
     def _next_call(self) -> Tensor:
         call = self.calls.clone()
         self.calls += 1
         return call
 
     def _words(self, draws: bool, call: Tensor | None, place: int) -> Tensor:
-        if not draws or call is None:
+        if not draws:
             return key_words(())
+        if self.words is None or call is None:
+            return random_words()
         last = torch.full((1,), place, dtype=torch.int32, device=call.device)
         return torch.cat([key_words(self.words).to(call.device), call.reshape(1), last])
 

@@ -8,7 +8,7 @@ import torch
 
 from jchop._checks import check_int
 
-__all__ = ["drawn_words", "key_words", "seed_words"]
+__all__ = ["drawn_words", "key_words", "random_words", "seed_words"]
 
 Tensor = torch.Tensor
 
@@ -42,4 +42,10 @@ def drawn_words(
         raise ValueError(f"spec={spec!r} rounds stochastically: pass {name}=, an integer, or generator=")
     if not isinstance(generator, torch.Generator):
         raise TypeError(f"generator={generator!r} must be a torch.Generator")
-    return torch.randint(-(1 << 31), 1 << 31, (2,), dtype=torch.int32, generator=generator, device=generator.device)
+    return random_words(generator)
+
+
+def random_words(generator: torch.Generator | None = None) -> Tensor:
+    """The words of a key, from a generator; None: torch's global one of the CPU."""
+    device = "cpu" if generator is None else generator.device
+    return torch.randint(-(1 << 31), 1 << 31, (2,), dtype=torch.int32, generator=generator, device=device)

@@ -95,6 +95,47 @@ def test_random_quantizers() -> None:
     assert torch.equal(Quantizer(FloatingPoint(5, 2))(x), first)
 
 
+@pytest.mark.parametrize(("rounding", "draws"), [("nearest", False), ("stochastic", True)])
+def test_torch_generator_is_drawn_from_by_stochastic_roundings_alone(rounding: str, draws: bool) -> None:
+    """As by QPyTorch's functions, so that a script has the same data and initial weights."""
+    number, weight = FloatingPoint(5, 2), nn.Parameter(torch.ones(3))
+    torch.manual_seed(0)
+    before = torch.get_rng_state()
+    rounds = quantizer(number, number, rounding, rounding)
+    module = Quantizer(number, number, rounding, rounding)
+    inner = torch.optim.SGD([weight], lr=0.125)
+    optimizer = OptimLP(inner, weight_quant=rounds, grad_quant=rounds, acc_quant=rounds)
+    assert torch.equal(torch.get_rng_state(), before) and not list(module.state_dict())
+    weight.grad = torch.ones(3)
+    for call in (lambda: gradient(rounds, torch.ones(3)), lambda: module(torch.ones(3)), optimizer.step):
+        before = torch.get_rng_state()
+        call()
+        assert torch.equal(torch.get_rng_state(), before) != draws
+
+
+def test_random_steps_follow_the_seed_of_torch() -> None:
+    def stepped(seed: int) -> list[float]:
+        weight = nn.Parameter(torch.ones(300))
+        optimizer = OptimLP(torch.optim.SGD([weight], lr=1.0), weight_quant=quantizer(FloatingPoint(5, 2)))
+        torch.manual_seed(seed)
+        for _ in range(2):
+            weight.grad = torch.full((300,), 0.05)
+            optimizer.step()
+        return weight.tolist()
+
+    assert stepped(1) == stepped(1) != stepped(2)
+
+
+@pytest.mark.parametrize("rounded", [False, True])
+def test_gradients_are_scaled_if_they_are_rounded(rounded: bool) -> None:
+    weight = nn.Parameter(torch.ones(1))
+    quant = quantizer(FloatingPoint(8, 7), forward_rounding="nearest") if rounded else None
+    optimizer = OptimLP(torch.optim.SGD([weight], lr=1.0), grad_scaling=0.25, grad_quant=quant)
+    weight.grad = torch.tensor([2.0])
+    optimizer.step()
+    assert weight.item() == (0.5 if rounded else -1.0)
+
+
 def test_the_optimizer() -> None:
     """Two steps of the recipe with e5m2 weights, gradients and an accumulator, by hand."""
     number, rounding = oracle.FloatSet(5, 2, 15, inf=False, nan="none"), ("nearest_away", "saturate")

@@ -146,3 +146,9 @@ def test_nothing_is_kept_after_calls():
     for number in range(1000):
         call(number)
     assert alive() == before
+
+
+@pytest.mark.parametrize("dtype", ["int4", "float4_e2m1fn"])
+def test_dtypes_that_torch_cannot_read(dtype):
+    with pytest.raises(TypeError, match=f"array has dtype {dtype}, which torch cannot read"):
+        jc.torch.as_tensor(jnp.ones(3, dtype))

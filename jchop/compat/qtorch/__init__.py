@@ -14,8 +14,8 @@ submodules are `quant`, `optim` and `auto_low`. Differences from QPyTorch:
 * Fixed point may have no fraction bits, and half, bfloat16 and double tensors are allowed.
 * The functions pass gradients straight through (QPyTorch's have no gradients). ``backward_hooks`` run with and without
   ``clamping_grad_zero``, which also works without ``backward_number``.
-* ``OptimLP`` is `jchop.torch.OptimLP`: any optimizer of torch, with ``closure``, its state in ``state_dict``, and
-  scaled gradients even if they are not rounded. Its quantizers must be results of ``quantizer``.
+* ``OptimLP`` is `jchop.torch.OptimLP`: any optimizer of torch, with ``closure``, and its state in ``state_dict``. Its
+  quantizers must be results of ``quantizer``.
 * ``sequential_lower`` and ``lower`` round the output of layers in place: names of parameters do not change. GELU and
   SiLU count as activations, MultiheadAttention as a linear layer. A type of layers that the model does not have is an
   error.

@@ -28,7 +28,7 @@ def generator_of(spec: Spec, random: dict[str, Any]) -> dict[str, Any]:
 class Quantizer(bridge.Quantizer):
     """Rounds in the forward pass, and the gradient in the backward pass; see `quantizer` for the arguments.
 
-    The constructor draws the seed of its random bits from torch's generator.
+    Each stochastic rounding draws its key from torch's generator.
     """
 
     def __init__(
@@ -49,7 +49,7 @@ class Quantizer(bridge.Quantizer):
         if forward_number is not None:
             forward = forward_number.spec(forward_rounding, clipped=clamping_grad_zero)
         backward = None if backward_number is None else backward_number.spec(backward_rounding)
-        super().__init__(forward, backward, seed=int(torch.randint(0, (1 << 63) - 1, ())))
+        super().__init__(forward, backward, seed=None)
         self.forward_spec = forward
         self._hooks = tuple(backward_hooks)
 

@@ -22,7 +22,7 @@ class OptimLP(bridge.OptimLP):
     Args:
         optim: an optimizer of torch.
         weight_quant: a ``quantizer`` of weights; None (default), here and below: not rounded.
-        grad_scaling: factor of gradients, applied first.
+        grad_scaling: factor of gradients, applied before they are rounded; without ``grad_quant`` it has no effect.
         grad_quant: quantizer of gradients.
         momentum_quant: quantizer of moments.
         acc_quant: quantizer of a copy of the weights, which is kept and updated in their place.
@@ -58,6 +58,6 @@ class OptimLP(bridge.OptimLP):
             gradient=spec_of("grad_quant", grad_quant),
             momentum=spec_of("momentum_quant", momentum_quant),
             accumulator=spec_of("acc_quant", acc_quant),
-            gradient_scale=grad_scaling,
-            seed=int(torch.randint(0, (1 << 63) - 1, ())),
+            gradient_scale=1.0 if grad_quant is None else grad_scaling,
+            seed=None,
         )
