@@ -8,6 +8,7 @@ from typing import Any
 
 import chex
 import jax
+import jax.flatten_util
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -500,23 +501,103 @@ def test_integers_in_a_product_become_floats() -> None:
 
 @pytest.mark.slow
 def test_complex_numbers() -> None:
-    """Real and imaginary parts that are parameters are rounded. Complex operands have no scales; the report says so."""
+    """Complex operands have no scales, so parameters that only complex products read stay; the report says so."""
 
     def recurrence(p: Any, x: Any) -> Any:
         return jnp.einsum("nd,td->tn", jax.lax.complex(p["real"], p["imag"]), x).real
 
     params, x = {"real": normal(6, 8), "imag": normal(6, 8, seed=1)}, normal(5, 8, seed=2)
-    scaled = jc.quantize_fn(recurrence, jc.Rule(weight="int8(group=all)", activation="int8(group=all)"))
-    low = {name: jc.round_to_format(value, "int8(group=all)") for name, value in params.items()}
-    np.testing.assert_array_equal(jax.jit(scaled)(params, x), jax.jit(recurrence)(low, x))
-    np.testing.assert_array_equal(jax.jit(scaled)(scaled.pack(params, x), x), jax.jit(recurrence)(low, x))
-    report = scaled.report(params, x)
-    assert report.rounded_share == 1.0
-    assert [(row.primitive, dict(row.roundings)) for row in report.products] == [("dot_general (complex)", {})]
+    rule = jc.Rule(weight="int8(group=all)", activation="int8(group=all)")
+    whole, out = params | {"out": normal(6, 4, seed=3)}, lambda p, x: recurrence(p, x) @ p["out"]
+    report = jc.quantize_fn(out, rule).report(whole, x)
+    first, second = report.products
+    assert (first.primitive, dict(first.roundings)) == ("dot_general (complex)", {})
+    assert (second.primitive, [*second.roundings]) == ("dot_general", ["activation"])
+    reasons = {row.path: row.reason for row in report.parameters if not row.spec}
+    assert reasons == dict.fromkeys(params, "complex numbers have no scales") and "as it is: complex" in str(report)
+    assert report.rounded_share == 24 / (24 + 2 * 48)
+    packed = jc.quantize_fn(out, rule).pack(whole, x)
+    assert [name for name, value in packed.items() if isinstance(value, jax.Array)] == ["imag", "real"]
+    for rules in (jc.Rule("real", weight="int8(group=all)"), rule):
+        with pytest.raises(ValueError, match=r"complex numbers have no scales"):
+            jc.quantize_fn(recurrence, rules)(params, x)
+    both = jc.quantize_fn(lambda p, x: recurrence(p, x) + x @ p["real"].T, rule).report(params, x)
+    assert {row.path: bool(row.spec) for row in both.parameters} == {"real": True, "imag": False}
     plain = jc.quantize_fn(recurrence, jc.Rule(weight="e4m3", activation="bfloat16"))
     low = {name: jc.round_to_format(value, "e4m3") for name, value in params.items()}
     want = jax.jit(recurrence)(low, jc.round_to_format(x, "bfloat16"))
     np.testing.assert_array_equal(jax.jit(plain)(params, x), want)
+
+
+TREE = {"a": normal(16, 32), "b": 100 * normal(32, 8, seed=1), "c": normal(8, seed=2)}
+
+
+def affine(p: Any, x: Any) -> Any:
+    return jnp.tanh(x @ p["a"]) @ p["b"] + p["c"]
+
+
+@pytest.mark.parametrize(
+    ("tree", "fun"),
+    [
+        (TREE, affine),
+        ({name: TREE[name] for name in "ab"}, lambda p, x: jnp.tanh(x @ p["a"]) @ p["b"]),
+        ({"b": normal(16, 8), "c": normal(8)}, lambda p, x: x @ p["b"] + p["c"]),
+        ({"w": normal(16, seed=1), "z": normal(1)[0]}, lambda p, x: (x @ p["w"] + p["z"])[:, None]),
+        ({"rows": normal(9, 8), "y": normal(8)}, lambda p, x: p["rows"][x[:, 0].astype(int)]),
+    ],
+    ids=["matrices and a bias", "two matrices", "rows of a bias", "a vector and its bias", "a table"],
+)
+def test_a_vector_that_holds_several_arrays_stays(tree: Any, fun: Any) -> None:
+    flat, unravel = jax.flatten_util.ravel_pytree(tree)
+    x, rule = normal(4, 16, seed=4), jc.Rule(weight="int8(group=all)", activation="int8(group=all)")
+    last = lambda p, x: jnp.sum(fun(unravel(p["flat"]), x), 1, keepdims=True) @ p["last"]  # noqa: E731
+    params = {"flat": flat, "last": normal(1, 4, seed=5)}
+    low = jc.quantize_fn(last, rule)
+    rows = {row.path: row for row in low.report(params, x).parameters}
+    assert rows["last"].spec and not rows["flat"].spec and "holds several arrays" in rows["flat"].reason
+    assert low.pack(params, x)["flat"] is flat
+    with pytest.raises(ValueError, match=r"names the parameter 'flat', which stays.*it holds several arrays"):
+        jc.quantize_fn(last, [jc.Rule("flat", weight="int8(group=all)"), rule])(params, x)
+    with pytest.raises(ValueError, match=r"weight has no effect.*it holds several arrays"):
+        jc.quantize_fn(lambda v, x: fun(unravel(v), x), jc.Rule(weight="int8(group=all)"))(flat, x)
+    alone = jc.quantize_fn(last, jc.Rule(weight="int8(group=all)"))
+    want = last(params | {"last": jc.round_to_format(params["last"], "int8(group=all,axis=0)")}, x)
+    np.testing.assert_allclose(alone(params, x), want, rtol=1e-5, atol=1e-5)
+
+
+def test_activations_of_a_vector_that_stays_are_rounded() -> None:
+    flat, unravel = jax.flatten_util.ravel_pytree(TREE)
+    params, x = {"flat": flat, "w": normal(32, 4)}, normal(4, 16, seed=4)
+    own, both = jc.Rule("flat", activation="e4m3"), jc.Rule(weight="int8(group=all)", activation="e4m3")
+    low = jc.quantize_fn(lambda p, x: affine(unravel(p["flat"]), x) @ TREE["b"].T @ p["w"], both)
+    want = jc.quantize_fn(low.fun, [own, both])(params, x)
+    np.testing.assert_array_equal(low(params, x), want)
+
+
+@pytest.mark.parametrize("part", [slice(0, 16), slice(16, 32)])
+def test_slices_that_are_rows_are_parts_of_their_parameter(part: slice) -> None:
+    """Also if heads are taken apart, if a slice follows that, and if one slice is a layer of a stack."""
+    w, x, rule = normal(32, 8), normal(4, 8, seed=1), jc.Rule(weight="int8(group=all)")
+    want = jc.round_to_format(w, "int8(group=all,axis=-1)")[part]
+    for fun in (
+        lambda w, x: x @ w[part].T,
+        lambda w, x: jnp.einsum("bi,hdi->bhd", x, w[part].reshape(4, 4, 8)).reshape(4, 16),
+        lambda w, x: jnp.einsum("bi,hdi->bhd", x, w.reshape(8, 4, 8)[part.start // 4 :][:4]).reshape(4, 16),
+    ):
+        np.testing.assert_allclose(jc.quantize_fn(fun, rule)(w, x), x @ want.T, rtol=1e-5, atol=1e-5)
+
+
+def test_a_parameter_that_data_change_in_a_loop_is_said() -> None:
+    def learned(p: Any, x: Any) -> Any:
+        return jax.lax.fori_loop(0, 3, lambda i, w: w + 0.1 * x.T @ jnp.tanh(x @ w), p["w"])
+
+    params, x = {"w": normal(16, 8)}, normal(4, 16, seed=1)
+    with pytest.raises(
+        ValueError, match=r"'w' reaches (scan|while) at .*_fn.py:\d+, and stays as it is: data change it"
+    ):
+        jc.quantize_fn(learned, jc.Rule(weight="int8(group=all)"))(params, x)
+    (row,) = jc.quantize_fn(learned, jc.Rule(activation="int8(group=all)")).report(params, x).parameters
+    assert row.reason == "data change it" and row.primitive in ("scan", "while") and "_fn.py" in row.source
 
 
 def test_a_product_that_cannot_be_rounded_is_left_and_named() -> None:

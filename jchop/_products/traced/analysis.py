@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import jax.numpy as jnp
+from jax.extend.core import Literal
 
 from jchop._products.layout import Layout
 from jchop._products.matrices import Laid
@@ -19,6 +20,7 @@ from jchop._products.traced.origins import (
     Axis,
     Fact,
     Origin,
+    Part,
     joined,
     lost_of,
     moved,
@@ -29,7 +31,7 @@ from jchop._program import planner, step
 from jchop._program.source import source_of
 from jchop._program.step import CONTROL, Plan, is_own
 
-__all__ = ["Analyst", "ProductStep", "Use", "dot_of"]
+__all__ = ["Analyst", "ProductStep", "Use", "dot_of", "holds_several", "is_complex"]
 
 
 @dataclass(frozen=True)
@@ -44,6 +46,8 @@ class Use:
         source: file and line.
         laid: how a product takes it, or a look-up.
         moved: whether a product takes its numbers themselves, none of them computed with.
+        cuts: the slices of it that were taken before.
+        why: why it has no scales for this use; empty if it may have.
 
     If `kind` is ``"product"`` and there is no `laid`, a product reads what the primitive has computed from it.
     """
@@ -54,6 +58,25 @@ class Use:
     source: str
     laid: Laid | None = None
     moved: bool = True
+    cuts: tuple[tuple[Axis, Any, Any], ...] = ()
+    why: str = ""
+
+    @property
+    def is_lost(self) -> bool:
+        """Whether a product reads what is computed of a parameter, without its axes."""
+        return self.kind == "product" and self.laid is None
+
+    @property
+    def takes_apart(self) -> bool:
+        """Whether a slice along one axis became a matrix: some of its parts are kept, and others summed over."""
+        if self.laid is None:
+            return self.is_lost and self.primitive == "reshape" and bool(self.cuts)
+        kept = [part for parts in self.laid.kept for part in parts]
+        for parts, *_ in self.cuts:
+            both = [[part for part in some if _is_within(part, parts)] for some in (kept, self.laid.summed)]
+            if all(both) and any(part not in parts for some in both for part in some):
+                return True
+        return False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -85,22 +108,29 @@ class Analyst(planner.Planner):
     def __init__(self) -> None:
         super().__init__()
         self._last = self._outer = ""  # the sources of the last equation, and of the one that holds the program
+        self._name = ""  # the primitive of the last equation
+        self.changed: dict[int, Use] = {}
 
     def plan(self, closed: Any, known: Sequence[Any], scope: str = "", constants: Sequence[Any] | None = None) -> Plan:
         """The plan of a jaxpr. An equation whose frames are all of libraries has the source of what holds it."""
-        before, self._outer = self._outer, self._last
+        before = self._outer, self._last, self._name
+        self._outer = self._last
         try:
             return super().plan(closed, known, scope, constants)
         finally:
-            self._outer = before
+            self._outer, self._last, self._name = before
 
     def read(self, v: Any, env: dict[Any, Fact]) -> Fact:
         """What is known of a variable; a literal or a constant is nothing."""
         return super().read(v, env) or NOTHING
 
     def common(self, knowns: Iterable[Fact | None]) -> Fact:
-        """What is known of values each of which is one of several."""
-        return joined([known or NOTHING for known in knowns])
+        """What is known of values each of which is one of several. Parameters that data replace are in `changed`."""
+        facts = [known or NOTHING for known in knowns]
+        if any(fact.data for fact in facts):
+            for origin in (origin for fact in facts for origin in fact.origins):
+                self.changed.setdefault(origin.leaf, Use(origin.leaf, "other", self._name, self._last, why=_CHANGED))
+        return joined(facts)
 
     def one_turn(self, known: Fact) -> Fact:
         """What is known of one of a stack."""
@@ -119,6 +149,7 @@ class Analyst(planner.Planner):
         name = eqn.primitive.name
         known = tuple(self.read(v, env) for v in eqn.invars)
         source = self._last = source_of(eqn.source_info, self._outer)
+        self._name = name
         made = ProductStep(
             eqn=eqn, kind="bound", scope=scope, number=number, known=known, data=tuple(f.data for f in known),
             source=source,
@@ -136,8 +167,12 @@ class Analyst(planner.Planner):
                 uses = tuple(tuple(Use(o.leaf, "other", named, source) for o in fact.origins) for fact in known)
                 return replace(made, refused=product, uses=uses, out=(Fact(data=data, drawn=drawn),))
             layouts = (product.forward.left, product.forward.right)
+            why = _COMPLEX if is_complex(eqn) else ""
             uses = tuple(
-                tuple(Use(o.leaf, "product", name, source, _laid(o, layout), o.moved) for o in known[i].origins)
+                tuple(
+                    Use(o.leaf, "product", name, source, _laid(o, layout), o.moved, o.cuts, why)
+                    for o in known[i].origins
+                )
                 for i, layout in enumerate(layouts)
             )
             lost = lost_of(known)
@@ -148,41 +183,84 @@ class Analyst(planner.Planner):
             return self._looked_up(made)
         if data:
             kind = "sum" if name in _SUMS else "other"
-            uses = tuple(tuple(Use(o.leaf, kind, name, source) for o in fact.origins) for fact in known)
+            uses = tuple(tuple(Use(o.leaf, kind, name, source, cuts=o.cuts) for o in fact.origins) for fact in known)
             return replace(made, uses=uses, out=(DATA,) * len(eqn.outvars))
-        outs = [self._out(eqn, known, v.aval) for v in eqn.outvars]
+        outs = [self._out(eqn, known, i) for i in range(len(eqn.outvars))]
         lost = {o.leaf for fact in known for o in fact.origins} - {o.leaf for fact in outs for o in fact.origins}
         uses = tuple(
-            tuple(Use(o.leaf, "other", name, source) for o in fact.origins if o.leaf in lost) for fact in known
+            tuple(Use(o.leaf, "other", name, source, cuts=o.cuts) for o in fact.origins if o.leaf in lost)
+            for fact in known
         )
         gone = (*lost_of(known), *(replace(use, kind="product") for some in uses for use in some))
         outs = [replace(out, lost=gone, drawn=drawn) for out in outs]
         return replace(made, uses=uses, out=tuple(outs), moves=name in MOVES)
 
-    def _out(self, eqn: Any, known: Sequence[Fact], aval: Any) -> Fact:
-        """What is known of a result that no data reaches."""
-        name, origins = eqn.primitive.name, {}
+    def _out(self, eqn: Any, known: Sequence[Fact], number: int) -> Fact:
+        """What is known of one of the results, that no data reaches."""
+        name, shape, origins = eqn.primitive.name, getattr(eqn.outvars[number].aval, "shape", ()), {}
         for v, fact in zip(eqn.invars, known, strict=True):
             for origin in fact.origins:
-                after = moved(name, eqn.params, origin, v.aval.shape, getattr(aval, "shape", ()))
+                after = moved(name, eqn.params, origin, v.aval.shape, shape)
                 if after is not None:
-                    origins.setdefault(origin.leaf, after)
+                    cuts = (*origin.cuts, *_cuts(eqn, number, origin, v.aval.shape, shape))
+                    origins.setdefault(origin.leaf, replace(after, cuts=cuts))
         return Fact(origins=tuple(origins.values()))
 
     def _looked_up(self, made: ProductStep) -> ProductStep:
         """Of rows, an embedding; of whole matrices, those of experts; by the counter of a loop, one of its layers."""
         eqn, fact = made.eqn, made.known[0]
-        out = self._out(eqn, (fact, *(NOTHING for _ in eqn.invars[1:])), eqn.outvars[0].aval)
+        out = self._out(eqn, (fact, *(NOTHING for _ in eqn.invars[1:])), 0)
         chosen, sizes, uses = _LOOK_UPS[made.name](made), eqn.params["slice_sizes"], []
         for before, after in zip(fact.origins, out.origins, strict=True):
             along = [parts for parts, n in zip(after.axes, eqn.outvars[0].aval.shape, strict=True) if parts and n != 1]
             if chosen and len(along) <= 1:
                 among = [parts for i, parts in enumerate(before.axes) if i in chosen or sizes[i] != 1]
-                uses.append(Use(before.leaf, "rows", made.name, made.source, _rows(among, along)))
+                rows = _rows(among, along)
+                uses.append(Use(before.leaf, "rows", made.name, made.source, rows, cuts=before.cuts))
         if uses:
             return replace(made, uses=(tuple(uses),), out=(DATA,))
         drawn = any(fact.drawn for fact in made.known)
         return replace(made, out=(replace(out, lost=fact.lost, drawn=drawn),), moves=True)
+
+
+def holds_several(uses: Sequence[Use]) -> bool:
+    """Whether the slices of a parameter are arrays of their own, so that no layout of the whole suits them.
+
+    A slice along one axis becomes a matrix, as of a flat vector; or one slice is multiplied, and data are added to
+    another, or scaled by it.
+    """
+    taken = [use for use in uses if use.kind in ("product", "rows")]
+    beside = [use for use in uses if use.kind == "sum" or use.primitive == "mul"]
+    apart = (use.cuts and other.cuts and use.cuts != other.cuts for use in taken for other in beside)
+    return any(use.takes_apart for use in taken) or any(apart)
+
+
+def _cuts(eqn: Any, number: int, origin: Origin, old: Sequence[int], new: Sequence[int]) -> list[tuple[Axis, Any, Any]]:
+    """The axes that an equation slices: their parts, where the slice begins (None: unknown), and how long it is."""
+    params = eqn.params
+    if eqn.primitive.name == "slice":
+        starts = params["start_indices"]
+    elif eqn.primitive.name == "split":
+        starts = [sum(params["sizes"][:number])] * len(old)
+    elif eqn.primitive.name == "dynamic_slice":
+        starts = [int(v.val) if isinstance(v, Literal) else None for v in eqn.invars[1:]]
+    else:
+        return []
+    both = zip(origin.axes, starts, old, new, strict=True)
+    return [(parts, start, short) for parts, start, n, short in both if parts and n != short]
+
+
+def _is_within(part: Part, parts: Axis) -> bool:
+    """Whether a part of an axis lies in one of others."""
+    return any(
+        part.axis == one.axis and one.inner <= part.inner and part.inner * part.size <= one.inner * one.size
+        for one in parts
+    )
+
+
+def is_complex(eqn: Any) -> bool:
+    """Whether an operand of a product has complex numbers."""
+    return any(jnp.issubdtype(v.aval.dtype, jnp.complexfloating) for v in eqn.invars[:2])
 
 
 def _laid(origin: Origin, layout: Layout) -> Laid:
@@ -253,6 +331,8 @@ def _ragged(eqn: Any) -> Ragged | str:
     return Ragged(tuple(sorted(eqn.params.items())))
 
 
+_CHANGED = "data change it"
+_COMPLEX = "complex numbers have no scales"
 _PRODUCTS = {"dot_general": dot_of, "conv_general_dilated": _conv, "ragged_dot_general": _ragged}
 _SUMS = frozenset({"add", "add_any", "sub"})
 #: Which axes of the first operand they take single indexes of, that are no counters of loops.

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 __all__ = [
@@ -58,11 +58,13 @@ class Origin:
         leaf: the index of the parameter.
         axes: the parts of each axis of the value; empty for an axis that the parameter has not.
         moved: whether the value has the parameter's numbers themselves, none of them computed with or reversed.
+        cuts: the slices that were taken, by axis: its parts, where the slice begins, and how long it is.
     """
 
     leaf: int
     axes: tuple[Axis, ...]
     moved: bool = True
+    cuts: tuple[tuple[Axis, Any, Any], ...] = field(default=(), compare=False)
 
 
 @dataclass(frozen=True)

@@ -25,6 +25,7 @@ class ParameterRow:
         use: ``"product"``, ``"rows"`` (look-ups), ``"sum"`` (added to data), ``"other"``; empty if nothing takes it.
         spec: what it is rounded to, with the groups along its own axes; empty if it is not rounded.
         source: file and line of the primitive.
+        reason: why it is not rounded though its rule would; empty if nothing prevents it.
     """
 
     path: str
@@ -34,6 +35,7 @@ class ParameterRow:
     use: str
     spec: str
     source: str
+    reason: str = ""
 
     @property
     def size(self) -> int:
@@ -93,7 +95,7 @@ class ProgramReport(Tables):
                 row.path,
                 "×".join(map(str, row.shape)),
                 row.primitive,
-                _short(row.spec) or "as it is",
+                _short(row.spec) or (f"as it is: {row.reason}" if row.reason else "as it is"),
                 os.path.basename(row.source),
             )
             for row in self.parameters

@@ -23,7 +23,7 @@ from jchop._products.runner import Quantization
 from jchop._products.scale_from import LSQ, ScaleFrom
 from jchop._products.scales.sites import HISTORY, SCALE, Site, sites_of
 from jchop._products.traced.adaptable import adaptable
-from jchop._products.traced.analysis import Analyst, ProductStep, Use
+from jchop._products.traced.analysis import Analyst, ProductStep, Use, holds_several, is_complex
 from jchop._products.traced.call import Call
 from jchop._products.traced.report import ParameterRow, ProductRow, ProgramReport
 from jchop._products.traced.turned import turn_of, turned
@@ -125,6 +125,7 @@ class Resolved:
             "" if use is None else use.kind,
             "" if placement is None else str(placement[0].spec),
             "" if use is None else use.source,
+            "" if number is None or placement is not None else _why_left(self.rules[number], self.uses.get(leaf, ())),
         )
 
     def _product_row(self, step: ProductStep, rule: Rule | None, platform: str | None) -> ProductRow:
@@ -136,7 +137,7 @@ class Resolved:
             "matmul": how[0].matmul, "rotation": how[0].rotation, "product": "codes" if how[0].codes else None,
             "scale_from": None if site is None else site.source,
         }  # fmt: skip
-        refused = step.refused or ("complex" if how is None and _is_complex(step) else "")
+        refused = step.refused or ("complex" if how is None and is_complex(step.eqn) else "")
         return ProductRow(
             step.scope,
             f"{step.name} ({refused})" if refused else step.name,
@@ -184,8 +185,9 @@ def resolve(
 
     with jax.disable_jit(False):
         closed, out = jax.make_jaxpr(flat, return_shape=True)(*call.abstract)
-    plan = Analyst().plan(closed, call.facts)
-    uses: dict[int, list[Use]] = {}
+    analyst = Analyst()
+    plan = analyst.plan(closed, call.facts)
+    uses: dict[int, list[Use]] = {leaf: [use] for leaf, use in analyst.changed.items()}
     for step in plan.walk():
         for use in (*(use for some in step.uses for use in some), *step.lost):
             uses.setdefault(use.leaf, []).append(use)
@@ -202,7 +204,7 @@ def resolve(
     by_leaf = {leaf: rules[n] for leaf in placements if (n := numbers[leaf]) is not None}
     roundings = {}
     for step, rule in products:
-        how = None if rule is None else _roundings(step, rule)
+        how = None if rule is None else _roundings(step, rule, placements)
         how = turned(step, how, placements, call.paths, by_leaf)
         if rule is not None and how is not None:
             roundings[id(step)] = how
@@ -244,7 +246,7 @@ def _placements(
             continue
         rule = rules[number]
         spec = rule.bias if use.kind == "sum" else rule.weight if use.laid is not None else None
-        if spec is None:
+        if spec is None or _why_left(rule, uses[leaf]):
             continue
         try:
             placement = place(shapes[leaf], use.laid, spec)
@@ -277,7 +279,7 @@ def _products(
             yield step, None if number is None else rules[number]
 
 
-def _roundings(step: ProductStep, rule: Rule) -> tuple[Roundings, int] | None:
+def _roundings(step: ProductStep, rule: Rule, placements: Mapping[int, Any]) -> tuple[Roundings, int] | None:
     """How the operands of a product are rounded, and which of them is the weight; None if nothing is."""
     assert step.product is not None
     if _of_parameters_alone(step):
@@ -286,6 +288,8 @@ def _roundings(step: ProductStep, rule: Rule) -> tuple[Roundings, int] | None:
     weight = weights[0] if weights else -1
     place = StreamOffset(step.name, step.scope or step.source, rule)
     right = weight_rounding(rule) if weights else rule.activation
+    if weights and not any(use.leaf in placements for use in step.uses[weight]):
+        right = None  # no weight of its is rounded
     codes = rule.product == "codes" and (rule.activation is not None or right is not None)
     how = Roundings(
         rule.activation, right, rule.gradient, rule.input_gradient, rule.weight_gradient, rule.matmul, rule.rotation,
@@ -349,8 +353,10 @@ def _check_matches(
         rule, use = rules[number], _first(uses.get(leaf, ()))
         if rule.weight is None or not names_last(rule.path, paths[leaf]):
             continue
-        if use is not None and use.laid is None:
-            why = "of which a product takes no axis" if _is_lost(use) else "which reaches no product"
+        left = _why_left(rule, uses.get(leaf, ()))
+        if use is not None and (use.laid is None or left):
+            why = "of which a product takes no axis" if use.is_lost else "which reaches no product"
+            why = f"which stays as it is: {left}" if left else why
             raise ValueError(
                 f"{rule} names the parameter {paths[leaf]!r}, {why}; it reaches {use.primitive} at "
                 f"{use.source or 'an unknown line'}. Put Rule({pattern_of(paths[leaf])!r}) before it to leave it as "
@@ -381,7 +387,7 @@ def _check_effect(
             used.add("scale_from")
         idle = [name for name in FIELDS if getattr(rule, name) is not None and name not in used]
         if idle:
-            reached = _reached(number, paths, numbers, uses, placements, products)
+            reached = _reached(number, rules, paths, numbers, uses, placements, products)
             raise ValueError(
                 f"{rule}: {', '.join(idle)} has no effect on the parameters and products that it matches: {reached}. "
                 "report, under rules that have an effect, shows what each parameter reaches"
@@ -398,7 +404,9 @@ def check_weights(programs: Sequence[Resolved]) -> None:
     for number, rule in enumerate(first.rules):
         if rule.weight is None or any(map(partial(_has_weight, number), programs)):
             continue
-        reached = _reached(number, first.paths, first.numbers, first.uses, first.placements, first.products)
+        reached = _reached(
+            number, first.rules, first.paths, first.numbers, first.uses, first.placements, first.products
+        )
         raise ValueError(
             f"{rule}: weight rounds no parameter of the methods that have example arguments: {reached}. A parameter is "
             "not followed if it is combined with data, such as arguments and state that is no parameter"
@@ -411,6 +419,7 @@ def _has_weight(number: int, program: Resolved) -> bool:
 
 def _reached(
     number: int,
+    rules: Sequence[Rule],
     paths: Sequence[str],
     numbers: Sequence[int | None],
     uses: Mapping[int, Sequence[Use]],
@@ -420,7 +429,8 @@ def _reached(
     """What a parameter of a rule reaches that is not rounded; else the product that it shares."""
     for leaf, n in enumerate(numbers):
         if n == number and leaf not in placements and (use := _first(uses.get(leaf, ()))) is not None:
-            return f"the parameter {paths[leaf]!r} reaches {use.primitive} at {use.source or 'an unknown line'}"
+            why = f", and stays as it is: {left}" if (left := _why_left(rules[number], uses[leaf])) else ""
+            return f"the parameter {paths[leaf]!r} reaches {use.primitive} at {use.source or 'an unknown line'}{why}"
     for step, _ in products:
         leaves = [use.leaf for some in step.uses for use in some]
         mine = next((leaf for leaf in leaves if numbers[leaf] == number), None)
@@ -440,16 +450,12 @@ def _of_parameters_alone(step: ProductStep) -> bool:
     return bool(step.uses) and all(step.uses[:2])
 
 
-def _is_complex(step: ProductStep) -> bool:
-    return any(jnp.issubdtype(v.aval.dtype, jnp.complexfloating) for v in step.eqn.invars[:2])
-
-
 def _scales_complex(step: ProductStep, how: Roundings) -> bool:
     """Whether complex operands would have scales, which formats give to real numbers alone."""
-    return _is_complex(step) and any(spec is not None and spec.scaled is not None for spec in how.specs)
+    return is_complex(step.eqn) and any(spec is not None and spec.scaled is not None for spec in how.specs)
 
 
-_ORDER = {"product": 0, "rows": 1, "sum": 2, "lost": 3, "other": 4}
+_ORDER = {"product": 0, "rows": 1, "complex": 2, "sum": 3, "lost": 4, "other": 5}
 
 
 def _operation(use: Use | None) -> str:
@@ -459,9 +465,21 @@ def _operation(use: Use | None) -> str:
 
 def _first(uses: Sequence[Use]) -> Use | None:
     """The use that says how a parameter is rounded: its first product; else a look-up; else a sum."""
-    return min(uses, key=lambda use: _ORDER["lost" if _is_lost(use) else use.kind], default=None)
+
+    def kind(use: Use) -> str:
+        return "lost" if use.is_lost else "complex" if use.kind == "product" and use.why else use.kind
+
+    return min(uses, key=lambda use: _ORDER[kind(use)], default=None)
 
 
-def _is_lost(use: Use) -> bool:
-    """Whether a product reads what is computed of a parameter, without its axes."""
-    return use.kind == "product" and use.laid is None
+def _why_left(rule: Rule, uses: Sequence[Use]) -> str:
+    """Why a parameter is not rounded as a weight though its rule would; empty if nothing prevents it."""
+    use = _first(uses)
+    if use is None or (use.kind != "other" and (rule.weight is None or use.kind == "sum")):
+        return ""
+    if holds_several(uses):
+        return _SEVERAL
+    return use.why if use.kind == "other" or (rule.weight is not None and rule.weight.scaled is not None) else ""
+
+
+_SEVERAL = "it holds several arrays; quantize a function of their tree, and ravel afterwards"
