@@ -153,6 +153,41 @@ def test_arithmetic_of_numpy() -> None:
         assert jc.probe(halves, length=64).order == "pairwise"
 
 
+@pytest.mark.parametrize("length", [64, 65, 68, 288])
+def test_sums_from_the_last_product_are_another_order(length: int) -> None:
+    assert jc.probe(lambda a, b: one_by_one(a[:, ::-1], b[::-1]), length=length).order == "other"
+
+
+@pytest.mark.parametrize(("k", "length"), [(64, 64), (64, 67), (61, 64), (62, 65), (63, 66)])
+def test_a_block_that_is_as_long_as_the_sum_is_refused(k: int, length: int) -> None:
+    product = compiled(MatmulSpec("binary16", accumulate="binary32:toward_zero", order=f"aligned({k}, 24)"))
+    with pytest.raises(ValueError, match=rf"length={length} must be {k + 4} or more: matmul sums {k} or more at once"):
+        jc.probe(product, length=length)
+    p = jc.probe(product, length=k + 4)
+    assert (p.order, p.k, p.bits, p.out_bits) == ("aligned", k, 24, 23)
+
+
+@pytest.mark.parametrize("bits", [24, 28, 31, 32, 33, 40])
+@pytest.mark.in_turn(3)
+def test_wide_accumulators(bits: int) -> None:
+    spec = MatmulSpec(accumulate=f"e11m{bits}", order="sequential")
+    p = jc.probe(lambda a, b: jc.math.matmul(a.astype(float), b.astype(float), spec), length=64)
+    assert (p.order, p.out_bits, p.rounding) == ("sequential", bits, "nearest_even")
+
+
+def test_a_float64_sum_and_operands_that_do_not_show_it() -> None:
+    def sums(a: np.ndarray, b: np.ndarray) -> np.ndarray:
+        c = np.zeros((a.shape[0], b.shape[1]))
+        for k in range(a.shape[1]):
+            c = c + a[:, k, None].astype(float) * b[k].astype(float)
+        return c
+
+    p = jc.probe(sums, length=64)
+    assert (p.order, p.out_bits, p.rounding) == ("sequential", 52, "nearest_even")
+    narrow = jc.probe(lambda a, b: sums(*(jc.round_to_format(x, "float8_e4m3fn") for x in (a, b))), length=64)
+    assert (narrow.order, narrow.out_bits, narrow.rounding) == ("other", None, None)
+
+
 def test_a_probe_is_shown_as_a_table() -> None:
     p = Probe("aligned", 4, 23, subnormal_operands=False)
     assert "products in a block                       4\n" in str(p)
@@ -165,5 +200,8 @@ def test_refusals() -> None:
         jc.probe(bad)
     with pytest.raises(ValueError, match=r"length=10 must be an integer"):
         jc.probe(np.matmul, length=10)
+    for wrong in (0.0, np.nan, np.inf):
+        with pytest.raises(ValueError, match=rf"matmul gave {wrong} for 1 times 1; it must be a matrix product"):
+            jc.probe(lambda a, b, wrong=wrong: np.full_like(a, wrong), length=64)
     with pytest.raises(ValueError, match=r"matmul gave shape \(64,\)"):
         jc.probe(lambda a, b: a[0], length=64)

@@ -48,12 +48,13 @@ class KVCache:
     was never written, or was written for another sequence, is never read. If a token finds no slot, because its
     position is beyond the length of the cache or no page is free, it is an error if shapes and known values show it.
     Within a compiled program it is not stored, and the sequence is marked in `overflowed`: its `values` and its
-    attention are NaN from then on, until `release`.
+    attention are NaN from then on, until `release`. `truncate` drops the last tokens of sequences.
 
     Args:
         key_slots: stored keys, in rows of slots; a row is a sequence, or a page.
         value_slots: stored values, in the same rows.
-        slot_positions: int32, the position of the token in each slot, shape (rows, slots); -1 without a token.
+        slot_positions: int32, the position of the token in each slot, shape (rows, slots); -1 without a token. In a
+            rolling cache -2 - p, if the token at p was written over by one that `truncate` dropped.
         lengths: int32, one more than the largest position of each sequence so far, shape (batch,).
         overflowed: bool, whether a token of a sequence was not stored, shape (batch,).
         table: int32, the pages of each sequence in order, shape (batch, pages of a sequence); -1 for none. None without
@@ -276,22 +277,58 @@ class KVCache:
         ended = jnp.asarray(ended)
         if ended.dtype != bool or ended.shape != self.lengths.shape:
             raise ValueError(f"ended is {ended.dtype}{list(ended.shape)}; it must be bool{list(self.lengths.shape)}")
-        if self.table is None:
-            positions, table = jnp.where(ended[:, None], NO_TOKEN, self.slot_positions), None
-        else:
-            rows = self.slot_positions.shape[0]
-            gone = jnp.where(ended[:, None] & (self.table != NO_PAGE), self.table, rows)
-            positions = self.slot_positions.at[gone].set(NO_TOKEN, mode="drop")
-            table = jnp.where(ended[:, None], NO_PAGE, self.table)
-        lengths, overflowed = jnp.where(ended, 0, self.lengths), self.overflowed & ~ended
-        return replace(self, slot_positions=positions, lengths=lengths, overflowed=overflowed, table=table)
+        return replace(self.truncate(jnp.where(ended, 0, self.lengths)), overflowed=self.overflowed & ~ended)
+
+    def truncate(self, lengths: Any) -> KVCache:
+        """A cache without the last tokens of sequences, such as the rejected tokens of speculative decoding.
+
+        Tokens at positions from `lengths` on are dropped, and no query sees them. The next token of a sequence comes
+        after those that are left. Pages without tokens that are left are free. A sequence that overflowed stays so.
+
+        A rolling cache has written each token over the one that is as many positions earlier as there are slots. That
+        one does not come back: a query whose window it is in gets NaN. After ``n <= chunk`` tokens are dropped, the
+        windows of all later tokens are whole.
+
+        Args:
+            lengths: the number of tokens to keep, integers, shape () or (batch,). A sequence that is not longer stays
+                as it is. Within a compiled program, numbers below 0 count as 0.
+
+        Raises:
+            ValueError: for another shape, or for known numbers below 0.
+            TypeError: for numbers that are no integers.
+
+        Example:
+            >>> import jax.numpy as jnp, jchop as jc
+            >>> cache = jc.KVCache.full((2, 8, 4, 16)).update(jnp.ones((2, 6, 4, 16)), jnp.ones((2, 6, 4, 16)))
+            >>> cache = cache.truncate([4, 6])
+            >>> cache.lengths.tolist(), cache.positions[0].tolist()
+            ([4, 6], [0, 1, 2, 3, -1, -1, -1, -1])
+        """
+        limit = lengths if isinstance(lengths, Array) else jnp.asarray(np.asarray(lengths))
+        if not jnp.issubdtype(limit.dtype, jnp.integer):
+            raise TypeError(f"lengths have the dtype {limit.dtype}; they must be integers")
+        if limit.shape not in ((), self.lengths.shape):
+            raise ValueError(f"lengths have the shape {limit.shape}; it must be () or {self.lengths.shape}")
+        if not has_tracer(limit) and (np.asarray(limit) < 0).any():
+            raise ValueError(f"lengths hold {np.asarray(limit).min()}; they must be 0 or more")
+        limit = jnp.clip(limit, 0, self.lengths).astype(jnp.int32)
+        rows, slots = self.slot_positions.shape
+        positions, table, after = self.slot_positions, self.table, limit[:, None]
+        if table is not None:
+            owned = jnp.where(table == NO_PAGE, rows, table)
+            after = jnp.zeros(rows, jnp.int32).at[owned].set(after, mode="drop")[:, None]
+            table = jnp.where(jnp.arange(table.shape[1]) * slots < limit[:, None], table, NO_PAGE)
+        gone, left = jnp.maximum(positions, _lost(positions)) >= after, NO_TOKEN
+        if self.window is not None:
+            left = jnp.minimum(_lost(after - 1 - (after - 1 - jnp.arange(slots)) % slots), NO_TOKEN)
+        return replace(self, slot_positions=jnp.where(gone, left, positions), lengths=limit, table=table)
 
     # -- parts, for attention ------------------------------------------------------------------------------------------
     def part(self, start: Any, count: int) -> tuple[Rows, Rows, Array]:
         """Keys, values and positions of `count` slots of each sequence from `start` on, which are on whole pages."""
         if self.table is None:
             take = partial(lax.dynamic_slice_in_dim, start_index=start, slice_size=count, axis=1)
-            positions = take(self.slot_positions)
+            positions = jnp.maximum(take(self.slot_positions), NO_TOKEN)
         else:
             page = self.slot_positions.shape[1]
             table = lax.dynamic_slice_in_dim(self.table, start // page, count // page, axis=1)
@@ -312,7 +349,8 @@ class KVCache:
         if self.window is None or window is None:
             return lost
         oldest = jnp.maximum(self.lengths[:, None] - self.slot_positions.shape[1], 0)
-        return lost | ((query >= 0) & (jnp.maximum(query - window + 1, 0) < oldest))
+        lost |= (query >= 0) & (jnp.maximum(query - window + 1, 0) < oldest)
+        return lost | visible(query, _lost(self.slot_positions), True, window).any(axis=2)
 
     def _as_positions(self, positions: Any, tokens: int | None) -> Array:
         array = positions if isinstance(positions, Array) else jnp.asarray(np.asarray(positions))
@@ -353,6 +391,11 @@ def visible(query: Array, slots: Array, is_causal: bool, window: int | None) -> 
     if is_causal:
         seen &= slots <= query
     return seen if window is None else seen & (slots > query - window)
+
+
+def _lost(positions: Array) -> Array:
+    """The positions that stand for lost tokens in a rolling cache, and the other way round: -2 is the token at 0."""
+    return NO_TOKEN - 1 - positions
 
 
 def _of_pages(leaf: Array, table: Array) -> Array:

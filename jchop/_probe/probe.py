@@ -27,7 +27,10 @@ _LARGE = 14
 #: The least exponent of a product of two numbers of float8_e4m3.
 _SMALL = -18
 _MOST_LENGTH = 4096
-_RANDOM_SUMS = 32
+#: The fraction bits of float64.
+_MOST_BITS = 52
+#: Products in random sums; short sums need more, as orders differ in few of their products.
+_RANDOM = 2**14
 #: The rounding by the results for a quarter more and less than half a unit beyond a positive and a negative number.
 _DIRECTED = {(0, 0): "toward_zero", (0, 1): "down", (1, 0): "up"}
 #: The rounding to nearest by the results for half a unit and one and a half units.
@@ -111,7 +114,9 @@ def probe(matmul: Callable[[Any, Any], Any], *, length: int = 288) -> Probe:
     hold.
 
     The order is found for the first `length` products in one element of the result; a library may choose another for
-    other shapes. Alignment is probed up to 32 bits.
+    other shapes. Alignment is seen up to 31 bits, and an accumulator of up to 52 bits, the most that float64 holds.
+    More than 31 need operands with products below 2^-18: float16 and wider formats hold them. Bits that operands do not
+    show are None. The order of an accumulator of more than 31 bits may be ``"other"``.
 
     Args:
         matmul: a function of two square float32 NumPy arrays, with a result of their shape that `numpy.asarray` takes.
@@ -122,7 +127,8 @@ def probe(matmul: Callable[[Any, Any], Any], *, length: int = 288) -> Probe:
 
     Raises:
         TypeError: if `matmul` is not a function.
-        ValueError: if its result has another shape.
+        ValueError: if its result has another shape; if it gives 0 or no finite number for 1 times 1; if it sums so many
+            products at once that `length` must be larger.
 
     Example:
         >>> import jchop as jc
@@ -134,6 +140,9 @@ def probe(matmul: Callable[[Any, Any], Any], *, length: int = 288) -> Probe:
     if not callable(matmul):
         raise TypeError(f"matmul={matmul!r} must be a function of two matrices")
     unit = _Unit(matmul, check_int("length", length, 64, _MOST_LENGTH))
+    one = unit.results([[(0, 1, 1)]])[0]
+    if not np.isfinite(one) or one == 0:
+        raise ValueError(f"matmul gave {one} for 1 times 1; it must be a matrix product")
     return Probe(**unit.order(), **unit.accumulator(), **unit.operands())
 
 
@@ -143,6 +152,7 @@ class _Unit:
     def __init__(self, matmul: Callable[[Any, Any], Any], length: int) -> None:
         self.matmul, self.length = matmul, length
         self.kind, self.k = "other", 1
+        self.held = 0  # how many of the products 2^13, 2^12 and so on operands hold beside 2^14
 
     def results(self, sums: Iterable[Sequence[_Product]]) -> np.ndarray:
         """The result of each sum of products. All matrices have one shape, so a compiled product is compiled once."""
@@ -193,8 +203,11 @@ class _Unit:
             whole = np.minimum(k * -(-(places + 1) // k), self.length)
             inside = np.where(places < k, np.minimum(_power_above(places), k), whole)
             if np.array_equal(lost[near], whole[near]):
-                self.k = k
-                self.kind = "aligned" if self._loses_the_sum(k) else "blocked_pairwise"
+                at_once = self._loses_the_sum(k)
+                if at_once and k > self.length - 4:  # the other probes of a block need four products of the next
+                    raise ValueError(f"length={self.length} must be {k + 4} or more: matmul sums {k} or more at once")
+                if k < self.length:  # else the first product is added last
+                    self.kind, self.k = "aligned" if at_once else "blocked_pairwise", k
                 return
             if np.array_equal(lost[near], inside[near]):
                 self.kind, self.k = "blocked_pairwise", k
@@ -206,25 +219,32 @@ class _Unit:
         Directed and odd roundings do not lose a small product beside a large one: they may move the large one.
         """
         bits = self._out_bits()
-        rule = None if bits is None else _RULES.get(self._rounding(bits))
+        rule = None if bits is None else _RULES.get(self._rounding(bits) or "")
         if bits is None or rule is None:
             return
-        rng, shape = np.random.default_rng(0), (_RANDOM_SUMS, self.length)
-        exponents, signs = rng.integers(_SMALL, 7, shape), rng.choice([-1, 1], shape)
+        rng, shape = np.random.default_rng(0), (max(32, _RANDOM // self.length), self.length)
+        # Down to less than a unit of most sums, if operands hold such products.
+        least, most = (_SMALL, 7) if bits <= 24 else (max(6 - bits, _LARGE - self.held), _LARGE)
+        low, all_sizes = rng.integers(least, least + 8, shape), rng.integers(least, most, shape)
+        exponents, signs = np.where(rng.random(shape) < 0.5, low, all_sizes), rng.choice([-1, 1], shape)
         factors = [[_factors(e) for e in row] for row in exponents.tolist()]
         seen = self.results([[(i, s * x, y) for i, (s, (x, y)) in enumerate(zip(*row, strict=True))]
                              for row in zip(signs, factors, strict=True)])  # fmt: skip
-        rounded = partial(_rounded, bits=bits, rule=rule)
-        blocks = ((kind, k) for k in range(2, 65) for kind in ("blocked", "blocked_pairwise"))
+        terms, blocks = signs * np.exp2(exponents), [(kind, k) for k in range(2, 65) for kind in _INSIDE]
+        found: list[tuple[str, int, np.ndarray]] = []
         for kind, k in (("sequential", 1), ("pairwise", self.length), *blocks):
-            inside = _sequential if kind == "blocked" else _pairwise
-            if np.array_equal(_summed(signs * np.exp2(exponents), k, inside, rounded), seen):
-                self.kind, self.k = kind, 1 if kind == "pairwise" else k
-                return
+            sums = partial(_summed, terms, k, _INSIDE.get(kind, _pairwise))
+            if np.array_equal(sums(partial(_rounded, bits=bits, rule=rule)), seen):
+                found.append((kind, k, sums(partial(_rounded, bits=4, rule=rule))))
+        # Several explain sums that are hardly rounded. Those that also agree in 4 bits are one order.
+        if found and all(np.array_equal(coarse, found[0][2]) for _, _, coarse in found):
+            self.kind, k, _ = found[0]
+            self.k = 1 if self.kind == "pairwise" else k
 
     def _loses_the_sum(self, k: int) -> bool:
         """Whether a small accumulator is lost beside two large products that cancel."""
-        return self.results([self._around(k, 2.0 ** (_SMALL // 2), 2.0 ** (_SMALL // 2))])[0] == 0
+        place = min(k, self.length - 2)
+        return self.results([self._around(place, 2.0 ** (_SMALL // 2), 2.0 ** (_SMALL // 2))])[0] == 0
 
     def _around(self, k: int, x: float, y: float) -> list[_Product]:
         """The accumulator x y, then a block with M and -M."""
@@ -266,16 +286,20 @@ class _Unit:
         return _LARGE - last, _DIRECTED.get(away, "nearest")
 
     def _out_bits(self) -> int | None:
-        """The largest j for which 2^14 + 2^(14 - j) is exact."""
-        high = 2.0 ** (_LARGE - 7)
-        exponents = range(_LARGE - 1, _SMALL - 1, -1)
-        place = self.k
-        sums = [[(0, high, 128.0), (place, *_factors(e))] for e in exponents]
-        seen = self.results(sums) == 2.0**_LARGE + np.exp2(exponents)
-        return _LARGE - exponents[int(np.flatnonzero(seen).max())] if seen.any() else None
+        """The largest j for which 2^14 + 2^(14 - j) is exact, if operands also hold half of that unit."""
+        high, exponents = 2.0 ** (_LARGE - 7), range(_LARGE - 1, 5 - _MOST_BITS, -1)
+        small: list[_Product] = [(self.k, *_factors(e)) for e in exponents]
+        beside = 2 if self.k == 1 else 1
+        held = self.results([[(0, high, 0), (beside, 0, 128), product] for product in small]) == np.exp2(exponents)
+        self.held = int(np.argmin([*held, False]))
+        seen = self.results([[(0, high, 128), product] for product in small]) == 2.0**_LARGE + np.exp2(exponents)
+        bits = 1 + int(np.flatnonzero(seen[:_MOST_BITS]).max(initial=-1))
+        return bits if 0 < bits < self.held else None
 
-    def _rounding(self, bits: int) -> str:
+    def _rounding(self, bits: int) -> str | None:
         """From sums of 2^14 and parts of a unit; in aligned orders four terms of 2^12 leave two bits for the parts."""
+        if bits + 2 > self.held:
+            return None
         x, y = _factors(_LARGE - bits - 2)  # a quarter of a unit
         sums = [self._sum_and(sign, count * x, y) for sign, count in ((1, 3), (-1, 3), (1, 2), (1, 6))]
         out = (np.abs(self.results(sums)) - 2.0**_LARGE) / 2.0 ** (_LARGE - bits)
@@ -354,6 +378,10 @@ def _pairwise(x: np.ndarray, rounded: Callable[[np.ndarray], np.ndarray]) -> np.
         x = _filled(x, 2)
         x = rounded(x[..., ::2] + x[..., 1::2])
     return x[..., 0]
+
+
+#: The order within a block.
+_INSIDE = {"blocked": _sequential, "blocked_pairwise": _pairwise}
 
 
 def _summed(x: np.ndarray, k: int, inside: Callable[..., np.ndarray], rounded: Any) -> np.ndarray:

@@ -238,3 +238,62 @@ def test_arguments_are_checked() -> None:
     for query, stored, more, words in cases:
         with pytest.raises(ValueError, match=words):
             jc.dot_product_attention(query, stored, **more)
+
+
+@pytest.mark.parametrize("spec", [None, "int8(group=all)", "int4(group=4)", "float8_e4m3fn"])
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.in_turn(4)
+def test_dropped_tokens_do_not_show(kind: str, spec: Any) -> None:
+    """A dict of the tokens of each sequence says what is held, and NumPy attends to it."""
+    window, slots = (4, 6) if kind == "rolling" else (None, 16)
+    specs = {"keys": spec, "values": spec}
+    if kind == "rolling":
+        cache = jc.KVCache.rolling((3, 4, HEADS, SIZE), chunk=3, **specs)
+    elif kind == "paged":
+        cache = jc.KVCache.paged((3, 16, HEADS, SIZE), pages=12, page_size=4, **specs)
+    else:
+        cache = jc.KVCache.full((3, 16, HEADS, SIZE), **specs)
+    draw = np.random.default_rng(3)
+    lengths = [0] * 3
+    tokens: list[dict[int, tuple[np.ndarray, np.ndarray]]] = [{}, {}, {}]
+    truncate = jax.jit(jc.KVCache.truncate)
+    attend = jax.jit(jc.dot_product_attention)
+    nans = 0
+    for turn in range(24):
+        new = min(3, 16 - max(lengths)) if kind != "rolling" else 3
+        k, v = normal(100 + turn, new), normal(200 + turn, new)
+        cache = update(cache, k, v, np.asarray(lengths)[:, None] + np.arange(new))
+        rounded = [np.asarray(x if spec is None else jc.round_to_format(x, spec), np.float64) for x in (k, v)]
+        for b, row in enumerate(tokens):
+            for t in range(new):
+                row[lengths[b] + t] = rounded[0][b, t], rounded[1][b, t]
+                row.pop(lengths[b] + t - slots, None)  # written over
+            lengths[b] += new
+        kept = np.maximum(np.asarray(lengths) - draw.integers(0, (5, 9)[turn % 4 == 3], 3), 0)
+        if kind != "rolling":
+            kept = np.minimum(kept, 13)
+        if turn == 11:
+            kept[1] = 0
+        cache = truncate(cache, kept)
+        lengths = kept.tolist()
+        tokens = [{p: kv for p, kv in row.items() if p < n} for row, n in zip(tokens, lengths, strict=True)]
+        assert cache.lengths.tolist() == lengths and not cache.overflowed.any()
+        assert [sorted(p for p in row if p >= 0) for row in cache.positions.tolist()] == [sorted(row) for row in tokens]
+        if cache.table is not None:
+            assert [sum(page >= 0 for page in row) for row in cache.table.tolist()] == [-(-n // 4) for n in lengths]
+        q = normal(300 + turn, 2, HEADS * GROUP)
+        y = np.asarray(attend(q, cache))
+        for b, t, h in np.ndindex(*y.shape[:3]):
+            here = lengths[b] - 2 + t
+            wanted = range(max(here - (window or 99) + 1, 0), here + 1)
+            if not all(p in tokens[b] for p in wanted):
+                assert np.isnan(y[b, t, h]).all()
+                nans += 1
+            elif wanted:
+                keys, values = (np.stack([tokens[b][p][i][h // GROUP] for p in wanted]) for i in range(2))
+                scores = keys @ np.asarray(q[b, t, h], np.float64) / np.sqrt(SIZE)
+                weights = np.exp(scores - scores.max())
+                np.testing.assert_allclose(y[b, t, h], weights @ values / weights.sum(), atol=TOLERANCE, rtol=0)
+            else:
+                assert not y[b, t, h].any()
+    assert (nans > 0) is (kind == "rolling")

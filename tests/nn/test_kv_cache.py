@@ -176,6 +176,36 @@ def test_stacks_batches_and_donation() -> None:
         jax.tree.map(lambda whole, one, i=i: np.testing.assert_array_equal(whole[i], one), again, cache)
 
 
+@pytest.mark.parametrize("kind", ["full", "rolling", "paged"])
+@pytest.mark.in_turn(3)
+def test_truncation_passes_through_scan_and_vmap(kind: str) -> None:
+    cache = of_kind(kind, 6, **EIGHT)
+    x, kept = normal(1, 3), jnp.asarray([[2, 3, 0], [3, 4, 9]])
+    expected = cache
+    for lengths in kept:
+        expected = expected.update(x, x).truncate(lengths)
+    assert expected.lengths.tolist() == [3, 4, 3]
+
+    def step(cache: jc.KVCache, lengths: Any) -> tuple[jc.KVCache, None]:
+        return cache.update(x, x).truncate(lengths), None
+
+    scanned, _ = jax.jit(lambda cache: jax.lax.scan(step, cache, kept))(cache)
+    jax.tree.map(np.testing.assert_array_equal, scanned, expected)
+    several: Any = jax.vmap(expected.truncate)(kept)
+    for i, lengths in enumerate(kept):
+        one = expected.truncate(lengths)
+        jax.tree.map(lambda whole, one, i=i: np.testing.assert_array_equal(whole[i], one), several, one)
+
+
+def test_pages_without_tokens_that_are_left_are_free() -> None:
+    cache = jc.KVCache.paged((2, 16, HEADS, SIZE), pages=5, page_size=4).update(normal(1, 8, 2), normal(2, 8, 2))
+    cache = cache.truncate([3, 5])
+    assert np.asarray(cache.table).tolist() == [[0, -1, -1, -1], [2, 3, -1, -1]]
+    cache = cache.update(normal(3, 2, 2), normal(4, 2, 2))
+    assert np.asarray(cache.table).tolist() == [[0, 1, -1, -1], [2, 3, -1, -1]] and not cache.overflowed.any()
+    assert cache.positions.tolist() == [[0, 1, 2, 3, 4, *[-1] * 11], [0, 1, 2, 3, 4, 5, 6, *[-1] * 9]]
+
+
 @pytest.mark.smoke
 @pytest.mark.in_turn(12)
 @pytest.mark.parametrize("spec", ["int8(group=all)", None, "float8_e4m3fn", "int4(group=8,scale=bfloat16)"])
@@ -240,6 +270,14 @@ def test_arguments_are_checked() -> None:
         cache.update(x, x, np.ones(2))
     with pytest.raises(ValueError, match=r"ended is int32\[2\]"):
         cache.release(jnp.arange(2))
+    for lengths, words in (
+        ([-1, 2], "lengths hold -1; they must be 0 or more"),
+        ([1], r"lengths have the shape \(1,\)"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            cache.truncate(lengths)
+    with pytest.raises(TypeError, match="lengths have the dtype float"):
+        cache.truncate(1.5)
     assert "paged" in repr(of_kind("paged", 4)) and "window=4" in repr(of_kind("rolling", 4, keys="int8(group=all)"))
 
 
