@@ -11,7 +11,8 @@ import jax
 import jax.core
 import jax.numpy as jnp
 import numpy as np
-from jax.ad_checkpoint import checkpoint_name
+from jax.extend.core import Primitive
+from jax.interpreters import ad, batching, mlir
 
 from jchop._bits import CARRIERS, Carrier, types_for
 from jchop._checks import as_numpy, check_int
@@ -28,7 +29,7 @@ Keys = tuple[Array | None, Array | None]
 
 #: The named scope of the operations of a public function. `emulate` runs these operations unchanged.
 OWN_SCOPE = "jchop_function"
-#: The name of its results, which `emulate` rounds to the emulated arithmetic.
+#: The primitive of its results, which `emulate` rounds to the emulated arithmetic.
 OWN_RESULT = "jchop_result"
 
 _PARTS = {"complex64": "float32", "complex128": "float64"}
@@ -172,13 +173,22 @@ def run(function: Callable[..., Any], operands: Sequence[Array | np.ndarray], ke
 
 
 def own_results(values: Any) -> Any:
-    """Results of a public function. Traced numbers get a name, and `emulate` rounds numbers of that name."""
+    """Results of a public function. Traced numbers are marked by a primitive, whose operands `emulate` rounds."""
 
-    def named(x: Any) -> Any:
+    def marked(x: Any) -> Any:
         is_number = isinstance(x, jax.core.Tracer) and jnp.issubdtype(x.dtype, jnp.inexact)
-        return checkpoint_name(x, OWN_RESULT) if is_number else x
+        return _result_p.bind(x) if is_number else x
 
-    return jax.tree.map(named, values)
+    return jax.tree.map(marked, values)
+
+
+_result_p = Primitive(OWN_RESULT)
+_result_p.def_impl(lambda x: x)
+_result_p.def_abstract_eval(lambda x: x)
+ad.primitive_jvps[_result_p] = lambda primals, tangents: (_result_p.bind(*primals), *tangents)  # which are no results
+ad.primitive_transposes[_result_p] = lambda cotangent, x: [cotangent]
+batching.primitive_batchers[_result_p] = lambda args, dims: (_result_p.bind(*args), *dims)
+mlir.register_lowering(_result_p, lambda ctx, x: [x])
 
 
 def run_numpy(function: Callable[[], Any], **given: Any) -> Any:

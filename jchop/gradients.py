@@ -19,8 +19,9 @@ import numpy as np
 from jax.custom_derivatives import SymbolicZero
 from jax.extend.core import Primitive, jaxpr_as_fun
 from jax.interpreters import ad, batching, mlir
+from jax.interpreters import partial_eval as pe
 
-__all__ = ["CustomJvp", "on_cotangent", "with_rule"]
+__all__ = ["CustomJvp", "moved_by", "on_cotangent", "with_rule"]
 
 Array = jax.Array
 
@@ -135,6 +136,19 @@ def _is_zero(tangent: Any) -> bool:
     return isinstance(tangent, SymbolicZero) or tangent.dtype == jax.dtypes.float0
 
 
+def moved_by(fun: Callable[..., Any], primals: Sequence[Any], tangents: Sequence[Any]) -> Any:
+    """The tangents of ``fun(*primals)``; operands with a tangent of None or a symbolic zero count as constants."""
+    moved = [i for i, t in enumerate(tangents) if t is not None and not isinstance(t, SymbolicZero)]
+
+    def of_moved(*values: Any) -> Any:
+        every = list(primals)
+        for i, value in zip(moved, values, strict=True):
+            every[i] = value
+        return fun(*every)
+
+    return jax.jvp(of_moved, [primals[i] for i in moved], [tangents[i] for i in moved])[1]
+
+
 def with_rule(fun: Callable[..., Any], values: Sequence[Any], rule: Callable[..., Any]) -> Any:
     """``fun(*values)`` with the derivative rule `rule`.
 
@@ -194,9 +208,35 @@ def _batch_with_rule(axis: Any, args: Any, dims: Any, *, program: Any, rule: Cal
     return out, [0] * len(out)
 
 
+def _transpose_with_rule(cotangents: Any, *values: Any, program: Any, rule: Callable[..., Any]) -> list[Any]:
+    """The transpose of the rule's map of tangents; it must not depend on the unknown primals."""
+    unknown = [ad.is_undefined_primal(x) for x in values]
+    avals = [x.aval for x in values if ad.is_undefined_primal(x)]
+    known = [x for x in values if not ad.is_undefined_primal(x)]
+
+    def tangents_of(primals: list[Any], given: list[Any], known: list[Any]) -> list[Any]:
+        p, t, k = iter(primals), iter(given), iter(known)
+        _, moved = rule([next(p if u else k) for u in unknown], [next(t) if u else None for u in unknown])
+        return [jnp.zeros(a.shape, a.dtype) if t is None else t for t, a in zip(moved, program.out_avals, strict=True)]
+
+    traced = jax.make_jaxpr(tangents_of)(avals, avals, known)
+    kept = [False] * len(avals) + [True] * len(values)
+    jaxpr, used = pe.dce_jaxpr(traced.jaxpr, [True] * len(program.out_avals), kept)
+    if any(used[: len(avals)]):
+        raise ValueError(
+            f"a rounded operation on {', '.join(map(str, avals))} has a derivative that depends on this operand, so it "
+            "is not linear in it; only a linear function can be transposed"
+        )
+    tangents = jaxpr_as_fun(traced.replace(jaxpr=jaxpr))
+    pull = jax.linear_transpose(lambda *given: tangents(*given, *known), *avals)
+    found = iter(pull([ad.instantiate_zeros(c) for c in cotangents]))
+    return [next(found) if u else None for u in unknown]
+
+
 _with_rule_p.def_impl(_run)
 _with_rule_p.to_lojax = _run  # newer versions of JAX: a program with primitives of a higher level is lowered in place
 _with_rule_p.def_effectful_abstract_eval(_abstract)
 ad.primitive_jvps[_with_rule_p] = _jvp_with_rule
+ad.primitive_transposes[_with_rule_p] = _transpose_with_rule
 batching.fancy_primitive_batchers[_with_rule_p] = _batch_with_rule
 mlir.register_lowering(_with_rule_p, mlir.lower_fun(_run, multiple_results=True))

@@ -288,3 +288,74 @@ def test_custom_jvp_around_a_primitive_of_a_higher_level():
     x = jnp.array([1.0, 3.0])
     assert jax.jit(times_place)(x).tolist() == [1.0, 9.0]
     assert jax.jit(jax.vmap(jax.value_and_grad(times_place)))(x)[1].tolist() == [7.0, 7.0]
+
+
+# -- transposes --------------------------------------------------------------------------------------------------------
+
+
+A = jnp.array([[5.0, 2.3, 1.0], [1.1, 5.0, 0.7], [0.3, 1.0, 6.1]])
+B = jnp.array([1.0, -2.0, 3.0])
+ROUNDED = np.asarray(jc.round_to_format(A, "bfloat16"), np.float64)
+LINEAR = {
+    "round": (lambda a, v: jc.round_to_format(a @ v, "bfloat16"), A),
+    "stochastic": (lambda a, v: jc.round_to_format(a @ v, "e5m2:stochastic", jax.random.key(0)), A),
+    "emulate": (jc.emulate(jnp.matmul, "bfloat16"), ROUNDED),
+    "scan": (jc.emulate(lambda a, v: lax.scan(lambda c, r: (c, r @ v), 0.0, a)[1], "bfloat16"), ROUNDED),
+    "vmap": (lambda a, v: jax.vmap(lambda r: jc.emulate(jnp.vdot, "bfloat16")(r, v))(a), ROUNDED),
+    "matmul": (lambda a, v: jc.math.matmul(a, v, "bfloat16"), ROUNDED),
+    "multiply": (lambda a, v: jc.math.multiply(a, v, "bfloat16").sum(1), ROUNDED),
+    "nested": (jc.emulate(lambda a, v: jc.emulate(jnp.matmul, "bfloat16")(a, v), "e8m12"), ROUNDED),
+}
+
+
+@pytest.mark.parametrize("name", LINEAR)
+def test_the_transpose_of_a_rounded_linear_function(name):
+    """It is that of the carrier's map with the rounded matrix."""
+    function, matrix = LINEAR[name]
+    want = np.asarray(matrix, np.float64).T @ np.asarray(B, np.float64)
+
+    def back(a, g):
+        return jax.linear_transpose(partial(function, a), g)(g)[0]
+
+    for result in (back(A, B), jax.jit(back)(A, B), jax.vmap(back)(A[None], B[None])[0]):
+        np.testing.assert_allclose(result, want, rtol=1e-6)
+    moved = jax.jvp(partial(back, A), (B,), (2 * B,))[1]
+    np.testing.assert_allclose(moved, 2 * want, rtol=1e-6)
+
+
+def test_a_transpose_applies_the_rule_of_the_cotangent():
+    spec = jc.Spec("bfloat16", gradient="e5m2")
+    back = jax.linear_transpose(lambda v: jc.round_to_format(v, spec), B)
+    assert back(jnp.array([1.1, 1.2, 3.3]))[0].tolist() == [1.0, 1.25, 3.5]
+
+
+@pytest.mark.parametrize(("solve", "name"), [("bicgstab", "emulate"), ("bicgstab", "matmul"), ("gmres", "round")])
+def test_the_gradient_of_an_iterative_solver(solve, name):
+    """It solves the transposed system, here also within an emulated program of 12 bits."""
+    function, matrix = LINEAR[name]
+    gradient = jax.grad(lambda b: getattr(jax.scipy.sparse.linalg, solve)(partial(function, A), b, maxiter=4)[0].sum())
+    want = np.linalg.solve(np.asarray(matrix, np.float64).T, np.ones(3))
+    np.testing.assert_allclose(gradient(B), want, rtol=1e-4)
+    if name == "emulate":
+        np.testing.assert_allclose(jc.emulate(gradient, "e8m12")(B), want, rtol=1e-2)
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        jc.emulate(lambda v: v * v, "bfloat16"),
+        jc.emulate(jnp.sin, "bfloat16"),
+        lambda v: jc.round_to_format(v, "bfloat16:gradient=clipped"),
+        lambda v: jc.math.maximum(v, 0.0, "bfloat16"),
+    ],
+    ids=["product", "sine", "clipped", "maximum"],
+)
+def test_only_linear_functions_have_a_transpose(function):
+    with pytest.raises(ValueError, match=r"^a rounded operation on float32\[3\].* is not linear in it"):
+        jax.linear_transpose(function, B)(B)
+
+
+def test_constants_have_no_part_in_a_derivative():
+    """Their tangents are not multiplied by anything: 0 inf would be NaN."""
+    slope = jax.jvp(lambda x: jc.math.multiply(x, jnp.float32(3), "bfloat16"), (jnp.inf,), (1.0,))[1]
+    assert slope == 3

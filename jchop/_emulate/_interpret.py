@@ -125,9 +125,8 @@ def _bound(step: Step, seeds: Seeds | None, args: list[Any]) -> list[Any]:
 
 
 def _own(step: Step, seeds: Seeds | None, args: list[Any]) -> list[Any]:
-    """A part of a function of jchop, unchanged. Names of results are dropped after the innermost emulation."""
-    is_name = step.name == "name" and step.eqn.params["name"] == OWN_RESULT
-    return args if is_name else _bound(step, seeds, args)
+    """A part of a function of jchop, unchanged. Marks of results are dropped after the innermost emulation."""
+    return args if step.name == OWN_RESULT else _bound(step, seeds, args)
 
 
 def _result(step: Step, seeds: Seeds | None, args: list[Any]) -> list[Any]:

@@ -12,7 +12,7 @@ from jax.extend.core import Literal
 
 from jchop._bits import CARRIERS
 from jchop._core.arithmetic.aligned.unit import require_aligned
-from jchop._core.arithmetic.operations import check_operation, operation_carrier
+from jchop._core.arithmetic.operations import check_operation, operation_carrier, require_held
 from jchop._core.arithmetic.ranges import require_operation
 from jchop._core.rounding.grid import require_carrier
 from jchop._emulate._known import CARRIER_DTYPES, Known, common, holds_all, is_complex, is_float, is_number, within
@@ -39,12 +39,14 @@ def _operation(step: Step) -> Step:
     spec = step.choice.spec
     for v in (*step.eqn.invars, *step.eqn.outvars):
         _check(step, spec, v.aval, exact=step.kind in ("exact", "power", "linear", "complex"))
+    _check_rounded_again(step)
     return replace(_rounded_operands(step, spec), out=_results(step, spec))
 
 
 def _made(step: Step) -> Step:
     for v in step.eqn.outvars:
         _check(step, step.choice.spec, v.aval, exact=False)
+    _check_rounded_again(step)
     return replace(step, out=_results(step, step.choice.spec))
 
 
@@ -201,16 +203,37 @@ OUTCOMES = {
 _PART = {"complex64": np.dtype("float32"), "complex128": np.dtype("float64")}
 
 
+def _part(dtype: Any) -> Any:
+    """The dtype of a number, or of the parts of a complex one."""
+    return _PART.get(dtype.name, dtype)
+
+
 def _check(step: Step, spec: Spec | None, aval: Any, exact: bool) -> None:
     """Refuses a dtype that cannot hold the values of the spec."""
     if spec is None or not is_number(aval):
         return
-    dtype = _PART.get(aval.dtype.name, aval.dtype)
+    dtype = _part(aval.dtype)
     with errors_at(step):
         if exact:
             check_operation(spec, dtype)
         else:
             require_carrier(spec, CARRIERS[dtype.name])
+
+
+#: Kinds whose results the carrier computes, and those of their primitives whose results are exact.
+_ROUNDED_AGAIN = frozenset(("elementary", "neighbour", "accumulating", "complex sum", "carried", "made"))
+_HELD = frozenset(("bitcast_convert_type", "ceil", "floor", "iota", "reduce_precision", "rem", "round", "sign"))
+
+
+def _check_rounded_again(step: Step) -> None:
+    """Refuses a format with values that the carrier's results, which are rounded once more, cannot have."""
+    named = step.kind in ("accumulating", "complex sum") and step.choice.accumulate is not None
+    if step.kind not in _ROUNDED_AGAIN or step.name in _HELD or named:
+        return
+    for v in step.eqn.outvars:
+        if is_number(v.aval):
+            with errors_at(step):
+                require_held(step.choice.spec, _part(v.aval.dtype))
 
 
 @contextmanager

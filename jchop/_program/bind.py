@@ -13,7 +13,7 @@ from jax.custom_derivatives import SymbolicZero
 from jax.extend.core import Literal
 
 from jchop._program.step import is_reference
-from jchop.gradients import with_rule
+from jchop.gradients import moved_by, with_rule
 
 __all__ = ["bind", "constant_of", "straight_through", "with_derivative_of"]
 
@@ -47,15 +47,7 @@ def straight_through(run: Callable[..., Any], plain: Callable[..., Any], args: S
         return run(*jax.tree.unflatten(tree, values))
 
     def rule(primals: list[Any], tangents: list[Any]) -> tuple[None, list[Any]]:
-        moved = [i for i in range(count) if tangents[i] is not None]
-
-        def of_moved(*values: Any) -> list[Any]:
-            every = list(primals[:count])
-            for i, value in zip(moved, values, strict=True):
-                every[i] = value
-            return jax.tree.leaves(plain(*every))
-
-        _, found = jax.jvp(of_moved, [primals[i] for i in moved], [tangents[i] for i in moved])
+        found = jax.tree.leaves(moved_by(plain, primals[:count], tangents[:count]))
         return None, [None if t.dtype == jax.dtypes.float0 else t for t in found]
 
     return with_rule(flat, values, rule)
@@ -78,18 +70,9 @@ def with_derivative_of(plain: Callable[..., Any], run: Callable[..., Any], args:
 def _tangents(run: Callable[..., Any], plain: Callable[..., Any], primals: Any, tangents: Any) -> Any:
     args, extra = primals
     out = with_derivative_of(plain, run, args, extra)  # so that second derivatives come out too
-    moved = [i for i, t in enumerate(tangents[0]) if not isinstance(t, SymbolicZero)]
-    if not moved:
+    if all(isinstance(t, SymbolicZero) for t in tangents[0]):
         return out, jax.tree.map(_no_tangent, out)
-
-    def of_moved(*values: Any) -> Any:
-        every = list(args)
-        for i, value in zip(moved, values, strict=True):
-            every[i] = value
-        return plain(*every)
-
-    _, tangent = jax.jvp(of_moved, [args[i] for i in moved], [tangents[0][i] for i in moved])
-    return out, tangent
+    return out, moved_by(plain, args, tangents[0])
 
 
 def _no_tangent(x: Array) -> Any:

@@ -149,9 +149,8 @@ def is_reference(x: Any) -> bool:
 
 
 def is_own_result(eqn: Any, scope: str) -> bool:
-    """Whether an equation names the result of a public function of jchop that no other public function calls."""
-    names = eqn.primitive.name == "name" and eqn.params["name"] == OWN_RESULT
-    return names and scope.split("/").count(OWN_SCOPE) == 1
+    """Whether an equation marks the result of a public function of jchop that no other public function calls."""
+    return eqn.primitive.name == OWN_RESULT and scope.split("/").count(OWN_SCOPE) == 1
 
 
 def is_own(scope: str) -> bool:

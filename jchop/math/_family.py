@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 
 from jchop._arguments import Array, SpecLike, as_operands, carrier_of, checked_key, run
-from jchop._core.arithmetic.operations import check_operation, widened, words
+from jchop._core.arithmetic.operations import check_operation, require_held, widened, words
 from jchop._core.arithmetic.ranges import Range
 from jchop._core.rounding.grid import require_carrier
 from jchop._core.rounding.random_bits import seed_words
@@ -20,7 +20,7 @@ from jchop._kernels.elementary import elementary_op, rounds
 from jchop._kernels.operation import operation_on_device
 from jchop._round.round_to_format import round_to_format
 from jchop._settings import compiled, split
-from jchop.gradients import CustomJvp
+from jchop.gradients import CustomJvp, moved_by
 from jchop.spec import Spec, as_spec
 
 #: The exact result rounded once: the name of an `operation`, or a function (operands, spec, random words) -> result.
@@ -85,6 +85,8 @@ def call(row: Row, operands: tuple[Any, ...], spec: SpecLike, key: Array | None)
     require_carrier(spec, carrier_of(dtype))
     if row.exact is not None:
         check_operation(spec, dtype)
+    elif not row.holds:
+        require_held(spec, carrier_of(dtype).name)
     check_backward(spec)
     key = checked_key(key, spec.rounding.stochastic, spec)
     return run(partial(_apply, row, spec), arrays, key)
@@ -151,7 +153,7 @@ def _exact(row: Row, spec: Spec, operands: tuple[Array, ...], key: Array | None)
     return row.exact(operands, spec, word)
 
 
-@_exact.defjvp
+@partial(_exact.defjvp, symbolic_zeros=True)
 def _exact_jvp(row: Row, spec: Spec, primals: tuple, tangents: tuple) -> tuple[Array, Array]:
     """The derivative of the carrier's function with its result rounded, so that the spec's gradient rule applies."""
     operands, key = primals
@@ -159,7 +161,7 @@ def _exact_jvp(row: Row, spec: Spec, primals: tuple, tangents: tuple) -> tuple[A
     def smooth(*operands: Array) -> Array:
         return round_to_format(row.carrier(*operands), spec, key)
 
-    return _exact(row, spec, operands, key), jax.jvp(smooth, operands, tangents[0])[1]
+    return _exact(row, spec, operands, key), moved_by(smooth, operands, tangents[0])
 
 
 @dataclass(frozen=True)

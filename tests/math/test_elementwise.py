@@ -7,7 +7,7 @@ import inspect
 import itertools
 import math
 from collections.abc import Callable
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import cases
@@ -503,6 +503,19 @@ REFUSED: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     "no spec": (lambda: untyped.sin(1.0, 3), TypeError, "spec=3 must be a Spec"),
     "narrow carrier": (lambda: untyped.sin(np.float16(1), "bfloat16"), ValueError, "float16"),
     "close to the carrier": (lambda: untyped.add(np.float32(1), 1, "e8m22:up"), ValueError, "spec='e8m22:up'.*float64"),
+    **{
+        f"finer than the carrier: {name}": (
+            partial(getattr(jc.math, name), x, spec),
+            ValueError,
+            f"'{spec}' has values",
+        )
+        for name, x, spec in [
+            ("sin", np.float32(1), "e8m30:up"),
+            ("gamma", np.float32(1), "e9m23"),
+            ("angle", np.complex64(1), "posit32"),
+            ("exp", jnp.bfloat16(1), "tf32"),
+        ]
+    },
     "cotangents": (
         lambda: untyped.sin(1.0, "bfloat16:gradient=[e5m2:stochastic]"),
         ValueError,
@@ -519,6 +532,14 @@ def test_what_cannot_be_done_is_refused_with_a_reason(name: str) -> None:
     make, error, message = REFUSED[name]
     with pytest.raises(error, match=message):
         make()
+
+
+def test_formats_that_the_carrier_holds_are_not_refused() -> None:
+    """Nor are finer ones if the carrier has the exact result."""
+    x = np.float32(1.5)
+    assert jc.math.sin(x, "binary32:up") == np.sin(x) and jc.math.sin(x, "tf32") == np.float32(0.99755859375)
+    assert jc.math.floor(x, "e8m30") == 1 and jc.math.max(x, "e8m30") == x
+    assert jc.math.sin(np.float64(1.5), "e8m30") == jc.round_to_format(np.sin(1.5), "e8m30")
 
 
 @pytest.mark.slow

@@ -24,10 +24,10 @@ from jchop._core.arithmetic import basic
 from jchop._core.arithmetic.aligned.unit import require_aligned
 from jchop._core.arithmetic.basic import Range, range_of, require_operation
 from jchop._core.arithmetic.exact import round_exact
-from jchop._core.arithmetic.ranges import carrier_range
+from jchop._core.arithmetic.ranges import OPERATING, holds_format
 from jchop._core.arithmetic.root import divide_narrow, divides_narrow, square_root
 from jchop._core.rounding.elements import round_elements
-from jchop._core.rounding.grid import require_carrier
+from jchop._core.rounding.grid import beside_x64, require_carrier
 from jchop._core.rounding.random_bits import SEEDS, random_words
 from jchop._core.rounding.stream_offset import StreamOffset, words_like
 from jchop.accumulation import MatmulSpec
@@ -43,6 +43,7 @@ __all__ = [
     "fold_seeds",
     "operation",
     "operation_carrier",
+    "require_held",
     "widened",
     "words",
 ]
@@ -104,18 +105,17 @@ def check_operation(spec: Spec | None, dtype: Any, argument: str = "spec") -> No
     if spec is None:
         return
     require_operation(spec, operation_carrier(dtype), argument)
-    _check_stored(spec, dtype, argument)
+    require_held(spec, dtype, argument)
 
 
-def _check_stored(spec: Spec | None, dtype: Any, argument: str) -> None:
-    """Refuses a spec with values that a 16-bit dtype cannot hold."""
+def require_held(spec: Spec | None, dtype: Any, argument: str = "spec") -> None:
+    """Refuses a spec with values that a dtype cannot hold."""
     stored = CARRIERS[jnp.dtype(dtype).name]
-    if spec is not None and stored.width == 16:
-        own, held = range_of(spec, CARRIERS["float32"]), carrier_range(stored)
-        if own.precision > held.precision or own.quantum < held.quantum or own.top > held.top:
-            raise ValueError(
-                f"{argument}={str(spec)!r} has values that {stored.name} cannot hold; cast the operands to float32"
-            )
+    if spec is None or holds_format(spec.format, stored):
+        return
+    able = [name for name in OPERATING if holds_format(spec.format, CARRIERS[name])]
+    remedy = f"cast the operands to {able[0]}{beside_x64(able)}" if able else "no carrier up to float64 can"
+    raise ValueError(f"{argument}={str(spec)!r} has values that {stored.name} cannot hold; {remedy}")
 
 
 def check_matmul(spec: MatmulSpec, dtype: Any, scaled: bool = False) -> None:
@@ -134,7 +134,7 @@ def check_matmul(spec: MatmulSpec, dtype: Any, scaled: bool = False) -> None:
     require_operation(spec.product, operation_carrier(dtype), "product")
     if spec.order.aligned:
         require_aligned(spec, operation_carrier(dtype))
-        _check_stored(spec.accumulate, dtype, "accumulate")
+        require_held(spec.accumulate, dtype, "accumulate")
     else:
         check_operation(spec.accumulate, dtype, "accumulate")
 

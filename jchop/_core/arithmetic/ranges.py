@@ -61,6 +61,12 @@ def range_of(spec: Spec | None, carrier: Carrier) -> Range:
     return Range(max(own.quantum, whole.quantum), min(own.precision, whole.precision), min(own.top, whole.top), least)
 
 
+def holds_format(fmt: ElementFormat, carrier: Carrier) -> bool:
+    """Whether every finite value of `fmt` is a value of `carrier`."""
+    own, held = _range_of_format(fmt), carrier_range(carrier)
+    return own.precision <= held.precision and own.quantum >= held.quantum and own.top <= held.top
+
+
 def product_range(a: Range, b: Range) -> Range:
     """The range of the exact products of values of two ranges."""
     least = None if a.least is None or b.least is None else a.least + b.least

@@ -503,7 +503,7 @@ def _ragged(seen: Seen) -> Ways:
 
 
 _HOMOGENEOUS = """
-    add add_any sub max min neg abs copy copy_p name stop_gradient sharding_constraint reshard device_put
+    add add_any sub max min neg abs copy copy_p name jchop_result stop_gradient sharding_constraint reshard device_put
     reduce_precision
 """
 _COMPARE = "ge gt le lt eq ne"

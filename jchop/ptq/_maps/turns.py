@@ -233,13 +233,13 @@ _RULES: dict[str, Callable[[_Turns, Seen], Ways]] = {
 _LINEAR_NAMES = """
     add add_any sub neg copy copy_p name stop_gradient sharding_constraint reshard device_put optimization_barrier slice
     dynamic_slice convert_element_type reshape transpose broadcast_in_dim squeeze expand_dims rev cumsum concatenate
-    split pad gather scatter scatter-add
+    jchop_result split pad gather scatter scatter-add
 """
 _LINEAR = frozenset((*_LINEAR_NAMES.split(), SAME, OVER_TURNS, CARRIED))
 _OF_SQUARES = frozenset(("mul", "div", "square", "integer_pow", "reduce_sum", "convert_element_type", "reshape"))
 #: Those each of whose numbers is made of those at its place in the operands.
 _ELEMENTWISE_NAMES = """
     add add_any sub mul div neg exp exp2 log tanh logistic sqrt rsqrt square integer_pow pow abs sign max min select_n
-    convert_element_type copy copy_p name stop_gradient not and or eq ne lt le gt ge
+    convert_element_type copy copy_p name jchop_result stop_gradient not and or eq ne lt le gt ge
 """
 _ELEMENTWISE = frozenset(_ELEMENTWISE_NAMES.split())
