@@ -457,6 +457,89 @@ def test_equal_programs(other: Callable[[Any], Any], same: bool) -> None:
     assert not same_program(one, jax.make_jaxpr(other)(X[:2]).jaxpr)
 
 
+# -- derivative rules, which JAX makes anew in each trace --------------------------------------------------------------
+
+
+def looped(x: Any) -> Any:
+    return lax.fori_loop(0, 3, lambda i, c: c * 1.5, x)
+
+
+@jax.custom_jvp
+def with_jvp(x: Any) -> Any:
+    return lax.cond(x[0] > 0, looped, jnp.negative, x)
+
+
+@jax.custom_vjp
+def with_vjp(x: Any) -> Any:
+    return looped(x)
+
+
+@jax.custom_batching.custom_vmap
+def with_batches(x: Any) -> Any:
+    return looped(x)
+
+
+with_jvp.defjvp(lambda primals, tangents: (with_jvp(*primals), 2 * tangents[0]))
+with_vjp.defvjp(lambda x: (with_vjp(x), None), lambda _, g: (3 * g,))
+with_batches.def_vmap(lambda size, batched, x: (looped(x), batched[0]))
+
+
+def kept(x: Any) -> Any:
+    policy = jax.checkpoint_policies.save_only_these_names("none")
+    return jax.checkpoint(lambda x: with_jvp(with_vjp(x)), policy=policy)(x)
+
+
+def solved(x: Any) -> Any:
+    return lax.custom_linear_solve(lambda y: 2 * y, x, lambda _, b: looped(with_vjp(b)), symmetric=True)
+
+
+@pytest.mark.parametrize(
+    "fun",
+    [
+        with_jvp,
+        with_vjp,
+        with_batches,
+        kept,
+        solved,
+        lambda x: lax.fori_loop(0, 2, lambda i, c: with_jvp(with_vjp(c)), x),
+    ],
+)
+def test_a_second_call_compiles_nothing(fun: Callable[[Any], Any], caplog: pytest.LogCaptureFixture) -> None:
+    """Nor does a call after a derivative, which takes the rules of its own trace."""
+    answers = types.SimpleNamespace(fun=fun)  # may change unseen, so that each call traces it
+    low = jc.emulate(lambda x: answers.fun(x), "e5m2")
+
+    def compiled() -> int:
+        caplog.clear()
+        with jax.log_compiles():
+            low(X)
+        return len([record for record in caplog.records if "Compiling" in record.message])
+
+    assert compiled() > 0
+    assert compiled() == 0
+    if fun is not with_batches:  # JAX has no reverse mode of it
+        np.testing.assert_array_equal(jax.grad(lambda x: low(x).sum())(X), jax.grad(lambda x: fun(x).sum())(X))
+    assert compiled() == 0
+
+
+def test_a_derivative_takes_the_rule_of_its_own_trace() -> None:
+    slope = types.SimpleNamespace(value=2.0)
+
+    def fun(x: Any) -> Any:
+        @jax.custom_jvp
+        def inner(x: Any) -> Any:
+            return x
+
+        value = slope.value
+        inner.defjvp(lambda primals, tangents: (inner(*primals), value * tangents[0]))
+        return inner(x)
+
+    low = jc.emulate(fun, "e5m2")
+    for slope.value in (2.0, 3.0):
+        assert float(low(1.0)) == 1
+        assert float(jax.grad(low)(1.0)) == slope.value
+
+
 # -- time --------------------------------------------------------------------------------------------------------------
 
 

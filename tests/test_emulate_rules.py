@@ -57,6 +57,84 @@ def test_rules_say_how_sums_are_formed() -> None:
     assert (float(total), float(dot)) == (96, 8)
 
 
+@pytest.mark.parametrize("mode", ["drop", "clip"])
+@pytest.mark.parametrize("name", ["add", "sub", "mul"])
+@pytest.mark.parametrize(
+    ("shape", "index", "new", "numbers"),
+    [
+        ((4, 5), (6, 1), (6, 5), ((1,), (0,), (0,))),
+        ((4, 5), (6, 2), (6,), ((), (0, 1), (0, 1))),
+        ((4, 5), (3, 2, 2), (2, 3, 2, 3), ((0, 3), (), (1, 0))),
+        ((3, 4, 5), (3, 6, 1), (3, 6, 2), ((2,), (1,), (1,), (0,), (0,))),
+        ((4,), (0, 1), (0,), ((), (0,), (0,))),
+    ],
+)
+def test_scatters_take_one_update_after_the_other(
+    shape: tuple[int, ...], index: Any, new: Any, numbers: Any, name: str, mode: str
+) -> None:
+    """Against loops of Python over the definition of a scatter."""
+    rng, spec = np.random.default_rng(len(new) + len(name)), "e5m2:up"
+    x, u = (jc.round_to_format(rng.normal(size=size).astype(np.float32), "e8m7") for size in (shape, new))
+    places = rng.integers(-1, 6, size=index)
+    d = lax.ScatterDimensionNumbers(*numbers)
+
+    def fun(x: jax.Array, u: jax.Array) -> jax.Array:
+        return getattr(lax, f"scatter_{name}")(x, jnp.asarray(places), u, d, mode=mode)
+
+    want = x.astype(np.float64)
+    outer = [axis for axis in range(u.ndim) if axis not in d.update_window_dims]
+    free = [axis for axis in range(x.ndim) if axis not in (*d.inserted_window_dims, *d.operand_batching_dims)]
+    window = [new[axis] for axis in d.update_window_dims]
+    most = np.array(shape) - 1
+    most[free] = np.array(shape)[free] - window
+    for at in np.ndindex(*[new[axis] for axis in outer]):
+        start = np.zeros(x.ndim, int)
+        start[list(d.scatter_dims_to_operand_dims)] = places[at]
+        start[list(d.operand_batching_dims)] = np.array(at)[list(d.scatter_indices_batching_dims)]
+        if mode == "clip":
+            start = np.clip(start, 0, most)
+        elif np.any((start < 0) | (start > most)):
+            continue
+        for inside in np.ndindex(*window):
+            place, update = start.copy(), np.zeros(u.ndim, int)
+            place[free] += np.array(inside, int)
+            update[outer], update[list(d.update_window_dims)] = at, inside
+            c, v = want[tuple(place)], float(u[tuple(update)])
+            want[tuple(place)] = jc.round_to_format(np.float64({"add": c + v, "sub": c - v, "mul": c * v}[name]), spec)
+    low = jc.emulate(fun, "e8m7", accumulate=jc.MatmulSpec(accumulate=spec))
+    np.testing.assert_array_equal(low(jnp.asarray(x), jnp.asarray(u)), want)
+
+
+def test_scatters_of_complex_numbers_are_two_scatters() -> None:
+    x, u = jnp.array([0.3 - 1.1j, 2.0j]), jnp.array([1.7 + 0.3j, -0.6 + 5.0j, 0.9 - 2.0j, 3.0 + 0.1j])
+    accumulate = jc.MatmulSpec(accumulate="e5m2")
+    low = jc.emulate(lambda x, u: x.at[jnp.array([0, 0, 1, 0])].add(u), "e8m7", accumulate=accumulate)
+    np.testing.assert_array_equal(low(x, u), low(x.real, u.real) + 1j * low(x.imag, u.imag))
+    np.testing.assert_array_equal(jax.grad(lambda u: low(x, u).real.sum())(u), np.ones(4))
+    times = jc.emulate(lambda x, u: x.at[jnp.array([0, 0, 1, 0])].multiply(u), "e8m7", accumulate=accumulate)
+    with pytest.raises(NotImplementedError, match="scatter-mul"):
+        times(x, u)
+
+
+def test_stochastic_scatters_draw_for_each_update() -> None:
+    how = jc.MatmulSpec(accumulate="e5m2:stochastic")
+    low = jc.emulate(lambda v: jax.ops.segment_sum(v, jnp.zeros(100, int), 1), "e8m7", accumulate=how)
+    totals = np.array([float(low(jnp.ones(100), key=jax.random.key(i))[0]) for i in range(8)])
+    assert len(set(totals)) > 1
+    assert abs(totals.mean() - 100) < 25
+
+
+@pytest.mark.parametrize("name", ["exp", "part", "sort"])
+def test_a_sum_for_a_part_without_sums_is_refused(name: str) -> None:
+    def fun(x: jax.Array) -> jax.Array:
+        with jax.named_scope("part"):
+            x = jnp.sort(jnp.exp(x))
+        return jnp.sum(x)
+
+    with pytest.raises(ValueError, match=f"rules: '{name}' .* give a MatmulSpec to no sum"):
+        jc.emulate(fun, "e5m2", rules={name: jc.MatmulSpec(accumulate="e5m2")})(X)
+
+
 def test_a_part_in_the_carrier_has_its_sums_too() -> None:
     """Unless a rule says how they are formed; a rule of another arithmetic leaves the sums as they are."""
 
@@ -239,6 +317,23 @@ def test_a_dtype_that_cannot_hold_the_format_is_found_at_a_line(fun: Callable[[A
     where = re.escape(f"primitive {name!r} ({__file__}:")
     with pytest.raises(ValueError, match=rf"^{where}\d+\): .*bfloat16.* cast .*float32"):
         jc.emulate(lambda x: fun(x), "e5m10")(jnp.ones(3, jnp.bfloat16))
+
+
+@pytest.mark.parametrize("fun", [jnp.sin, lax.cumsum, lambda x: x @ x, lambda x: x.at[jnp.zeros(3, int)].add(x)])
+@pytest.mark.parametrize(("dtype", "spec"), [("float32", "e8m30:up"), ("float32", "e9m23"), ("bfloat16", "tf32")])
+def test_results_of_the_carrier_are_refused_if_the_format_is_finer(fun: Callable[[Any], Any], dtype: str, spec: str):
+    with pytest.raises(ValueError, match=f"'{spec}' has values that {dtype} cannot hold; cast the operands to float"):
+        jc.emulate(fun, spec)(jnp.ones(3, dtype))
+
+
+def test_results_that_the_carrier_holds_are_not_refused() -> None:
+    """Exact ones have every format, and sums of an order their own."""
+    x = jnp.array([1.5, 2.5])
+    assert jc.emulate(lambda x: jnp.floor(jnp.sort(x)), "e8m30")(x).tolist() == [1, 2]
+    assert jc.emulate(jnp.sum, "binary32:up")(x) == 4
+    wide = jc.emulate(lambda x: lax.dot(x, x, preferred_element_type=jnp.float32), "tf32")
+    assert wide(x.astype(jnp.bfloat16)) == 8.5
+    assert jc.emulate(jnp.sum, "e8m30", accumulate=jc.MatmulSpec(accumulate="e5m2"))(x) == 4
 
 
 def test_arguments_that_are_no_arrays_reach_the_function() -> None:

@@ -210,6 +210,26 @@ def test_float32_arguments_run_in_float64() -> None:
     assert jnp.ones(1).dtype == jnp.float32
 
 
+@pytest.mark.parametrize(
+    "fun",
+    [
+        lambda v: jax.lax.scan(lambda c, x: (c + x * x, None), jnp.float32(0), v)[0],
+        lambda v: jax.lax.fori_loop(0, 3, lambda i, c: c + v, jnp.zeros(2, jnp.float32)),
+        lambda v: jax.lax.add(v, jnp.ones(2, jnp.float32)),
+    ],
+)
+def test_a_function_with_float32_of_its_own_says_what_to_change(fun: Callable[[Array], Array]) -> None:
+    with pytest.raises(TypeError, match=r"fun=.* does not run in float64: .* as in jnp.zeros\(\(\), x.dtype\)"):
+        jc.significant_digits(fun, jnp.array([0.1, 0.3]), key=KEY)
+    kept = jc.significant_digits(jc.emulate(fun, "bfloat16:stochastic"), jnp.array([0.1, 0.3]), key=KEY)
+    assert kept.most < 3
+
+
+def test_a_function_that_never_runs_keeps_its_error() -> None:
+    with pytest.raises(TypeError, match="incompatible shapes"):
+        jc.significant_digits(lambda v: v + jnp.ones(3), jnp.array([0.1, 0.3]), key=KEY)
+
+
 def test_equal_samples_have_all_digits_and_no_numbers_none() -> None:
     found = jc.significant_digits(lambda x: (x + x, x * 0, jnp.int32(3), x > 0, 1 / (x - x)), 1.5, key=KEY)
     assert [float(x) for x in found.digits] == pytest.approx([MOST] * 3 + [MOST, 0.0])

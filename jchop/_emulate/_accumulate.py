@@ -1,4 +1,4 @@
-"""Sums with a named order: reductions, products of matrices, convolutions, cumulative sums and products."""
+"""Sums with a named order: reductions, products of matrices, convolutions, cumulative sums and products, scatters."""
 
 from __future__ import annotations
 
@@ -14,10 +14,11 @@ import numpy as np
 from jax import lax
 
 from jchop._bits import CARRIERS
-from jchop._core.arithmetic.operations import draws, operation_carrier
+from jchop._core.arithmetic.basic import range_of
+from jchop._core.arithmetic.operations import draws, fold_seeds, operation, operation_carrier, words
 from jchop._core.arithmetic.sums import cumulative, product_along, sum_along
 from jchop._core.rounding.elements import round_elements
-from jchop._emulate._known import within
+from jchop._emulate._known import is_number, within
 from jchop._emulate._perform import round_value
 from jchop._emulate._step import Step
 from jchop._kernels.products.matmul import matmul_op
@@ -40,7 +41,8 @@ def accumulated(step: Step, seeds: Seeds | None, args: list[Any]) -> list[Any]:
     if how.operands is not None:
         number = step.number + len(args)
         arrays = [
-            _operand(x, k, how.operands, seeds, number + i) for i, (x, k) in enumerate(zip(arrays, known, strict=True))
+            _operand(x, k, how.operands, seeds, number + i) if is_number(x) else x
+            for i, (x, k) in enumerate(zip(arrays, known, strict=True))
         ]
         known = (how.operands,) * len(arrays)
     plain = partial(_plain, step)
@@ -179,7 +181,46 @@ def _reduce_prod(step: Step, how: MatmulSpec, seeds: Seeds | None, x: Array) -> 
     return product_along(_wide(x), axes, spec, _six(seeds, step, x))
 
 
-#: The first draw number of a step's sums: at most two operands are rounded twice, and the result draws number 4.
+def _scatter(name: str, step: Step, how: MatmulSpec, seeds: Seeds | None, x: Array, index: Array, new: Array) -> Array:
+    """Each element takes its updates one after the other, from the operand: c <- A(c + u), A(c - u) or A(c u)."""
+    p, spec = step.eqn.params, how.accumulate
+    if spec is None:
+        return _wide(_plain(step, x, index, new))
+    numbers, window = p["dimension_numbers"], p["dimension_numbers"].update_window_dims
+    single = (*numbers.inserted_window_dims, *numbers.operand_batching_dims)
+    sizes = iter(new.shape[axis] for axis in window)
+    at = lax.gather(  # the element of every update; none for updates beyond the bounds
+        jnp.arange(x.size, dtype=np.int32).reshape(x.shape),
+        index,
+        lax.GatherDimensionNumbers(
+            offset_dims=window,
+            collapsed_slice_dims=numbers.inserted_window_dims,
+            start_index_map=numbers.scatter_dims_to_operand_dims,
+            operand_batching_dims=numbers.operand_batching_dims,
+            start_indices_batching_dims=numbers.scatter_indices_batching_dims,
+        ),
+        [1 if axis in single else next(sizes) for axis in range(x.ndim)],
+        mode="clip" if p["mode"] == lax.GatherScatterMode.CLIP else "fill",
+        fill_value=x.size,
+    )
+    outer = [axis for axis in range(new.ndim) if axis not in window]
+    shape = [math.prod(new.shape[axis] for axis in axes) for axes in (outer, window)]
+    rows = [jnp.transpose(each, (*outer, *window)).reshape(shape) for each in (at, _wide(new))]
+    six, ranges = _six(seeds, step, x), (range_of(None, operation_carrier(x.dtype)),) * 2
+
+    def turn(carry: tuple[Array, Array], row: list[Array]) -> tuple[tuple[Array, Array], None]:
+        (total, k), (place, value) = carry, row  # the elements of one window are different ones
+        word = words(fold_seeds(six, 0, k), value) if draws(spec) and six is not None else None
+        old = total.at[place].get(mode="fill", fill_value=0)
+        total = total.at[place].set(operation(name, [old, value], spec, word, ranges=ranges), mode="drop")
+        return (total, k + jnp.uint32(1)), None
+
+    (total, _), _ = lax.scan(turn, (_wide(x).ravel(), jnp.uint32(0)), rows)
+    return total.reshape(x.shape)
+
+
+#: The first draw number of a step's sums: at most two operands are rounded twice, and the result draws number 4, which
+#: is also that of the index of a scatter.
 _AFTER = 5
 
 _RUNS: dict[str, Callable[..., Array]] = {
@@ -190,4 +231,7 @@ _RUNS: dict[str, Callable[..., Array]] = {
     "cumprod": partial(_cumulative, "prod"),
     "dot_general": _dot_general,
     "conv_general_dilated": _conv,
+    "scatter-add": partial(_scatter, "add"),
+    "scatter-sub": partial(_scatter, "sub"),
+    "scatter-mul": partial(_scatter, "mul"),
 }

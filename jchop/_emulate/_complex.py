@@ -33,16 +33,21 @@ def by_parts(step: Step, seeds: Seeds | None, args: list[Any]) -> list[Any]:
 
 
 def summed_by_parts(step: Step, seeds: Seeds | None, args: list[Any]) -> list[Any]:
-    """A sum is two real sums. A product of matrices is four real products: two are subtracted and two are added."""
+    """A sum is two real sums, and a scatter that adds is two scatters.
+
+    A product of matrices is four real products: two are subtracted and two are added.
+    """
     (aval,), spec = (v.aval for v in step.eqn.outvars), step.choice.spec
     if step.name in _NO_PARTS:
         raise NotImplementedError(
             f"primitive {step.name!r} ({step.place}): accumulate={step.choice.accumulate} forms no products of "
             f"complex numbers one after the other; leave it in the carrier by rules={{{step.name!r}: None}}"
         )
-    params = dict(step.eqn.params)
+    params, zero = dict(step.eqn.params), jnp.zeros((), aval.dtype).real
     if params.get("preferred_element_type") is not None:
-        params["preferred_element_type"] = jnp.zeros((), aval.dtype).real.dtype
+        params["preferred_element_type"] = zero.dtype
+    if "update_jaxpr" in params:
+        params["update_jaxpr"] = jax.make_jaxpr(_UPDATES[step.name])(zero, zero).jaxpr
 
     def total(part: int, *values: Array) -> Array:
         closed = jax.make_jaxpr(partial(step.eqn.primitive.bind, **params))(*values)
@@ -60,15 +65,16 @@ def summed_by_parts(step: Step, seeds: Seeds | None, args: list[Any]) -> list[An
             word,
         )
 
-    real, imag = [lax.real(x) for x in args], [lax.imag(x) for x in args]
-    if len(args) == 1:
+    real, imag = ([of(x) if jnp.iscomplexobj(x) else x for x in args] for of in (lax.real, lax.imag))
+    if len(args) != 2:
         return [lax.complex(total(0, *real), total(1, *imag))]
     (a, c), (b, d) = real, imag
     first = two("sub", 0, total(0, a, c), total(1, b, d))
     return [lax.complex(first, two("add", 1, total(2, a, d), total(3, b, c)))]
 
 
-_NO_PARTS = ("reduce_prod", "cumprod")
+_UPDATES = {"scatter-add": lax.add, "scatter-sub": lax.sub}
+_NO_PARTS = ("reduce_prod", "cumprod", "scatter-mul")
 
 
 class _Arithmetic:

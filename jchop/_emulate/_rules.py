@@ -42,13 +42,12 @@ _ELEMENTARY = """
 #: Sums without a named order, and primitives that make floats from other types: the carrier's result, rounded once.
 _MADE = """
     bitcast_convert_type cumlogsumexp iota psum psum_invariant psum_scatter random_gamma reduce_precision
-    reduce_scatter scatter-add scatter-mul scatter-sub scatter_add scatter_mul scatter_sub select_and_scatter_add
-    select_and_gather_add unreduced_psum
+    reduce_scatter scatter_add scatter_mul scatter_sub select_and_scatter_add select_and_gather_add unreduced_psum
 """
 #: Primitives that only move or choose values.
 _STRUCTURAL = """
     all_gather all_gather_invariant all_to_all approx_top_k bcoo_extract bcoo_transpose broadcast broadcast_in_dim
-    freeze get clamp concatenate copy copy_p
+    freeze get clamp concatenate copy copy_p jchop_result
     cummax cummin device_put dynamic_slice dynamic_update_slice empty empty2 expand_dims gather jchop_on_cotangent
     mesh_cast name optimization_barrier pad pbroadcast pcast pgather pmax pmin ppermute pvary reduce_max reduce_min
     reduce_window_max reduce_window_min reshape reshard rev scatter scatter-max scatter-min scatter_max scatter_min
@@ -65,7 +64,10 @@ _CARRIED = """
 """
 #: Calls of Python, which are not changed.
 _ALONE = "debug_callback debug_print io_callback pure_callback"
-_ACCUMULATING = "reduce_sum reduce_prod cumsum cumprod dot_general conv_general_dilated reduce_window_sum"
+_ACCUMULATING = """
+    reduce_sum reduce_prod cumsum cumprod dot_general conv_general_dilated reduce_window_sum scatter-add scatter-mul
+    scatter-sub
+"""
 #: Matrix algorithms of `_linalg`, every operation rounded.
 _LINEAR = "triangular_solve cholesky lu qr"
 #: Primitives with a rule for complex operands or results: real operations on the parts.
@@ -148,7 +150,7 @@ class Settings:
             if kind in found or not matches_path(pattern, primitive if kind is Function else f"{scope}/{primitive}"):
                 continue
             found.add(kind)
-            if used is not None:
+            if used is not None and (kind is not MatmulSpec or KINDS.get(primitive) == "accumulating"):
                 used.add(pattern)
             if isinstance(value, MatmulSpec):
                 accumulate = value

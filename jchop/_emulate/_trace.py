@@ -134,7 +134,8 @@ class Programs:
         units = jax.tree.leaves((args, kwargs), is_leaf=is_stored)
         stored = [is_stored(unit) for unit in units for _ in jax.tree.leaves(unit)]
         rounds = tuple(not s for s, m in zip(stored, moved, strict=True) if m)
-        return replace(self._program(jaxpr, consts, rounds, jax.tree.structure(shapes)), values=values)
+        traced = any(isinstance(x, Tracer) for x in (*values, *consts))
+        return replace(self._program(jaxpr, consts, rounds, jax.tree.structure(shapes), traced), values=values)
 
     def _traced_with(self, tree: Any, moved: tuple[bool, ...], others: tuple[Any, ...]) -> tuple[Any, _Traced]:
         """A key and the function of the moved leaves; the earlier one if it read nothing that has changed."""
@@ -168,14 +169,16 @@ class Programs:
             while len(self._traced) > _MOST:
                 del self._traced[next(iter(self._traced))]
 
-    def _program(self, jaxpr: Any, consts: tuple[Any, ...], free: tuple[bool, ...], tree: Any) -> Program:
-        rounds = self._rounds(jaxpr.invars, free)
+    def _program(self, jaxpr: Any, consts: tuple[Any, ...], free: tuple[bool, ...], tree: Any, traced: bool) -> Program:
+        rounds, known = self._rounds(jaxpr.invars, free), False
         for old in tuple(self._planned):
-            same = old.rounds[: len(free)] == rounds and same_program(old.source, jaxpr)
+            same = old.rounds[: len(free)] == rounds and same_program(old.source, jaxpr, rules=False)
             if same and _is_equal(old.tree, tree):
-                return replace(old, plan=replace(old.plan, consts=consts))
+                if not traced or same_program(old.source, jaxpr):
+                    return replace(old, plan=replace(old.plan, consts=consts))
+                known = True  # with other derivative rules; the old plan has compiled programs
         new = self._make(jaxpr, free, tree)
-        if not any(isinstance(x, Tracer) for x in consts):
+        if not known and not any(isinstance(x, Tracer) for x in consts):
             with self._lock:
                 self._planned.insert(0, replace(new, plan=replace(new.plan, consts=())))
                 del self._planned[_MOST:]
@@ -208,5 +211,6 @@ def _check_rules(settings: Settings, used: set[str], plan: Plan) -> None:
         paths = [f"{step.scope}/{step.name}".strip("/") for step in plan.walk()]
         raise ValueError(
             f"rules: {', '.join(map(repr, unused))} match no primitive and no scope of the program, or come after a "
-            f"rule that matches all the same{nearest_paths(unused, paths)}. emulate.report shows them all"
+            f"rule that matches all the same, or give a MatmulSpec to no sum{nearest_paths(unused, paths)}. "
+            "emulate.report shows them all"
         )

@@ -8,13 +8,22 @@ from typing import Any
 import numpy as np
 from jax.extend.core import Literal
 
-from jchop._program.step import jaxpr_of
+from jchop._program.step import CUSTOM_CALLS, REMAT_CALLS, jaxpr_of
 
 __all__ = ["same_constant", "same_param", "same_program"]
 
 
-def same_program(one: Any, other: Any) -> bool:
+#: Calls whose other parameters are rules of transformations. JAX makes new ones in each trace.
+_RULED = (*CUSTOM_CALLS, *REMAT_CALLS, "custom_vmap_call")
+
+
+def same_program(one: Any, other: Any, rules: bool = True) -> bool:
     """Whether a plan of one jaxpr is a plan of the other; constants may differ. False in case of doubt.
+
+    Args:
+        one: a jaxpr.
+        other: another one.
+        rules: whether the rules of derivatives and batches are compared, too; a run on values needs none.
 
     Example:
         >>> import jax, jax.numpy as jnp
@@ -29,7 +38,7 @@ def same_program(one: Any, other: Any) -> bool:
     place: dict[Any, Any] = {}
     if not _bound(place, [*one.invars, *one.constvars], [*other.invars, *other.constvars]):
         return False
-    return all(_same_eqn(place, a, b) for a, b in zip(one.eqns, other.eqns, strict=True)) and _read(
+    return all(_same_eqn(place, a, b, rules) for a, b in zip(one.eqns, other.eqns, strict=True)) and _read(
         place, one.outvars, other.outvars
     )
 
@@ -60,33 +69,39 @@ def same_constant(a: Any, b: Any) -> bool:
     return a.dtype == b.dtype and a.shape == b.shape and a.tobytes() == b.tobytes()  # NaN and -0, too
 
 
-def _same_eqn(place: dict[Any, Any], a: Any, b: Any) -> bool:
+def _same_eqn(place: dict[Any, Any], a: Any, b: Any, rules: bool) -> bool:
+    kept = [n for n, x in a.params.items() if rules or a.primitive.name not in _RULED or _is_program(x)]
     return (
         a.primitive is b.primitive
         and _read(place, a.invars, b.invars)
         and str(a.source_info.name_stack) == str(b.source_info.name_stack)
         and a.params.keys() == b.params.keys()
-        and all(same_param(value, b.params[name]) for name, value in a.params.items())
+        and all(same_param(a.params[name], b.params[name], rules) for name in kept)
         and a.ctx == b.ctx
         and a.effects == b.effects
         and _bound(place, a.outvars, b.outvars)
     )
 
 
-def same_param(a: Any, b: Any) -> bool:
+def _is_program(x: Any) -> bool:
+    return hasattr(x, "eqns") or hasattr(x, "jaxpr")
+
+
+def same_param(a: Any, b: Any, rules: bool = True) -> bool:
     """Whether two parameters of one name are equal. False in case of doubt."""
     if a is b:
         return True
     if type(a) is not type(b):
         return False
-    if hasattr(a, "eqns") or hasattr(a, "jaxpr"):
+    if _is_program(a):
         (one, constants), (other, others) = jaxpr_of(a), jaxpr_of(b)
         pairs = zip(constants, others, strict=False)
-        return len(constants) == len(others) and all(same_constant(x, y) for x, y in pairs) and same_program(one, other)
+        same = len(constants) == len(others) and all(same_constant(x, y) for x, y in pairs)
+        return same and same_program(one, other, rules)
     if isinstance(a, tuple | list):
-        return len(a) == len(b) and all(map(same_param, a, b))
+        return len(a) == len(b) and all(same_param(x, y, rules) for x, y in zip(a, b, strict=True))
     if isinstance(a, dict):
-        return a.keys() == b.keys() and all(same_param(value, b[key]) for key, value in a.items())
+        return a.keys() == b.keys() and all(same_param(value, b[key], rules) for key, value in a.items())
     try:
         return bool(a == b)
     except (TypeError, ValueError):

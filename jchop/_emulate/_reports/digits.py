@@ -36,9 +36,9 @@ from jchop._emulate._reports.shards import (
     turned,
     untyped,
 )
-from jchop._emulate._rules import EXACT, make_settings
+from jchop._emulate._rules import EXACT, Settings, make_settings
 from jchop._emulate._step import Step
-from jchop._emulate._trace import trace
+from jchop._emulate._trace import Program, trace
 from jchop._program.bind import constant_of
 from jchop._program.control import as_jax, copied, where_active
 from jchop._program.seeds import Seeds
@@ -203,7 +203,8 @@ def significant_digits(
         A `SignificantDigits`.
 
     Raises:
-        TypeError: for an argument of another type, or traced arguments.
+        TypeError: for an argument of another type, traced arguments, or a `fun` that mixes its arguments with values of
+            a fixed dtype, which has no run in float64.
         ValueError: for a spec without draws, fewer than 2 samples, or a confidence outside of (0, 1).
 
     Example:
@@ -224,13 +225,31 @@ def significant_digits(
     if isinstance(fun, Emulated):
         if spec is not None:
             raise ValueError(f"spec={spec!r}: a function from emulate has its own arithmetic; leave spec out")
-        return _digits(fun, args, kwargs, key, samples, float(confidence), max_turns)
+        program = trace(fun.fun, _stochastic(fun.settings), args, kwargs)
+        return _digits(fun.settings, program, key, samples, float(confidence), max_turns)
     if not callable(fun):
         raise TypeError(f"fun={fun!r} must be a function")
-    low = Emulated(fun, make_settings(_DEFAULT if spec is None else spec, None, None, "raise"), None)
+    settings = _stochastic(make_settings(_DEFAULT if spec is None else spec, None, None, "raise"))
+    narrow = jax.enable_x64(jax.config.jax_enable_x64)  # type: ignore[attr-defined]
     with jax.enable_x64(True):
-        args, kwargs = jax.tree.map(_in_float64, (args, kwargs))
-        return _digits(low, args, kwargs, key, samples, float(confidence), max_turns)
+        try:
+            program = trace(fun, settings, *jax.tree.map(_in_float64, (args, kwargs)))
+        except TypeError as error:
+            with narrow:
+                trace(fun, make_settings(None, None, None, "carrier"), args, kwargs)  # its own error, if it has one
+            why = str(error).splitlines()[0].rstrip(":")
+            raise TypeError(
+                f"fun={fun!r} does not run in float64: it mixes its arguments, which are float64 here, with values of "
+                "a fixed dtype such as jnp.float32(0); give those the dtype of an argument, as in jnp.zeros((), "
+                f"x.dtype), or pass a function from emulate, which keeps its carrier. JAX: {why}"
+            ) from error
+        return _digits(settings, program, key, samples, float(confidence), max_turns)
+
+
+def _stochastic(settings: Settings) -> Settings:
+    if not settings.stochastic:
+        raise ValueError(f"spec={str(settings.spec)!r} rounds to one value; a stochastic spec is needed")
+    return settings
 
 
 def _in_float64(x: Any) -> Any:
@@ -240,15 +259,11 @@ def _in_float64(x: Any) -> Any:
 
 
 def _digits(
-    low: Emulated, args: Any, kwargs: Any, key: Array, samples: int, confidence: float, max_turns: int
+    settings: Settings, program: Program, key: Array, samples: int, confidence: float, max_turns: int
 ) -> SignificantDigits:
-    settings = low.settings
-    if not settings.stochastic:
-        raise ValueError(f"spec={str(settings.spec)!r} rounds to one value; a stochastic spec is needed")
     fmt = None if settings.spec is None else settings.spec.format
     bits = fmt.precision if isinstance(fmt, FloatFormat) else 53
     measure = _Measure.of(samples, confidence, bits * math.log10(2))
-    program = trace(low.fun, settings, args, kwargs)
     _check_carriers(program.plan)
     seeds = [seeds_of(settings, jax.random.fold_in(key, i)) for i in range(samples)]
     entered = [enter(program, settings.spec, one) for one in seeds]
