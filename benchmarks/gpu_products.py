@@ -1,13 +1,13 @@
-"""Layers with products of codes on an NVIDIA GPU, beside the layer in bfloat16.
+"""Layers with products of codes on an NVIDIA GPU, beside layers in bfloat16.
 
     python benchmarks/gpu_products.py
     python benchmarks/gpu_products.py --side 1024    # smaller matrices
     python benchmarks/gpu_products.py --modules DIR  # and writes the compiled modules there
 
-Activations are bfloat16 and are quantized by the layer; weights are packed before. A step of decoding multiplies one
-token by one matrix after another, so many that no cache holds them. Errors are relative to the bfloat16 program.
-All rows are timed in one process, in random order,
-by their median.
+Activations are bfloat16 and are quantized by the layer; weights are packed before, and lie in memory as the compiler
+chooses. A program has several layers, one after the other, so that the GPU is never idle; a time is that of one. A step
+of decoding multiplies one token by one matrix after another, so many that no cache holds them. Errors are relative to
+the bfloat16 program. All rows are timed in one process, in random order, by their median.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ import importlib.util
 import re
 import sys
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -26,11 +27,9 @@ import jax.numpy as jnp
 import numpy as np
 from gpu import in_parallel, measure
 from jax import lax
+from jax.experimental.layout import Format, Layout
 
 import jchop as jc
-from jchop._kernels.products.product_of_blocks_gpu import product_of_blocks
-from jchop._kernels.products.product_of_blocks_tile import ProductOfBlocksGpuTiling
-from jchop._products.codes import parts_of
 
 Call = Callable[[], Any]
 
@@ -43,8 +42,8 @@ LAYERS = {
     "mxfp8": ("mxfp8_e4m3", "mxfp8_e4m3"),
 }
 DECODED = ("int8(group=all)", "int4(group=128)", "e4m3fn(group=all)", "mxfp4", "nf4(group=128)")
-#: For sums of int8 that one kernel scales before it writes them.
-ONE_KERNEL = ((128, 128, 128, 8, 4), (128, 256, 128, 8, 3), (256, 128, 128, 8, 3))
+#: Layers of a program, and how often a program of decoding passes all its matrices.
+LAYERS_OF_PROGRAM, PASSES = 8, 6
 TRAINED = ("int8", "float8_rowwise", "float8_tensorwise")
 
 
@@ -56,7 +55,24 @@ def normal(seed: int, *shape: int) -> jax.Array:
     return jax.random.normal(jax.random.key(seed), shape, jnp.bfloat16)
 
 
-Cases = dict[str, tuple[Callable[..., Any], tuple[Any, ...]]]
+@dataclass(frozen=True)
+class Case:
+    """A program, its arguments, how many times it does the work of a row, and whether its arguments lie row by row."""
+
+    fun: Callable[..., Any]
+    args: tuple[Any, ...]
+    count: int = 1
+    by_rows: bool = False
+
+    def build(self) -> tuple[Any, tuple[Any, ...]]:
+        """The compiled program, and the arguments as they lie for it."""
+        if self.by_rows:
+            return jax.jit(self.fun).lower(*self.args).compile(), self.args
+        program = jax.jit(self.fun, in_shardings=Format(Layout.AUTO)).lower(*self.args).compile()
+        return program, jax.device_put(self.args, program.input_formats[0])
+
+
+Cases = dict[str, Case]
 
 
 def operands(text: str) -> str:
@@ -75,24 +91,40 @@ def error(got: Any, wanted: Any) -> float:
     return float(np.linalg.norm(got - wanted) / np.linalg.norm(wanted))
 
 
+def chain(fun: Callable[..., Any]) -> Callable[..., Any]:
+    """One layer after the other."""
+
+    def run(ws: list[Any], x: jax.Array) -> jax.Array:
+        for w in ws:
+            x = fun(w, x)
+        return x
+
+    return run
+
+
 def layers(side: int) -> Cases:
-    """One layer of side x side for side rows; products of bare operands, for comparison; qwix's layer."""
-    x, w = normal(0, side, side), normal(1, side, side)
+    """Layers of side x side for side rows; products of bare operands, for comparison; qwix's layers."""
+    x, *ws = (normal(i, side, side) for i in range(LAYERS_OF_PROGRAM + 1))
+    ws = [w * jnp.bfloat16(side**-0.5) for w in ws]
+    count = LAYERS_OF_PROGRAM
 
     def dot(kind: Any) -> Callable[..., Any]:
         return lambda a, b: lax.dot_general(a, b, (((1,), (1,)), ((), ())), preferred_element_type=kind)
 
-    cases: Cases = {
-        "bfloat16": (lambda w, x: x @ w, (w, x)),
-        "bare int8 product": (dot(jnp.int32), tuple((10 * v).astype(jnp.int8) for v in (x, w))),
-        "bare e4m3 product": (dot(jnp.bfloat16), tuple(v.astype(jnp.float8_e4m3fn) for v in (x, w))),
-        "activations to int8": (lambda x: jc.quantize(x, "int8(group=all)"), (x,)),
-        "activations to e4m3": (lambda x: jc.quantize(x, "e4m3fn(group=all)"), (x,)),
+    cases = {
+        "bfloat16": Case(chain(lambda w, x: x @ w), (ws, x), count),
+        "bare int8 product": Case(dot(jnp.int32), tuple((10 * v).astype(jnp.int8) for v in (x, ws[0]))),
+        "bare e4m3 product": Case(dot(jnp.bfloat16), tuple(v.astype(jnp.float8_e4m3fn) for v in (x, ws[0]))),
     }
-    cases |= scaled_products(side)
+    for name, text in (("int8", "int8(group=all)"), ("e4m3", "e4m3fn(group=all)"), ("mxfp8", "mxfp8_e4m3")):
+        each = partial(jax.tree.map, partial(jc.quantize, spec=text))
+        cases[f"activations to {name}"] = Case(each, (ws,), count)
     for name, (weight, activation) in LAYERS.items():
         low = layer(weight, activation)
-        cases[name] = low, (jax.jit(low.pack)(w, x), x)
+        packed = [jax.jit(low.pack)(w, x) for w in ws]
+        cases[name] = Case(chain(low), (packed, x), count)
+        if name in list(LAYERS)[::2][:2]:
+            cases[f"{name}, weights by rows"] = Case(chain(low), (packed, x), count, by_rows=True)
     if importlib.util.find_spec("qwix") and importlib.util.find_spec("flax"):
         import qwix
         from flax import nnx
@@ -102,47 +134,32 @@ def layers(side: int) -> Cases:
             model = nnx.Linear(side, side, use_bias=False, param_dtype=bf, dtype=bf, rngs=nnx.Rngs(0))
             provider = qwix.PtqProvider([qwix.QtRule(weight_qtype=kind, act_qtype=kind)])
             graph, state = nnx.split(qwix.quantize_model(model, provider, x))
-            cases[f"qwix {name}"] = (lambda state, x, graph=graph: nnx.merge(graph, state)(x)), (state, x)
-    return cases
-
-
-def scaled_products(side: int) -> Cases:
-    """An int8 product and its scales: by XLA, whose sums pass through memory, and by a kernel that keeps them."""
-    x, w = (jc.quantize(v, "int8(group=all)") for v in (normal(0, side, side), normal(1, side, side).T))
-    cases: Cases = {"scaled int8 product": (partial(jc.einsum, "mk,nk->mn"), (x, w))}
-    parts = [parts_of(q) for q in (x, w)]
-    given = tuple(part.elements[None] for part in parts) + tuple(part.scale[None, :, :1] for part in parts)
-    for tiling in ONE_KERNEL:
-        kernel = partial(
-            product_of_blocks,
-            names=("x_scale", "w_scale"),
-            block=side,
-            dtype="bfloat16",
-            tiling=ProductOfBlocksGpuTiling(*tiling),
-            interpret=jax.devices()[0].platform != "gpu",  # a rehearsal
-        )
-        cases[f"scaled int8 product, one kernel {tiling}"] = kernel, given
+            run = chain(lambda state, x, graph=graph: nnx.merge(graph, state)(x))
+            cases[f"qwix {name}"] = Case(run, ([jax.tree.map(jnp.copy, state) for _ in ws], x), count)
     return cases
 
 
 def decoding(side: int, depth: int) -> Cases:
-    """`depth` matrices, one after the other, times 1 row, and times 16."""
+    """`depth` matrices, one after the other, times 1 row, and times 16; several times."""
     cases: Cases = {}
     scale = jnp.bfloat16(side**-0.5)
     weights = [normal(i, side, side) * scale for i in range(depth)]
+    once = chain(lambda w, x: x @ w)
 
-    def chain(ws: list[Any], x: jax.Array) -> jax.Array:
-        for w in ws:
-            x = x @ w
-        return x
+    def passes(fun: Callable[..., Any]) -> Callable[..., Any]:
+        def run(ws: list[Any], x: jax.Array) -> jax.Array:
+            return lax.fori_loop(0, PASSES, lambda _, y: x + fun(ws, y) * jnp.bfloat16(1e-3), x)
+
+        return run
 
     for text in ("bfloat16", *DECODED):
-        low, packed = chain, weights
+        low, packed = once, weights
         if text != "bfloat16":
-            low = jc.quantize_fn(chain, jc.Rule(weight=text, product="codes"))
+            low = jc.quantize_fn(once, jc.Rule(weight=text, product="codes"))
             packed = [jax.jit(layer(text, None).pack)(w, weights[0][:1]) for w in weights]
         for rows in (1, 16):
-            cases[f"{side}², {rows} row{'s' * (rows > 1)}: {text}"] = low, (packed, normal(99, rows, side))
+            name = f"{side}², {rows} row{'s' * (rows > 1)}: {text}"
+            cases[name] = Case(passes(low), (packed, normal(99, rows, side)), depth * PASSES, by_rows=True)
     return dict(sorted(cases.items(), key=lambda case: case[0].split(":")[0] + str("bfloat16" not in case[0])))
 
 
@@ -157,11 +174,11 @@ def training(side: int) -> Cases:
 
         return run
 
-    cases: Cases = {"training, bfloat16": (step(lambda w, x: x @ w), (w, x, g))}
+    cases = {"training, bfloat16": Case(step(lambda w, x: x @ w), (w, x, g))}
     for name in TRAINED:
         low = jc.quantize_fn(lambda w, x: x @ w, jc.nn.recipe(name, product="codes"))
         given = partial(low, key=jax.random.key(0)) if any(map(draws, low.rules)) else low
-        cases[f"training, {name}"] = step(given), (w, x, g)
+        cases[f"training, {name}"] = Case(step(given), (w, x, g))
     return cases
 
 
@@ -190,13 +207,11 @@ def main() -> None:
 
     cases = {name: case for name, case in cases.items() if any(part in name for part in (*options.only, "bfloat16"))}
 
-    def build(case: tuple[Callable[..., Any], tuple[Any, ...]]) -> Any:
-        fun, args = case
-        return jax.jit(fun).lower(*args).compile()
-
-    programs = dict(zip(cases, in_parallel(build, list(cases.values())), strict=True))
-    calls = {name: partial(program, *cases[name][1]) for name, program in programs.items()}
+    built = dict(zip(cases, in_parallel(Case.build, list(cases.values())), strict=True))
+    programs = {name: program for name, (program, _) in built.items()}
+    calls = {name: partial(program, *args) for name, (program, args) in built.items()}
     timing = measure(calls, options.repeat)
+    took = {name: timing.median(name) / case.count for name, case in cases.items()}
     print(f"{device.device_kind}, JAX {jax.__version__}; layers of {options.side}² for {options.side} rows\n")
     print(
         "| program | µs | bfloat16's time / this | temporary MB | error, % | products |\n|---|---:|---:|---:|---:|---|"
@@ -205,11 +220,11 @@ def main() -> None:
     for name, call in calls.items():
         result = jax.tree.leaves(call())[0]
         if name.endswith("bfloat16"):
-            base, wanted = timing.median(name), result
+            base, wanted = took[name], result
         apart = not name.startswith(("bare", "activations", "qwix")) and not name.endswith("bfloat16")
         cells = (
-            f"{1e6 * timing.median(name):,.0f}",
-            f"{base / timing.median(name):.2f}",
+            f"{1e6 * took[name]:,.1f}",
+            f"{base / took[name]:.2f}",
             f"{programs[name].memory_analysis().temp_size_in_bytes / 1e6:,.1f}",
             f"{100 * error(result, wanted):.2f}" if apart else "",
             operands(programs[name].as_text()),

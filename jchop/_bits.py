@@ -114,14 +114,14 @@ def where(condition: Any, yes: Any, no: Any) -> jax.Array:
     arrays = [x for x in (yes, no) if isinstance(x, jax.Array)]
     if not arrays or any(x.weak_type or x.dtype.itemsize > dtype.itemsize for x in arrays):
         return jnp.where(condition, yes, no)  # of weak type, or 64-bit data without jax_enable_x64
-    if any(_is_sharded(x) for x in (condition, yes, no)):
+    if any(is_sharded(x) for x in (condition, yes, no)):
         return jnp.where(condition, yes, no)  # which gives all operands one sharding
     shape = jnp.broadcast_shapes(*map(jnp.shape, (condition, yes, no)))
     like = next((x for x in (condition, yes, no) if jnp.shape(x) == shape), None)
     return lax.select(*(_broadcast(x, shape, kind, like) for x, kind in ((condition, bool), (yes, dtype), (no, dtype))))
 
 
-def _is_sharded(x: Any) -> bool:
+def is_sharded(x: Any) -> bool:
     """Whether a value has an explicit sharding."""
     return isinstance(x, jax.Array) and any(part is not None for part in jax.typeof(x).sharding.spec)
 

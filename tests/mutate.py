@@ -191,6 +191,7 @@ TESTS: dict[str, tuple[str, ...]] = {
         "_kernels/test_scaled_formats.py::test_against_exact_rationals",
         "_kernels/test_scaled_formats.py::test_asking_changes_no_bit",
     ),
+    "jchop/_core/scaled_float32/tiles.py": ("_core/scaled_float32/test_tiles.py", "_kernels/test_scaled.py"),
     "jchop/_core/scaled_float32/products.py": ("_core/scaled_float32/test_select.py::test_minifloats", *_BY_TABLES),
     "jchop/_core/scaled/fitting.py": ("_core/scaled/test_scales.py::test_a_percentile_counts_exactly", *_GROUPED),
     "jchop/_core/scaled_bodies.py": (*_SCALED, *_GROUPED),

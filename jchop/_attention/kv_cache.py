@@ -48,7 +48,8 @@ class KVCache:
     was never written, or was written for another sequence, is never read. If a token finds no slot, because its
     position is beyond the length of the cache or no page is free, it is an error if shapes and known values show it.
     Within a compiled program it is not stored, and the sequence is marked in `overflowed`: its `values` and its
-    attention are NaN from then on, until `release`. `truncate` drops the last tokens of sequences.
+    attention are NaN from then on, until `release`. `truncate` drops the last tokens of sequences, and `take` chooses
+    sequences.
 
     Args:
         key_slots: stored keys, in rows of slots; a row is a sequence, or a page.
@@ -322,6 +323,56 @@ class KVCache:
         if self.window is not None:
             left = jnp.minimum(_lost(after - 1 - (after - 1 - jnp.arange(slots)) % slots), NO_TOKEN)
         return replace(self, slot_positions=jnp.where(gone, left, positions), lengths=limit, table=table)
+
+    def take(self, sequences: Any) -> KVCache:
+        """A cache of some of the sequences, each as often as it is named: the survivors of a beam search.
+
+        No number is rounded again. A paged cache frees the pages of sequences that are not named. The first copy of a
+        sequence keeps its pages, and each further one gets pages of its own. A copy that finds no free page is marked
+        in `overflowed`.
+
+        Args:
+            sequences: the sequence that each new one continues, integers, shape (sequences,). Within a compiled
+                program, numbers that name no sequence count as the nearest one.
+
+        Raises:
+            ValueError: for another shape, or for known numbers that name no sequence.
+            TypeError: for numbers that are no integers.
+
+        Example:
+            >>> import jax.numpy as jnp, jchop as jc
+            >>> cache = jc.KVCache.full((3, 8, 4, 16)).update(jnp.ones((3, 2, 4, 16)), jnp.ones((3, 2, 4, 16)))
+            >>> cache.truncate([0, 1, 2]).take([2, 2, 1]).lengths.tolist()
+            [2, 2, 1]
+        """
+        index = sequences if isinstance(sequences, Array) else jnp.asarray(np.asarray(sequences))
+        if not jnp.issubdtype(index.dtype, jnp.integer):
+            raise TypeError(f"sequences have the dtype {index.dtype}; they must be integers")
+        if index.ndim != 1:
+            raise ValueError(f"sequences have the shape {index.shape}; it must be (sequences,)")
+        last = self.lengths.shape[0] - 1
+        if not has_tracer(index) and (wrong := [n for n in np.asarray(index).tolist() if not 0 <= n <= last]):
+            raise ValueError(f"sequences hold {wrong[0]}; the cache has sequences 0 to {last}")
+        index = jnp.clip(index, 0, last)
+        if self.table is None:
+            return jax.tree.map(lambda leaf: leaf[index], self)
+        rows, wanted = self.slot_positions.shape[0], self.table[index]
+        first = jnp.argmax(index[:, None] == index, axis=1) == jnp.arange(index.size)
+        table, there = jnp.where(first[:, None], wanted, NO_PAGE), wanted != NO_PAGE
+        page = jnp.broadcast_to(jnp.arange(table.shape[1]), table.shape)
+        table = with_pages(table, rows, page, there, table.size)
+        owned = jnp.where(table == NO_PAGE, rows, table)
+        origin = jnp.full(rows, NO_PAGE).at[owned].set(wanted, mode="drop")
+        taken = partial(jnp.take, indices=jnp.maximum(origin, 0), axis=0)
+        return replace(
+            self,
+            key_slots=self.key_slots.part(taken),
+            value_slots=self.value_slots.part(taken),
+            slot_positions=jnp.where((origin == NO_PAGE)[:, None], NO_TOKEN, taken(self.slot_positions)),
+            lengths=self.lengths[index],
+            overflowed=self.overflowed[index] | (there & (table == NO_PAGE)).any(axis=1),
+            table=table,
+        )
 
     # -- parts, for attention ------------------------------------------------------------------------------------------
     def part(self, start: Any, count: int) -> tuple[Rows, Rows, Array]:

@@ -12,8 +12,9 @@ move axes, the whole body becomes scalar code, which runs again for each use of 
 
 from __future__ import annotations
 
+import math
 import warnings
-from collections.abc import Callable, Hashable, Iterable
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache, partial
 from typing import Any, Literal
@@ -79,19 +80,21 @@ class Kernel:
             enclosing vmaps) and static keywords, or None.
         profitable: whether ``impl="auto"`` should prefer it to the body, from the same arguments.
         capability: the least compute capability of a GPU for it, from the same arguments.
+        below: all GPUs that run it have a smaller compute capability.
     """
 
     run: Callable[..., Any]
     refuse: Callable[..., str | None] = _takes_all
     profitable: Callable[..., bool] = _always
     capability: Callable[..., float] = _any
+    below: float = math.inf
 
 
 @dataclass(frozen=True)
 class _Op:
     name: str
     body: Callable[..., Any]
-    kernels: tuple[tuple[str, Kernel], ...]
+    kernels: tuple[tuple[str, tuple[Kernel, ...]], ...]
     single: bool
     like_first: bool
 
@@ -116,7 +119,7 @@ def make_op(
     body: Callable[..., Any],
     *,
     tpu: Kernel | None = None,
-    gpu: Kernel | None = None,
+    gpu: Kernel | Sequence[Kernel] | None = None,
     single: bool = True,
     like_first: bool = False,
     single_cpu: Callable[..., Any] | None = None,
@@ -133,7 +136,7 @@ def make_op(
         name: the name of the primitive.
         body: pure jnp; takes the arrays, then static keywords; defines the operation.
         tpu: a kernel for TPUs.
-        gpu: a kernel for NVIDIA GPUs of compute capability 8.0 and more.
+        gpu: a kernel for NVIDIA GPUs of compute capability 8.0 and more; or several, the preferred one first.
         single: the result is one array; else a tuple of arrays.
         like_first: the result has the shape and the dtype of the first array, so its type needs no trace of the body.
         single_cpu: the body of programs for one CPU. It gives the bits of `body`, and may branch on values; `body` may
@@ -157,7 +160,12 @@ def make_op(
         >>> int(double(jnp.int32(4), times=2))
         8
     """
-    kernels = tuple((platform, kernel) for platform, kernel in (("tpu", tpu), ("cuda", gpu)) if kernel is not None)
+    given = (("tpu", tpu), ("cuda", gpu))
+    kernels = tuple(
+        (platform, (kernel,) if isinstance(kernel, Kernel) else tuple(kernel))
+        for platform, kernel in given
+        if kernel is not None
+    )
     op = _Op(name, body, kernels, single, like_first)
     primitive = OpPrimitive(name, stores)
     primitive.def_impl(partial(_eager, op, primitive))
@@ -166,8 +174,8 @@ def make_op(
     if apart or single_cpu is not None or plain is not None:
         lower = partial(_lower_single_cpu, op, single_cpu or body, apart, plain)
         mlir.register_lowering(primitive, lower, platform="cpu")
-    for platform, kernel in kernels:
-        mlir.register_lowering(primitive, partial(_lower_kernel, op, platform, kernel), platform=platform)
+    for platform, several in kernels:
+        mlir.register_lowering(primitive, partial(_lower_kernel, op, platform, several), platform=platform)
     batching.primitive_batchers[primitive] = partial(_batch, primitive)
 
     def run(*args: Any, impl: str = "auto", **static: Hashable) -> Any:
@@ -255,7 +263,7 @@ def _lower_single_cpu(
 def _lower_kernel(
     op: _Op,
     platform: str,
-    kernel: Kernel,
+    kernels: Sequence[Kernel],
     ctx: Any,
     *args: Any,
     impl: str,
@@ -266,12 +274,17 @@ def _lower_kernel(
     avals = _within(ctx.avals_in, vmaps)
     keywords = dict(static)
     fun = op.body
-    if impl != "xla":
-        why = _obstacle(ctx, platform, kernel.capability(*avals, **keywords)) or kernel.refuse(*avals, **keywords)
-        if why and impl == "pallas":
-            raise NotImplementedError(_cannot(op, why))
-        if not why and (impl == "pallas" or kernel.profitable(*avals, **keywords)):
+    reasons: list[str] = []
+    for kernel in () if impl == "xla" else kernels:
+        least = kernel.capability(*avals, **keywords)
+        why = _obstacle(ctx, platform, least, kernel.below) or kernel.refuse(*avals, **keywords)
+        if why:
+            reasons.append(why)
+        elif impl == "pallas" or kernel.profitable(*avals, **keywords):
             fun = kernel.run
+            break
+    if impl == "pallas" and fun is op.body:
+        raise NotImplementedError(_cannot(op, reasons[-1]))
     with warnings.catch_warnings():  # known here, and users can do nothing about it
         warnings.filterwarnings("ignore", "The Pallas Triton backend is deprecated", DeprecationWarning)
         return _lower(ctx, op, fun, args, wide=wide, vmaps=vmaps, static=static)
@@ -405,8 +418,11 @@ def _platforms(ctx: Any) -> str:
     return ", ".join(ctx.platforms or ctx.module_context.platforms)
 
 
-def _obstacle(ctx: Any, platform: str, least: float) -> str | None:
-    """The reason why no kernel can be lowered in this context, or None; a GPU has the compute capability `least`."""
+def _obstacle(ctx: Any, platform: str, least: float, below: float) -> str | None:
+    """The reason why no kernel can be lowered in this context, or None.
+
+    A GPU has a compute capability of at least `least`, and below `below`.
+    """
     if not all(are_known(aval.shape) for aval in ctx.avals_in):
         return "its shapes are symbolic, and a kernel is compiled for known ones"
     if not _one_device(ctx.module_context.axis_context):
@@ -420,6 +436,8 @@ def _obstacle(ctx: Any, platform: str, least: float) -> str | None:
             return "the GPU that it is lowered for is not known; name it with jax.default_device"
         if capability < least:
             return f"the GPU has compute capability {capability}, less than {least}"
+        if capability >= below:
+            return f"the GPU has compute capability {capability}, not below {below}"
     return None
 
 

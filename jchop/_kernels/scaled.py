@@ -29,6 +29,7 @@ from jchop._core.scaled_bodies import (
     round_body,
     unflat,
 )
+from jchop._core.scaled_float32 import tiles
 from jchop._core.sizes import are_known
 from jchop._kernels.primitive import Kernel, make_op
 from jchop._kernels.round import chunk_arguments
@@ -131,8 +132,8 @@ def refuse_gpu(x: Any, *arrays: Any, plan: Plan, place: StreamOffset = AT_START)
     if why := refuse(x, plan=plan, place=place):
         return why
     problem = Problem.of(x, plan)
-    most = _MOST_GPU[problem.last]
-    return f"group={problem.block} is larger than {most}" if problem.block > most else None
+    block, most = min(problem.block, problem.size), _MOST_GPU[problem.last]
+    return f"a group of {block} numbers is larger than {most}" if block > most else None
 
 
 def _refuse_codes(x: Any, plan: Plan, given: int, as_dtype: Any) -> str | None:
@@ -170,13 +171,18 @@ def refuse_codes_gpu(
     return _refuse_codes(x, plan, given, as_dtype)
 
 
-def blocks_only(refuses: Callable[..., str | None]) -> Callable[..., str | None]:
-    """`refuses`, with a reason also against all formats but blocks within one axis whose ends decide the scales."""
+def blocks_only(refuses: Callable[..., str | None], rows: bool = False) -> Callable[..., str | None]:
+    """`refuses`, with a reason also against all formats but blocks within one axis whose ends decide the scales.
+
+    If `rows`, groups may also be whole rows.
+    """
 
     def run(x: Any, *arrays: Any, plan: Plan, **static: Any) -> str | None:
-        group, axis = plan.fmt.group, plan.fmt.axis
-        if not isinstance(group, int) or not isinstance(axis, int) or not 1 < group < x.shape[axis]:
-            return f"{plan.fmt} has no blocks within one axis of shape {tuple(x.shape)}"
+        group, axis, shape = plan.fmt.group, plan.fmt.axis, tuple(x.shape)
+        blocks = isinstance(group, int) and isinstance(axis, int) and 1 < group < shape[axis]
+        whole = rows and len(shape) > 0 and plan.fmt.group_shape(shape) == (*(1,) * (len(shape) - 1), shape[-1])
+        if not (blocks or whole):
+            return f"{plan.fmt} has no blocks within one axis of shape {shape}"
         if plan.of_scales is not None or not plan.rule.by_ends:
             return f"{plan.fmt} has scales that are quantized again, or depend on more than the ends of a block"
         return refuses(x, *arrays, plan=plan, **static)
@@ -184,16 +190,20 @@ def blocks_only(refuses: Callable[..., str | None]) -> Callable[..., str | None]
     return run
 
 
-def _pays_on_gpu(x: Any, *arrays: Any, plan: Plan, **static: Any) -> bool:
+def _round_pays_on_gpu(x: Any, *arrays: Any, plan: Plan, **static: Any) -> bool:
     """Of other scales the kernel's exact quotients take longer than XLA's (`docs/gpu.md`)."""
     return plan.is_power
+
+
+def _quantize_pays_on_gpu(x: Any, *arrays: Any, plan: Plan, **static: Any) -> bool:
+    return plan.is_power or tiles.has_short_way(plan)
 
 
 #: Dtypes that the TPU's vector unit does not have.
 _NOT_ON_TPU = {"float16", "float64"}
 #: The longest blocks: a tile of the TPU holds at least eight blocks, a program of the GPU one.
 _MOST_TPU = 1024
-_MOST_GPU = {True: 4096, False: 256}
+_MOST_GPU = {True: 1 << 14, False: 256}
 #: The most numbers whose rows become one row of blocks.
 _FEW = 1 << 16
 
@@ -265,7 +275,7 @@ round_scaled_op = make_op(
     "jchop_round_scaled",
     round_body,
     tpu=Kernel(_rounds(_tpu), blocks_only(refuse_tpu)),
-    gpu=Kernel(_rounds(_gpu), blocks_only(refuse_gpu), _pays_on_gpu),
+    gpu=Kernel(_rounds(_gpu), blocks_only(refuse_gpu, rows=True), _round_pays_on_gpu),
     like_first=True,
     single_cpu=partial(round_body, branch_allowed=True),
     apart=True,
@@ -276,7 +286,7 @@ quantize_scaled_op = make_op(
     "jchop_quantize_scaled",
     quantize_body,
     tpu=Kernel(_quantizes(_tpu), blocks_only(refuse_codes_tpu)),
-    gpu=Kernel(_quantizes(_gpu), blocks_only(refuse_codes_gpu), _pays_on_gpu),
+    gpu=Kernel(_quantizes(_gpu), blocks_only(refuse_codes_gpu, rows=True), _quantize_pays_on_gpu),
     single=False,
     single_cpu=partial(quantize_body, branch_allowed=True),
     plain=_plain_quantize,

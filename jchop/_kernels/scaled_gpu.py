@@ -6,7 +6,7 @@ block, a row or the array are masked. Codes are stored as bytes, because a chip 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
@@ -19,7 +19,8 @@ from jax.experimental.pallas import triton as plt
 
 from jchop._core.scaled.elements import widen
 from jchop._core.scaled.power_of_two_scales import quantize_tile, round_tile
-from jchop._core.scaled.scales import Plan
+from jchop._core.scaled.scales import Plan, Scales, choose_scales, store_scales
+from jchop._core.scaled_float32 import tiles
 from jchop._kernels.round_tile import result_like
 from jchop._kernels.scaled_tile import TENSOR, Problem, ScaledGpuTiling, stream
 
@@ -64,10 +65,16 @@ class _Tile:
 
     If the blocks are along the last axis, a tile has the shape (blocks, block), and may have blocks of several rows.
     Otherwise it has the shape (block, lanes): a block in each of some columns.
+
+    Args:
+        problem: the problem.
+        tiling: the tiles.
+        length: the numbers of each block in a part of a tile. Default None: whole blocks.
     """
 
     problem: Problem
     tiling: ScaledGpuTiling
+    length: int | None = None
 
     @classmethod
     def of(cls, x: Array, plan: Plan, tiling: ScaledGpuTiling | None) -> _Tile:
@@ -79,8 +86,8 @@ class _Tile:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        padded = self.tiling.padded(self.problem)
-        return (self.tiling.blocks, padded) if self.problem.last else (padded, self.tiling.lanes)
+        length = self.length or self.tiling.padded(self.problem)
+        return (self.tiling.blocks, length) if self.problem.last else (length, self.tiling.lanes)
 
     @property
     def axis(self) -> int:
@@ -114,20 +121,52 @@ class _Tile:
 
     # -- kernels -------------------------------------------------------------------------------------------------------
     def round(self, words: Any, x: Any, out: Any) -> None:
-        place = _Place.of(self)
+        place = _Place.of(self, pl.program_id(0))
         values, word = self._load(words, x, place)
         result = round_tile(values, self.axis, self.problem.plan, word, self._tensor(words))
         plt.store(out.at[place.element], result, mask=place.valid)
 
     def quantize(self, words: Any, x: Any, codes: Any, scales: Any) -> None:
-        place = _Place.of(self)
+        plan, program = self.problem.plan, pl.program_id(0)  # which a branch cannot ask for if it is interpreted
+        place = _Place.of(self, program)
         values, word = self._load(words, x, place)
-        coded, stored = quantize_tile(values, self.axis, self.problem.plan, word, self._tensor(words))
-        plt.store(scales.at[place.block], stored, mask=place.block_valid)
+        if not tiles.has_short_way(plan):
+            coded, stored = quantize_tile(values, self.axis, plan, word, self._tensor(words))
+            plt.store(scales.at[place.block], stored, mask=place.block_valid)
+            return self._store(codes, coded, place)
+        tensor = self._tensor(words)
+        found, largest, plain = tiles.short_scales(values, self.axis, plan, tensor)
+
+        def short() -> None:
+            plt.store(scales.at[place.block], store_scales(found, plan), mask=place.block_valid)
+            self._store(codes, tiles.short_codes_of(values, found, largest, plan), place)
+
+        def general() -> None:
+            chosen = choose_scales(values, self.axis, plan, tensor)
+            plt.store(scales.at[place.block], store_scales(chosen, plan), mask=place.block_valid)
+            self._quantize_by_parts(words, x, codes, chosen, program)
+
+        lax.cond(plain, short, general)
+
+    def _quantize_by_parts(self, words: Any, x: Any, codes: Any, chosen: Scales, program: Array) -> None:
+        """The general way, four numbers for each thread at a time: all together would need twice the registers."""
+        least = self.together if self.problem.last else 1
+        length = max(128 * self.tiling.num_warps // self.shape[1 - self.axis], least)
+        length = min(length, self.shape[self.axis])
+        part = replace(self, length=length)
+
+        def turn(number: Array, carried: None) -> None:
+            place = _Place.of(part, program, number * np.int32(length))
+            part._store(codes, tiles.codes_of(part._load(words, x, place)[0], chosen, self.problem.plan), place)
+            return carried
+
+        lax.fori_loop(np.int32(0), np.int32(self.shape[self.axis] // length), turn, None)
+
+    def _store(self, out: Any, codes: Array, place: _Place) -> None:
         if self.together == 1:
-            plt.store(codes.at[place.element], coded, mask=place.valid)
+            plt.store(out.at[place.element], codes, mask=place.valid)
         else:
-            self._store_packed(codes, coded, place)
+            self._store_packed(out, codes, place)
 
     def _load(self, words: Any, x: Any, place: _Place) -> tuple[Array, Array | None]:
         plan = self.problem.plan
@@ -201,7 +240,7 @@ def _divide(index: Array, count: int) -> tuple[Array, Array]:
 
 @dataclass(frozen=True)
 class _Place:
-    """The indexes of a program's elements and blocks in the arrays, and whether they exist."""
+    """The indexes of the elements and blocks of a tile, or of a part of it, in the arrays, and whether they exist."""
 
     element: Array  # flat index
     valid: Array
@@ -210,17 +249,18 @@ class _Place:
     row: Array  # for packed codes: the flat index of the row of an element or group
     byte_rows: Array  # whether each row exists
     column: Array  # the index in the row of a block's first element, or of the tile's first lane
+    begin: Any  # the index in a block of the first element
 
     @classmethod
-    def of(cls, tile: _Tile) -> _Place:
-        return cls._along_last(tile) if tile.problem.last else cls._along_middle(tile)
+    def of(cls, tile: _Tile, program: Array, begin: Any = 0) -> _Place:
+        return (cls._along_last if tile.problem.last else cls._along_middle)(tile, program, begin)
 
     @classmethod
-    def _along_last(cls, tile: _Tile) -> _Place:
+    def _along_last(cls, tile: _Tile, program: Array, begin: Any) -> _Place:
         problem, shape = tile.problem, tile.shape
         rows = (shape[0], 1)
-        block = pl.program_id(0) * shape[0] + lax.broadcasted_iota(jnp.int32, rows, 0)
-        lane = lax.broadcasted_iota(jnp.int32, shape, 1)
+        block = program * shape[0] + lax.broadcasted_iota(jnp.int32, rows, 0)
+        lane = begin + lax.broadcasted_iota(jnp.int32, shape, 1)
         there = block < problem.outer * problem.blocks
         if problem.size % problem.block:
             row, within = _divide(block, problem.blocks)
@@ -229,23 +269,23 @@ class _Place:
         else:  # rows follow each other without a gap
             row, column = jnp.zeros_like(block), block * problem.block
             valid = there & (lane < problem.block)
-        return cls(row * problem.size + column + lane, valid, block, there, row, there, column)
+        return cls(row * problem.size + column + lane, valid, block, there, row, there, column, begin)
 
     @classmethod
-    def _along_middle(cls, tile: _Tile) -> _Place:
+    def _along_middle(cls, tile: _Tile, program: Array, begin: Any) -> _Place:
         problem, shape = tile.problem, tile.shape
         along, across = tile.tiles
-        lead, tile_across = _divide(pl.program_id(0), across)
+        lead, tile_across = _divide(program, across)
         outer, block = _divide(lead, along)
         first = tile_across * shape[1]
         lane = first + lax.broadcasted_iota(jnp.int32, (1, shape[1]), 1)
-        inside = lax.broadcasted_iota(jnp.int32, (shape[0], 1), 0)
+        inside = begin + lax.broadcasted_iota(jnp.int32, (shape[0], 1), 0)
         along_block = block * problem.block + inside
         row = outer * problem.size + along_block
         rows = (inside < problem.block) & (along_block < problem.size)
         columns = lane < problem.inner
         scale = (outer * problem.blocks + block) * problem.inner + lane
-        return cls(row * problem.inner + lane, rows & columns, scale, columns, row, rows, first)
+        return cls(row * problem.inner + lane, rows & columns, scale, columns, row, rows, first, 0)
 
     def units(self, tile: _Tile, shape: tuple[int, ...], count: int) -> tuple[Array, Array]:
         """The place of the words or bytes of groups of codes: the flat index of the first, and their number.
@@ -256,7 +296,8 @@ class _Place:
             count: the number of words or bytes of a group.
         """
         problem, size = tile.problem, tile.stored_dtype.itemsize
-        group = lax.broadcasted_iota(jnp.int32, shape, len(shape) - 1) * count
+        first = lax.div(jnp.int32(self.begin), np.int32(tile.together)) * count
+        group = first + lax.broadcasted_iota(jnp.int32, shape, len(shape) - 1) * count
         begin = _divide(self.column, tile.together)[0] * count
         row = tile.row_bytes // size
         left = row - begin - group

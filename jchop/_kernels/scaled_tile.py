@@ -23,7 +23,7 @@ class Problem:
     """An array as (outer, size, inner), with its blocks along the middle; inner is 1 if that is the last axis.
 
     Args:
-        plan: a plan of a format whose groups are blocks along one axis.
+        plan: a plan of a format whose groups are blocks along one axis, or whole rows.
         shape: the shape of the array.
     """
 
@@ -37,8 +37,14 @@ class Problem:
 
     @property
     def axis(self) -> int:
-        assert isinstance(self.plan.fmt.axis, int)
-        return self.plan.fmt.axis % len(self.shape)
+        axis = self.plan.fmt.axis if self._has_blocks else -1
+        assert isinstance(axis, int)
+        return axis % len(self.shape)
+
+    @property
+    def _has_blocks(self) -> bool:
+        """Whether the format has blocks of a given length; else a group is a row."""
+        return isinstance(self.plan.fmt.group, int) and isinstance(self.plan.fmt.axis, int)
 
     @property
     def last(self) -> bool:
@@ -59,8 +65,9 @@ class Problem:
 
     @property
     def block(self) -> int:
-        assert isinstance(self.plan.fmt.group, int)
-        return self.plan.fmt.group
+        block = self.plan.fmt.group if self._has_blocks else self.shape[-1]
+        assert isinstance(block, int)
+        return block
 
     @property
     def blocks(self) -> int:
@@ -190,18 +197,19 @@ class ScaledGpuTiling:
         Along rows, a tile has 2048 elements, 16 for each thread, so that one or a few threads reduce a block. Down
         columns, 128 columns make a warp of threads with four neighbours each, which reduce their part of a block in
         registers. For 64-bit numbers, for rows of codes of which eight are stored together, and for columns under
-        stochastic rounding, a tile has half as many elements, because of the registers.
+        stochastic rounding, a tile has half as many elements, because of the registers. Longer rows have more warps.
         """
         padded, half = cls.padded(problem), problem.plan.compute.width // 64
         if problem.last:
-            return cls(max((2048 >> half + (problem.codes_together == 8)) // padded, 1), 1, 4)
+            blocks = max((2048 >> half + (problem.codes_together == 8)) // padded, 1)
+            return cls(blocks, 1, max(padded // 1024, 4))
         columns, drawn = max(_power(problem.inner), 16), problem.plan.element.rounding.stochastic
         return cls(1, max(min((4096 >> half + drawn) // padded, 128, columns), 16), 4)
 
     @staticmethod
     def padded(problem: Problem) -> int:
         """A block's length in a tile, a power of two."""
-        return _power(problem.block)
+        return _power(min(problem.block, problem.size))
 
     def misfit(self, problem: Problem) -> str | None:
         """Why the tiles do not fit a problem, or None."""

@@ -38,7 +38,7 @@ from jchop._products.layout import Layout
 from jchop.formats import ElementFormat, FloatFormat, IntegerFormat, float8_e4m3fn, float8_e5m2
 from jchop.spec import Spec
 from jchop.storage import QArray, quantize
-from jchop.storage._codes import decode_plain, gather, hold, native_dtype
+from jchop.storage._codes import check_dtype, decode_plain, gather, hold, native_dtype
 from jchop.storage._decode import batch_axes, decode, expand, spec_of_part
 from jchop.storage._layout import WHOLE, Kind, kinds_of, scale_shape, with_kinds
 
@@ -152,6 +152,7 @@ def parts_of(q: QArray, numbers: Array | None = None) -> Coded:
     If its `numbers` are given and its elements have no NaN, the scale of a group with a NaN is NaN; without scales, 1
     or NaN for all.
     """
+    check_dtype(q.qvalue, q.spec.element)
     with jax.named_scope(OWN_SCOPE):  # `emulate` rounds no scale
         elements, shift = _elements(q)
         kinds: Sequence[Kind] = (WHOLE,) * q.ndim
@@ -273,13 +274,15 @@ class Matrices:
 
     Args:
         apart: whether the rows of the right operand are known to be the last axis of memory.
+        platform: "cpu" or "tpu" in a branch of a program for that platform alone.
     """
 
     width = 1
     apart = False
+    platform: str | None = None
 
-    def __init__(self, *, apart: bool = False) -> None:
-        self.apart = apart
+    def __init__(self, *, apart: bool = False, platform: str | None = None) -> None:
+        self.apart, self.platform = apart, platform
 
     def shape(self, a: Array, b: Array) -> tuple[int, ...]:
         """The shape of the result."""
@@ -319,7 +322,8 @@ class Matrices:
 
     def run(self, on_cpu: Callable[..., Array], native: Callable[..., Array], a: Array, b: Array) -> Array:
         """Sums on a CPU, or by the units of another device; `native` takes a `dot` first."""
-        return by_platform(partial(native, self.on_gpu), a, b, cpu=on_cpu, tpu=partial(native, self.dot))
+        ways = {"cpu": on_cpu, "tpu": partial(native, self.dot)}
+        return ways[self.platform](a, b) if self.platform else by_platform(partial(native, self.on_gpu), a, b, **ways)
 
     def integers(self, a: Array, b: Array) -> Array:
         """The exact sums of int8, which int32 holds."""
@@ -375,13 +379,7 @@ def multiply(x: Coded, w: Coded, dtype: Any, how: Matrices = _MATRICES) -> Array
     if not all(math.prod(shape) for shape in (x.elements.shape, w.elements.shape, out)):
         return jnp.zeros(out, dtype)
     with jax.named_scope(OWN_SCOPE):
-        if block < count:
-            return own_results(_of_blocks(x, w, block, blocks, dtype, how))
-        total = _sum(x, w, count * how.width, _work(dtype), how)
-        for v, spread in zip((x, w), (how.left, how.right), strict=True):
-            if v.scale is not None:
-                total = scaled(total, spread(v.scale[..., 0]))
-        return own_results(total.astype(dtype))
+        return own_results(_of_blocks(x, w, block, blocks, dtype, how))
 
 
 def _work(dtype: Any) -> Any:
@@ -406,9 +404,14 @@ def _of_blocks(x: Coded, w: Coded, block: int, blocks: Sequence[int], dtype: Any
     }
     given = x.elements, w.elements, *parts.values()
     static = {"names": tuple(parts), "block": block, "dtype": jnp.dtype(dtype).name}
-    if type(how) is Matrices:
-        return product_of_blocks_op(*given, **static, apart=how.apart)
-    return _blocks_body(*given, **static, how=how)
+    op = partial(product_of_blocks_op, **static, apart=how.apart)
+    if type(how) is Matrices and block < x.elements.shape[-1]:
+        return op(*given)
+    if type(how) is not Matrices or any(v.elements.dtype.itemsize > 1 for v in (x, w)):
+        return _blocks_body(*given, **static, how=how)
+    # A single block has a kernel on some GPUs alone; elsewhere it is not kept from the operations around it.
+    body = {p: partial(_blocks_body, **static, how=Matrices(apart=how.apart, platform=p)) for p in ("cpu", "tpu")}
+    return by_platform(op, *given, **body)
 
 
 def _blocks_body(
@@ -439,7 +442,7 @@ def _blocks_body(
     del tiling
     how = how or Matrices(apart=apart)
     given, work, size = dict(zip(names, parts, strict=True)), _work(dtype), x.shape[-1]
-    count = -(-size // block)
+    count = max(-(-size // block), 1)
 
     def cut(v: Array) -> Array:
         """(blocks, ..., block); zeros fill up the last block."""
@@ -460,7 +463,11 @@ def _blocks_body(
                 term = scaled(term, spread(changed[name][..., 0]))
         return total + term, None
 
-    total = lax.scan(turn, jnp.zeros(how.shape(x, w), work), (cut(x), cut(w), lengths, changing))[0]
+    if count == 1:
+        a, b = (Coded(v, None, given.get(f"{side}_zero")) for side, v in (("x", x), ("w", w)))
+        total = _sum(a, b, size * how.width, work, how)
+    else:
+        total = lax.scan(turn, jnp.zeros(how.shape(x, w), work), (cut(x), cut(w), lengths, changing))[0]
     for name, spread in spreads.items():
         if name in given and name not in changing:
             total = scaled(total, spread(given[name][..., 0]))
@@ -468,7 +475,10 @@ def _blocks_body(
 
 
 product_of_blocks_op = make_op(
-    "jchop_product_of_blocks", _blocks_body, tpu=product_of_blocks.TPU, gpu=product_of_blocks.GPU
+    "jchop_product_of_blocks",
+    _blocks_body,
+    tpu=product_of_blocks.TPU,
+    gpu=(product_of_blocks.HOPPER, product_of_blocks.GPU),
 )
 
 

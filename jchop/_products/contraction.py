@@ -14,6 +14,7 @@ from jax import lax
 from jax.custom_derivatives import SymbolicZero
 
 from jchop._arguments import OWN_SCOPE, own_results
+from jchop._bits import is_sharded
 from jchop._kernels.settled import settled_on_cpu
 from jchop._products.codes import Coded, block_of, check_codes, coded, codes_of, in_own_shape, parts_of
 from jchop._products.layout import check_axes, round_in, same_transposed, turned
@@ -169,9 +170,8 @@ def _operands_by_codes(
     if weight is None:
         return first, replace(coded(right.lay(w), how.right, keys.right), stored=None)  # not in the shape of w
     assert how.right is not None
-    laid = replace(
-        weight.moved(right.lay), block=block_of(how.right, right.ndim), stored=weight.stored, shift=weight.shift
-    )
+    block = block_of(how.right, right.ndim) if weight.block is None else weight.block
+    laid = replace(weight.moved(right.lay), block=block, stored=weight.stored, shift=weight.shift)
     return first, jax.tree.map(lax.stop_gradient, laid)
 
 
@@ -252,9 +252,16 @@ class _Keys:
 @partial(CustomJvp, nondiff_argnums=(0,))
 def _product_of_codes(product: Product, x: Array, w: Array, both: Any, extra: tuple[Array, ...]) -> Array:
     """The product of the codes of rounded operands; its derivative is that of the product of their numbers."""
-    left, right = both
+    shapes, dtype = (x.shape, w.shape), _result_dtype(product, x, w)
+
+    def by_codes(both: tuple[Coded, Coded], *extra: Array) -> Array:
+        return product.by_codes(*both, shapes, dtype, *extra)
+
+    run: Any = by_codes
+    if any(map(is_sharded, jax.tree.leaves(both))):  # loops and slices within would each need a sharding
+        run = jax.sharding.auto_axes(by_codes, out_sharding=jax.eval_shape(product, x, w, *extra).sharding)
     with jax.named_scope(OWN_SCOPE):
-        return own_results(product.by_codes(left, right, (x.shape, w.shape), _result_dtype(product, x, w), *extra))
+        return own_results(run(both, *extra))
 
 
 def _jvp_of_codes(product: Product, primals: tuple, tangents: tuple) -> tuple[Array, Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
@@ -13,7 +14,7 @@ from jax.extend.core import Literal
 
 from jchop._paths import pattern_of
 from jchop._products.adapters import beside
-from jchop._products.codes import Coded
+from jchop._products.codes import Coded, block_of
 from jchop._products.contraction import Roundings, contract
 from jchop._products.product import Flipped
 from jchop._products.traced.analysis import ProductStep
@@ -29,7 +30,7 @@ Array = jax.Array
 __all__ = ["Quantization"]
 
 #: Moves of one array, under which elements, scales and zero points stay beside each other.
-_ALONE = MOVES - {"concatenate", "dynamic_update_slice", "optimization_barrier", "pad", "split", "stack"}
+_ALONE = MOVES - {"concatenate", "dynamic_update_slice", "optimization_barrier", "pad", "stack"}
 #: Moves after which a product takes a parameter with an adapter still as a whole; of a stack, casts alone.
 _CASTS = frozenset({"convert_element_type", "copy", "optimization_barrier"})
 _KEEPS_ADAPTER = _CASTS | {"transpose", "reshape", "squeeze", "expand_dims"}
@@ -153,8 +154,11 @@ class Quantization(Runner):
             return contract(product, x, rounded(w), how, key, extra=extra)
         full = w.full if isinstance(w, Twin) else w
         codes = w.codes if isinstance(w, Twin) and how.codes else None
-        if how.codes and how.right is not None and codes is None:
-            raise ValueError(_without_codes(step, weight, self.paths, how))
+        if how.codes and how.right is not None:
+            if codes is None:
+                raise ValueError(_without_codes(step, weight, self.paths, how))
+            if (group := block_of(how.right, product.forward.right.ndim)) is not None:
+                codes = replace(codes, block=math.gcd(group, *(use.block_of(group) for use in step.uses[weight])))
         return contract(product, x, full, how, key, rounded=rounded(w), codes=codes, extra=extra)
 
 

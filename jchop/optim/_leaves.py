@@ -45,8 +45,8 @@ def transformation(init: Callable[..., Any], update: Callable[..., Any]) -> opta
 
 
 def holds_codes(leaf: Any) -> bool:
-    """Whether a parameter is packed."""
-    return isinstance(leaf, QArray | Rearranged)
+    """Whether a parameter is packed; not if its parts are placeholders, as beside adapters that train alone."""
+    return isinstance(leaf, QArray | Rearranged) and bool(jax.tree.leaves(leaf))
 
 
 def first_key(spec: Spec | None, key: Array | None) -> Array | None:

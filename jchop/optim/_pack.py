@@ -46,8 +46,8 @@ class PackedRows:
 
 
 def is_packed(leaf: Any) -> bool:
-    """Whether a leaf is a `QArray` or a `PackedRows`."""
-    return isinstance(leaf, QArray | PackedRows)
+    """Whether a leaf is a `QArray` or a `PackedRows`; not if it holds no arrays, as in a state beside adapters."""
+    return isinstance(leaf, QArray | PackedRows) and bool(jax.tree.leaves(leaf))
 
 
 def codes_of(leaf: QArray | PackedRows) -> QArray:

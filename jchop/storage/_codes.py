@@ -86,7 +86,22 @@ def hold(codes: Codes, fmt: ElementFormat) -> Codes:
 
 def raw(stored: Codes, fmt: ElementFormat) -> Codes:
     """Stored codes as unsigned integers, still packed."""
+    check_dtype(stored, fmt)
     return _bits_as(stored, np.dtype(f"u{code_dtype(fmt).itemsize}"))
+
+
+def check_dtype(stored: Codes, fmt: ElementFormat) -> None:
+    """Refuses numbers in the place of codes, as arithmetic on the leaves of a QArray makes them.
+
+    Raises:
+        ValueError: for a dtype of another size than that of codes.
+    """
+    own = code_dtype(fmt)
+    if stored.dtype.itemsize != own.itemsize:
+        raise ValueError(
+            f"qvalue is {stored.dtype}, and the codes of its spec are {own}: arithmetic on the leaves of a QArray does "
+            "not compute with its numbers; jc.storage.dequantize_params has them, and jc.optim.apply_updates packs sums"
+        )
 
 
 def spread(stored: Codes, fmt: ElementFormat, count: int) -> Codes:

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jchop._bits import CARRIERS
+from jchop._bits import CARRIERS, is_sharded
 from jchop._core.rounding.codes import packed_size
 from jchop._kernels.scaled import dequantize_scaled, stored_shapes
 from jchop.formats import ElementFormat, ScaledFormat
@@ -196,5 +196,6 @@ def expand(values: Array, kinds: Sequence[Kind], shape: Sequence[int]) -> Array:
     """One value for each group, repeated for each element of the group; whole-axis groups keep length 1."""
     for axis, (kind, n) in enumerate(zip(kinds, shape, strict=True)):
         if kind not in (OWN, WHOLE):
-            values = lax.slice_in_dim(jnp.repeat(values, int(kind), axis), 0, n, axis=axis)
+            sharding = jax.typeof(values).sharding if is_sharded(values) else None
+            values = lax.slice_in_dim(jnp.repeat(values, int(kind), axis, out_sharding=sharding), 0, n, axis=axis)
     return values

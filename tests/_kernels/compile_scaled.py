@@ -39,6 +39,13 @@ SCALINGS: dict[str, Spec] = {
 TPU_DTYPES = ("float32", "bfloat16")
 GPU_DTYPES = ("float32", "bfloat16", "float16", "float64")
 SHAPES = ((256, 512), (37, 101), (3, 5, 257), (1, 1000), (129,))
+#: Whole rows, and blocks of floating-point elements, under scales that are no powers of two.
+ROWS = (
+    ("int8(group=all)", "bfloat16", (4096, 4096)),
+    ("e4m3fn(group=all)", "float32", (4, 3, 5000)),
+    ("int4(group=all)", "bfloat16", (64, 1 << 14)),
+    ("e4m3fn(group=128)", "bfloat16", (4096, 4096)),
+)
 WORDS = jax.ShapeDtypeStruct((1, 9), jnp.uint32)
 
 
@@ -76,6 +83,10 @@ def cases(target: str) -> Iterator[Case]:
         for kernel in ("quantize_blocks", "round_blocks"):
             yield case(target, kernel, "mxfp4, unclipped", along(unclipped, axis), "float32", (256, 512))
             yield case(target, kernel, "mxfp8 e4m3", along(jc.parse("mxfp8_e4m3"), axis), "float32", (4096, 4096))
+    if not is_tpu(target):
+        for text, dtype, shape in ROWS:
+            yield case(target, "quantize_blocks", text, jc.parse(text), dtype, shape)
+        yield case(target, "round_blocks", "rows", jc.parse("mxfp8_e4m3(group=all)"), "bfloat16", (4, 3, 5000))
 
 
 def case(

@@ -50,6 +50,7 @@ ENVIRONMENT = {
     "TPU_STDERR_LOG_LEVEL": "3",
     "TPU_MIN_LOG_LEVEL": "3",
     "LLVM_DISABLE_SYMBOLIZATION": "1",  # a dump has XLA look up stack traces, which takes seconds
+    "MOSAIC_GPU_DUMP_PTX": "1",  # into the folder of the others
 }
 
 
@@ -224,9 +225,11 @@ class Compiled:
 
     @functools.cached_property
     def ptx(self) -> list[Path]:
-        """The PTX files that hold Triton kernels."""
+        """The PTX files that hold kernels of Triton or Mosaic."""
         entries = {path: _ENTRY.findall(path.read_text()) for path in sorted(self.dumps.glob("*.ptx"))}
-        return [path for path, names in entries.items() if set(names) & set(self.triton)]
+        return [
+            path for path, names in entries.items() if set(names) & set(self.triton) or "mosaic_gpu" in " ".join(names)
+        ]
 
 
 _NOTHING_MOVED = ("bitcast", "tuple", "get-tuple-element", "copy-done")
@@ -297,7 +300,7 @@ def _check_spills(compiled: Compiled) -> _Findings:
         assembled = _assemble(path, re.findall(r"^\.target\s+(\w+)", text, re.MULTILINE)[0])
         findings += assembled
         faults += [line for line in assembled if re.search(r"[1-9]\d* bytes spill", line)]
-    return findings, faults or ([] if compiled.ptx else ["no PTX of a Triton kernel was found"])
+    return findings, faults or ([] if compiled.ptx else ["no PTX of a kernel was found"])
 
 
 def _assemble(path: Path, chip: str) -> list[str]:
@@ -338,7 +341,7 @@ def _check_machine_code(kinds: tuple[str, ...], compiled: Compiled) -> _Findings
 def _check_separate(compiled: Compiled) -> _Findings:
     """Products are rounded before they are added: no Triton kernel contracts them."""
     faults = [f"{path.name} has fused multiply-adds" for path in compiled.ptx if "fma.rn" in path.read_text()]
-    return [], faults or ([] if compiled.ptx else ["no PTX of a Triton kernel was found"])
+    return [], faults or ([] if compiled.ptx else ["no PTX of a kernel was found"])
 
 
 def _check_no_loop(compiled: Compiled) -> _Findings:
@@ -446,6 +449,7 @@ def _compile(case: Case, chip: Any, gpu: bool) -> Result:
         options: dict[str, Any] = {}
         if case.checks and gpu:
             options = {"xla_dump_to": folder, **_DUMP}
+            os.environ["MOSAIC_GPU_DUMP_TO"] = folder
         if case.tile and gpu:
             options["xla_gpu_override_gemm_autotuner"] = case.tile
         try:

@@ -89,6 +89,8 @@ GPU_TILINGS = [
     ((1, 300, 70, 32), DequantizeMatmulGpuTiling(1, 64, 32, 3, 1)),  # 8 of 32 rows at a time
     ((2, 700, 130, 200), DequantizeMatmulGpuTiling(1, 32, 64, 9, 4)),  # one row of x after the other
     ((1, 40, 20, 3), DequantizeMatmulGpuTiling(1, 16, 16)),
+    ((1, 1100, 70, 32), DequantizeMatmulGpuTiling(1, 32, 512, 2)),  # several groups in a step, and two steps
+    ((1, 1024, 64, 64), DequantizeMatmulGpuTiling(1, 32, 256, 2)),  # whole tiles
 ]
 
 
@@ -247,8 +249,8 @@ def test_gpu_heuristic():
     for problem in problems():
         tiling = DequantizeMatmulGpuTiling.for_shape(problem)
         tiles = -(-problem.m // tiling.block_m) * -(-problem.width // tiling.block_n)
-        assert tiling.splits == 1 or tiles * tiling.splits <= 256
-        assert tiling.block_k < 2 * max(problem.group, 16)
+        assert tiling.splits == 1 or tiles * tiling.splits <= (1024 if tiling.block_m == 1 else 256)
+        assert tiling.block_k < 2 * max(problem.k if tiling.block_m == 1 else problem.group, 16)
         if tiling.block_m == 1:  # which has no operands in shared memory
             continue
         # One stage of operands, times the stages, and the decoded codes: shared memory, of which 163 KiB are there.

@@ -189,6 +189,20 @@ def test_auto_falls_back_where_the_kernel_refuses():
     assert taken.calls == []
 
 
+@pytest.mark.parametrize(("capability", "name"), [(8.0, "old"), (9.0, "new"), (10.0, "old")])
+def test_the_first_of_several_kernels_that_can_runs(capability, name, monkeypatch):
+    monkeypatch.setattr(primitive, "_compute_capability", lambda: capability)
+    calls = []
+
+    def kernel(name: str, **limits: Any) -> Kernel:
+        return Kernel(lambda x, scale, shift: calls.append(name) or body(x, scale, shift=shift), **limits)
+
+    op = make_op("toy", body, gpu=(kernel("new", capability=lambda *_, **__: 9.0, below=10.0), kernel("old")))
+    for impl in ("auto", "pallas"):
+        lowered_for("cuda", times(op, impl), X)
+    assert set(calls) == {name}
+
+
 def run_sharded(op: Any) -> Callable[..., Any]:
     return lambda x: times(op, "pallas")(lax.with_sharding_constraint(x, NamedSharding(mesh(), P("a"))))
 

@@ -15,8 +15,12 @@ from _kernels.quickly import compiled
 
 import jchop as jc
 from jchop._kernels.products import float8_dot_gpu, product_of_blocks_gpu, product_of_blocks_tpu
-from jchop._kernels.products.product_of_blocks import GPU, TPU
-from jchop._kernels.products.product_of_blocks_tile import ProductOfBlocksGpuTiling, ProductOfBlocksTpuTiling
+from jchop._kernels.products.product_of_blocks import GPU, HOPPER, TPU
+from jchop._kernels.products.product_of_blocks_tile import (
+    ProductOfBlocksGpuTiling,
+    ProductOfBlocksHopperTiling,
+    ProductOfBlocksTpuTiling,
+)
 from jchop._products.codes import product_of_blocks_op
 
 KERNELS: dict[str, ModuleType] = {"gpu": product_of_blocks_gpu, "tpu": product_of_blocks_tpu}
@@ -189,6 +193,63 @@ def test_what_is_refused(rng):
     assert GPU.capability(wide) == 8.9 and GPU.capability(x) == 8.0
 
 
+# -- the kernel of Hopper ----------------------------------------------------------------------------------------------
+
+_WITHOUT = pytest.mark.skipif(jax.__version_info__ < (0, 11), reason="this JAX does not interpret Mosaic GPU")
+#: (batch, m, n, k, block), the dtype of the elements, and the scales: tiles that fill the arrays, and that do not.
+OF_HOPPER: list[Any] = [
+    ((1, 256, 128, 384, 384), "int8", {"x_scale": False, "w_scale": False}),
+    ((1, 264, 192, 384, 128), "int8", {"x_scale": False, "w_scale": True}),
+    ((2, 8, 64, 256, 128), "float8_e5m2", {"x_scale": True, "w_scale": True}),
+    ((1, 136, 64, 640, 640), "float8_e4m3fn", {"w_scale": False}),
+]
+
+
+@_WITHOUT
+@pytest.mark.parametrize("case", some(OF_HOPPER, 1), ids=str)
+def test_the_kernel_of_hopper(case, rng):
+    from jax.experimental.pallas import mosaic_gpu
+
+    from jchop._kernels.products.product_of_blocks_hopper import product_of_blocks
+
+    mosaic: Any = mosaic_gpu
+    shape, kind, within = case
+    elements, parts = data(rng, shape, within, (kind, kind))
+    static: Any = {"names": tuple(parts), "block": shape[-1], "dtype": "float32"}
+    with mosaic.force_gpu_interpret_mode(mosaic.InterpretGPUParams()):
+        y = product_of_blocks(*(jnp.asarray(v) for v in (*elements, *parts.values())), **static)
+    np.testing.assert_array_equal(y, reference(elements, parts, shape[-1]), strict=True)
+
+
+def test_what_the_kernel_of_hopper_refuses():
+    def why(m: int, n: int, k: int, block: int, kinds: Any = ("int8", "int8"), **static: Any) -> str:
+        x, w = (jax.ShapeDtypeStruct((1, rows, k), kind) for rows, kind in zip((m, n), kinds, strict=True))
+        return str(HOPPER.refuse(x, w, **{"names": ("x_scale",), "block": block, "dtype": "float32", **static}))
+
+    assert why(8, 64, 256, 128) == why(8, 64, 256, 256) == why(8, 64, 128, 128, ["float8_e5m2"] * 2) == "None"
+    assert "m=9 is no multiple of 8" in why(9, 64, 256, 128)
+    assert "n=32 is no multiple of 64" in why(8, 32, 256, 128)
+    assert "k=192 is no multiple of 128" in why(8, 64, 192, 128)
+    assert "blocks of 256 are neither of 128 nor one of 512" in why(8, 64, 512, 256)
+    assert "float8_e5m2 and float8_e4m3fn" in why(8, 64, 256, 128, ("float8_e5m2", "float8_e4m3fn"))
+    assert "zero points" in why(8, 64, 256, 128, names=("x_scale", "x_zero"))
+    assert "not a ProductOfBlocksHopperTiling" in why(8, 64, 256, 128, tiling=ProductOfBlocksGpuTiling(16, 16, 32))
+    assert "int32" in why(8, 64, 2**18, 2**18) and "float64" in why(8, 64, 256, 128, dtype="float64")
+    with pytest.raises(ValueError, match="rows=96 must be a multiple of 64"):
+        ProductOfBlocksHopperTiling(96, 128, 128, 4)
+
+
+def test_one_block_has_a_kernel_on_hopper_alone():
+    x = jax.ShapeDtypeStruct((1, 256, 512), jnp.int8)
+    static: Any = {"names": (), "dtype": "float32"}
+    assert GPU.profitable(x, x, block=128, **static) and not GPU.profitable(x, x, block=512, **static)
+    assert HOPPER.profitable(x, x, block=512, **static) and (HOPPER.capability(x), HOPPER.below) == (9.0, 10.0)
+    assert not HOPPER.profitable(jax.ShapeDtypeStruct((1, 64, 512), jnp.int8), x, block=512, **static)
+
+
+# -- dispatch ----------------------------------------------------------------------------------------------------------
+
+
 @pytest.mark.parametrize("bad", [{"block_m": 8}, {"block_n": 24}, {"block_k": 16}, {"num_warps": 3}, {"num_stages": 0}])
 def test_bad_tilings(bad):
     with pytest.raises(ValueError, match=next(iter(bad))):
@@ -196,11 +257,13 @@ def test_bad_tilings(bad):
 
 
 def test_products_of_stored_arrays_are_this_operation(rng):
-    """What `jc.dot` traces for blocks, and not for scales of whole sums."""
+    """What `jc.dot` traces for blocks; for scales of whole sums on GPUs alone."""
     x, w = (jnp.asarray(rng.normal(size=shape), jnp.float32) for shape in ((5, 96), (96, 7)))
     a = jc.quantize(x, "int8(group=32)")
     b = jc.quantize(w, "int8(group=32,axis=0)")
     assert jc.dot(a, b).shape == (5, 7)
     assert "jchop_product_of_blocks" in str(jax.make_jaxpr(jc.dot)(a, b))
     whole = [jc.quantize(v, "int8(group=all)" if v is x else "int8(group=all,axis=0)") for v in (x, w)]
-    assert "jchop_product_of_blocks" not in str(jax.make_jaxpr(jc.dot)(*whole))
+    for platform, count in (("cpu", 0), ("cuda", 1)):
+        exported = jax.export.export(jax.jit(jc.dot), platforms=[platform])(*whole)
+        assert str(exported.mlir_module()).count("call @jchop_product_of_blocks") == count

@@ -244,10 +244,43 @@ def test_the_short_way_is_taken_where_it_may_be():
         blocks("e4m3fn:saturate", 32, scale="e5m2"),
         blocks("e4m3fn:flush:saturate", 32),
         blocks("uinteger4", 32),
+        blocks("integer8", 32, rule="absmax"),
         blocks("codebook(-1,0,1)", 32),
     ):
         assert not power_of_two_scales.has_short_way(plan_of(spec, "float32")), spec
     assert not power_of_two_scales.has_short_way(plan_of(mx("e4m3fn"), "float64"))
+
+
+#: Whole rows, and blocks under scales that are no powers of two, or that are no exponents of the largest numbers.
+UNDER_ANY = [
+    ("int8(group=all)", "bfloat16", (6, 100), ScaledGpuTiling(2, 1, 4)),
+    ("int8(channel=(0,1),narrow=true)", "float16", (2, 3, 33), None),
+    ("int4(group=all)", "float32", (5, 300), ScaledGpuTiling(1, 1, 1)),
+    ("e4m3fn(group=all)", "bfloat16", (3, 4095), None),
+    ("e5m2(group=all)", "float32", (2, 3, 5), None),
+    ("e3m2fn(group=all)", "float32", (3, 4, 20), None),
+    ("e4m3fn(group=16)", "float32", (7, 72), ScaledGpuTiling(4, 1, 4)),
+    ("int4(group=128,scale=bfloat16)", "bfloat16", (4, 384), None),
+    ("int8(group=48,axis=0,scale=e4m3fn)", "float32", (100, 20), None),
+    ("e2m1fn(group=16,axis=0)", "bfloat16", (33, 24), ScaledGpuTiling(1, 16, 4)),
+    ("nvfp4", "bfloat16", (6, 80), ScaledGpuTiling(4, 1, 4)),
+    ("int8(group=32,scale=e8m0fnu)", "float32", (3, 70), None),
+    ("mxfp8_e4m3(group=all)", "float32", (3, 100), None),
+    ("mxfp4(group=64)", "float32", (3, 5, 40), None),
+]
+
+
+@pytest.mark.in_turn(5)
+@pytest.mark.parametrize(("text", "dtype", "shape", "tiling"), UNDER_ANY, ids=str)
+def test_rows_and_blocks_under_any_scales_equal_the_body(text, dtype, shape, tiling):
+    x = jax.ShapeDtypeStruct(shape, jnp.dtype(dtype))
+    assert scaled.blocks_only(scaled.refuse_codes_gpu, rows=True)(x, plan=plan_of(jc.parse(text), dtype)) is None
+    check("gpu", "quantize_blocks", jc.parse(text), dtype, shape, tiling=tiling)
+
+
+@pytest.mark.parametrize("text", ["int8(group=all)", "mxfp8_e4m3(group=all)"])
+def test_rounded_rows_equal_the_body(text):
+    check("gpu", "round_blocks", jc.parse(text), "bfloat16", (2, 3, 50))
 
 
 def ties(plan: Plan, rng: np.random.Generator) -> np.ndarray:
@@ -336,8 +369,15 @@ MANY = f"codebook({','.join(map(str, range(33)))})"
         ("tpu", "round_blocks", mx("e4m3fn", block=24), (64,), "float32", "group=24 is not 8, 16 or a multiple of 32"),
         ("tpu", "round_blocks", mx("e4m3fn", block=2048), (64,), "float32", "group=2048"),
         ("tpu", "quantize_blocks", integer_groups(4, 32, scale="float16"), (64,), "float32", "dtype float16"),
-        ("gpu", "round_blocks", mx("e4m3fn", block=8192), (64,), "float32", "group=8192 is larger than 4096"),
-        ("gpu", "round_blocks", mx("e4m3fn", block=512, axis=0), (64, 2), "float32", "group=512 is larger than 256"),
+        (
+            "gpu",
+            "round_blocks",
+            mx("e4m3fn", block=1 << 15),
+            (1 << 15,),
+            "float32",
+            "32768 numbers is larger than 16384",
+        ),
+        ("gpu", "round_blocks", mx("e4m3fn", block=512, axis=0), (999, 2), "float32", "512 numbers is larger than 256"),
         ("gpu", "quantize_blocks", integer_groups(5, 32), (64,), "float32", "codes of 5 bits have no kernel"),
         ("gpu", "quantize_blocks", mx("e3m2fn", block=6), (64,), "float32", "does not fill whole bytes"),
         ("gpu", "quantize_blocks", mx("e2m1fn", axis=0), (64, 3, 5), "float32", "last axis of length 5"),
@@ -364,6 +404,20 @@ def test_operations_take_kernels_for_blocks_within_one_axis(text):
     x, plan = jax.ShapeDtypeStruct((4, 64), jnp.float32), plan_of(jc.parse(text), "float32")
     why = str(scaled.blocks_only(scaled.refuse_gpu)(x, plan=plan))
     assert "no blocks within one axis" in why or "depend on more than the ends" in why
+
+
+@pytest.mark.parametrize(
+    ("text", "shape", "takes"),
+    [("int8(group=all)", (4, 64), True), ("int8(channel=(0,1))", (4, 2, 64), True), ("int8(channel=0)", (4, 64), True),
+     ("int4(group=128)", (4, 64), True), ("int8(group=tensor)", (64,), True), ("int8(group=tensor)", (1, 64), True),
+     ("int8(group=tensor)", (4, 64), False), ("int8(group=tensor)", (), False), ("int8(channel=0)", (4, 2, 64), False),
+     ("int8(channel=1)", (4, 64), False), ("int8(group=(2,4))", (2, 64), False),
+     ("int8(group=all)", (2, 1 << 15), False),
+     ("int4(group=all)", (2, 63), False), ("int4(group=all,rule=mse)", (2, 64), False)],
+)  # fmt: skip
+def test_operations_take_kernels_of_gpus_for_whole_rows(text, shape, takes):
+    x, plan = jax.ShapeDtypeStruct(shape, jnp.float32), plan_of(jc.parse(text), "float32")
+    assert (scaled.blocks_only(scaled.refuse_codes_gpu, rows=True)(x, plan=plan) is None) is takes
 
 
 def test_operations_take_kernels_that_fit_and_encode():

@@ -11,6 +11,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
+from jax.sharding import AxisType
+from jax.sharding import PartitionSpec as P
 
 import jchop as jc
 from jchop._products.codes import Coded, multiply, scales_of
@@ -405,6 +407,58 @@ def test_slices_of_a_stack_with_a_channel_for_each_layer(rng) -> None:
     _, y = jax.lax.scan(lambda c, one: (c, jc.einsum("bk,kn->bn", rows, one)), 0, stack)
     each = [jc.einsum("bk,kn->bn", rows, jc.quantize(one, "int8(channel=-1)")) for one in w]
     np.testing.assert_array_equal(y, jnp.stack(each), strict=True)
+
+
+CUTS = {
+    "split": lambda w, x: x[:, 4:12] @ jax.lax.split(w, (4, 8, 4))[1],
+    "split columns": lambda w, x: x @ jnp.split(w, 3, axis=1)[1],
+    "split within a group": lambda w, x: x[:, 6:] @ jax.lax.split(w, (6, 10))[1],
+    "within a group": lambda w, x: x[:, 2:12] @ w[2:12],
+    "every second": lambda w, x: x[:, ::2] @ w[::2],
+    "reversed": lambda w, x: x[:, :10] @ w[:10][::-1],
+    "from an unknown place": lambda w, x: x[:, :8] @ jax.lax.dynamic_slice_in_dim(w, jnp.argmax(x[0]) * 0 + 3, 8, 0),
+    "by vmap": lambda w, x: jax.vmap(lambda i, r: r[:8] @ jax.lax.dynamic_slice_in_dim(w, i, 8, 0))(jnp.arange(5), x),
+    "the faster of two axes": lambda w, x: jnp.einsum(
+        "bhk,hkd->bd", x.reshape(5, 4, 4)[..., :3], w.reshape(4, 4, 12)[:, :3]
+    ),
+    "the slower of two axes": lambda w, x: jnp.einsum(
+        "bhk,hkd->bd", x.reshape(5, 4, 4)[:, 1:], w.reshape(4, 4, 12)[1:]
+    ),
+    "of a flat one": lambda w, x: x[:, :14] @ w.reshape(-1)[24:].reshape(14, 12),
+    "channels": lambda w, x: jax.lax.conv_general_dilated(
+        x.reshape(5, 2, 8)[..., 2:], w.reshape(2, 8, 12)[:, 2:], (1,), "VALID", dimension_numbers=("NWC", "WIO", "NWC")
+    ),
+}
+
+
+@pytest.mark.parametrize("name", CUTS)
+def test_the_codes_of_a_slice_have_the_scales_of_its_numbers(name: str) -> None:
+    """Also where it begins within a group along the sum."""
+    w, x = normal(16, 12), normal(5, 16, seed=1)
+    low = jc.quantize_fn(CUTS[name], jc.Rule(weight="int4(group=4)", product="codes"))
+    y = jax.jit(low)(w, x)
+    np.testing.assert_allclose(y, CUTS[name](jc.round_to_format(w, "int4(group=4,axis=0)"), x), rtol=1e-5, atol=1e-5)
+    np.testing.assert_array_equal(jax.jit(low)(low.pack(w, x), x), y)
+
+
+@pytest.mark.parametrize("weight", ["int8(group=all)", "int4(group=4)"])
+@pytest.mark.parametrize("activation", [None, "int8(group=8)"])
+def test_codes_in_explicit_meshes(weight: str, activation: str | None) -> None:
+    """With the sum split between devices, and the sharding of the result given; and with rows and columns split."""
+    rule = jc.Rule(weight=weight, activation=activation, product="codes")
+    w, x = normal(32, 8), normal(16, 32, seed=1)
+    want = jax.jit(jc.quantize_fn(lambda w, x: x @ w, rule))(w, x)
+    mesh = jax.make_mesh((2, 4), ("d", "m"), axis_types=(AxisType.Explicit,) * 2)
+    with jax.set_mesh(mesh):
+        for of_w, of_x, out in ((P("m"), P("d", "m"), P("d", None)), (P(None, "m"), P("d"), P("d", "m"))):
+            low = jc.quantize_fn(lambda w, x, out=out: jnp.dot(x, w, out_sharding=out), rule)
+            placed = jax.device_put(w, of_w), jax.device_put(x, of_x)
+            y = jax.jit(low)(*placed)
+            assert jax.typeof(y).sharding.spec == out
+            np.testing.assert_allclose(y, want, rtol=1e-5, atol=1e-5)
+            packed = jax.jit(low.pack)(*placed)
+            np.testing.assert_array_equal(jax.jit(low)(packed, placed[1]), y)
+            assert jax.jit(jax.grad(lambda w, x, low=low: low(w, x).sum()))(*placed).shape == w.shape
 
 
 def test_codes_refuse() -> None:

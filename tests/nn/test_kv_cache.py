@@ -220,6 +220,54 @@ def test_a_donated_cache_is_written_where_it_lies(kind: str, spec: Any) -> None:
 
 @pytest.mark.skipif(jax.device_count() < 8, reason="needs eight (forced host) devices")
 @pytest.mark.slow
+@pytest.mark.parametrize("kind", ["full", "rolling", "paged"])
+def test_sequences_that_are_taken_have_their_tokens(kind: str) -> None:
+    """As in a cache that was filled in the new order; later tokens of copies are their own."""
+    lengths, order = np.asarray([5, 3, 6]), np.asarray([2, 0, 2])
+    prompt, (k, v) = np.where(np.arange(6) < lengths[:, None], np.arange(6), -1), (normal(1, 6), normal(2, 6))
+    more = normal(3, 2), normal(4, 2)
+
+    def filled(order: Any, given: tuple[jax.Array, jax.Array], prompt: Any) -> jc.KVCache:
+        cache = of_kind(kind, 8 if kind != "rolling" else 4, **EIGHT)
+        for t in range(6):
+            cache = update(cache, *(x[order, t : t + 1] for x in given), jnp.asarray(prompt[order, t : t + 1]))
+        return cache
+
+    taken, again = filled(np.arange(3), (k, v), prompt), filled(order, (k, v), prompt)
+    for given in (order, jnp.asarray(order)):
+        got, want = jax.jit(lambda cache, order: cache.take(order))(taken, given), again
+        for _ in range(2):
+            assert got.lengths.tolist() == want.lengths.tolist() and not got.overflowed.any()
+            for a, b in zip(held(got), held(want), strict=True):
+                assert sorted(a) == sorted(b)
+                for p in a:
+                    np.testing.assert_array_equal(a[p], b[p])
+            query = normal(7, 1)
+            np.testing.assert_array_equal(jc.dot_product_attention(query, got), jc.dot_product_attention(query, want))
+            got, want = update(got, *more), update(want, *more)
+    fewer = taken.take([1])
+    assert fewer.shape[0] == 1 and fewer.lengths.tolist() == [3] and sorted(held(fewer)[0])[-1] == 2
+    with pytest.raises(ValueError, match="sequences hold 3; the cache has sequences 0 to 2"):
+        taken.take([0, 3])
+    with pytest.raises(ValueError, match=r"sequences have the shape \(1, 1\)"):
+        taken.take([[0]])
+    with pytest.raises(TypeError, match="sequences have the dtype float32"):
+        taken.take(jnp.ones(2))
+
+
+def test_pages_of_sequences_that_are_taken() -> None:
+    cache = jc.KVCache.paged((3, 8, HEADS, SIZE), pages=4, page_size=4)
+    cache = update(cache, normal(1, 6), normal(2, 6), jnp.asarray([[0, 1, 2, 3, 4, 5], [0] + [-1] * 5, [0] + [-1] * 5]))
+    assert (np.asarray(cache.table) >= 0).sum() == 4
+    full = cache.take([0, 0, 1])  # five pages for four
+    assert full.overflowed.tolist() == [False, True, False]
+    assert sorted(held(full)[0]) == [0, 1, 2, 3, 4, 5]
+    two = cache.take([0, 0])
+    assert not two.overflowed.any() and sorted(np.asarray(two.table).ravel()[[0, 1, 2, 3]]) == [0, 1, 2, 3]
+    one = cache.take([2])
+    assert (np.asarray(one.slot_positions) >= 0).sum() == 1  # pages of the others are free, without tokens
+
+
 def test_sequences_and_heads_are_sharded() -> None:
     mesh = jax.make_mesh(
         (2, 2), ("data", "model"), axis_types=(jax.sharding.AxisType.Auto,) * 2, devices=jax.devices()[:4]

@@ -485,3 +485,32 @@ def test_a_state_does_not_begin_from_packed_parameters() -> None:
         with pytest.raises(TypeError, match=r"params\['w'\] is packed.*dequantize_params\(params\)"):
             tx.init(params)
         tx.init(jc.storage.dequantize_params(params))
+
+
+@pytest.mark.parametrize(
+    "tx",
+    [
+        pytest.param(optim.adamw8bit(1e-3, min_size=8), id="packed state"),
+        pytest.param(optim.adamw8bit(1e-3, min_size=8, chunks=2), id="in chunks"),
+        pytest.param(optim.round_params("bfloat16"), id="rounded"),
+        pytest.param(optim.low_precision(optax.adam(1e-3), weight="bfloat16", momentum="bfloat16"), id="low precision"),
+    ],
+)
+def test_adapters_train_beside_placeholders_of_packed_weights(tx: Any, rng: np.random.Generator) -> None:
+    """A mask of `lora_mask` leaves QArrays without arrays: the step is that of a tree of the adapters alone."""
+    conv = jc.quantize_fn(lambda w, x: jax.lax.conv(x, w, (4, 4), "VALID"), jc.Rule(weight="int4(group=32)"))
+    own, kernel = params_of(rng), conv.pack(jnp.ones((8, 3, 4, 4)), jnp.ones((1, 3, 8, 8)))
+    whole = {"base": jc.quantize(own["w"], "nf4(group=32)"), "conv": kernel, **own}
+    mask = {**jax.tree.map(lambda _: False, whole), "w": True, "b": True}
+    lora = jax.tree.map(lambda taken, leaf: leaf if taken else None, mask, whole)
+    expected, _ = steps(tx, own, jax.tree.map(jnp.sin, own), 2)
+    got, state = steps(tx, lora, jax.tree.map(jnp.sin, lora), 2)
+    for name, x in expected.items():
+        np.testing.assert_array_equal(got[name], x)
+    assert len(optim.state_report(state).rows) == len(optim.state_report(tx.init(own)).rows)
+    assert jax.tree.structure(optim.apply_updates(lora, lora)) == jax.tree.structure(lora)
+
+    masked = optax.masked(tx, mask)
+    gradients = jax.tree.map(lambda taken, leaf: jnp.sin(leaf) if taken else jnp.zeros_like(leaf), mask, whole)
+    updates, _ = masked.update(gradients, masked.init(whole), whole)
+    np.testing.assert_array_equal(updates["w"], tx.update(jax.tree.map(jnp.sin, own), tx.init(own), own)[0]["w"])

@@ -453,3 +453,16 @@ def test_functions_of_numpy_take_the_numbers() -> None:
         np.array(q, copy=False)
     with pytest.raises(jax.errors.TracerArrayConversionError):
         jax.jit(np.asarray)(q)
+
+
+def test_arithmetic_on_leaves_is_an_error_that_says_what_to_do() -> None:
+    """An average of codes under an average of scales is no average of the numbers."""
+    x, rule = jnp.arange(-32.0, 32).reshape(16, 4), jc.Rule(weight="int8(group=all)", product="codes")
+    for spec in ("int8(group=all,axis=0)", "int4(group=4,axis=0)", "nf4(group=4,axis=0)", "int8"):
+        q = jc.quantize(x, spec)
+        mean = jax.tree.map(lambda a, b: 0.5 * a + 0.5 * b, q, q)
+        takes: list[Any] = [jc.dequantize, lambda q: jc.dot(x.T, q)]
+        takes += [lambda q: jc.quantize_fn(lambda p, x: x @ p, rule)(q, x.T)] if "all" in spec else []
+        for take in takes:
+            with pytest.raises(ValueError, match=r"qvalue is float32, and the codes .* (uint8|int8): .*apply_updates"):
+                take(mean)

@@ -38,8 +38,8 @@ def round_tile(x: Array, axis: int, plan: Plan, word: Array | None = None, tenso
     # A result may be below the normal numbers of float16.
     if not has_short_way(plan) or plan.carrier.name == "float16":
         return general()
-    largest = _largest(x, axis)
-    return lax.cond(_all_plain(largest), lambda: _round(x, largest, plan), general)
+    largest = largest_with_specials(x, axis)
+    return lax.cond(all_true(are_plain(largest)), lambda: _round(x, largest, plan), general)
 
 
 def quantize_tile(
@@ -52,15 +52,15 @@ def quantize_tile(
 
     if not has_short_way(plan):
         return general()
-    largest = _largest(x, axis)
-    return lax.cond(_all_plain(largest), lambda: _quantize(x, largest, plan), general)
+    largest = largest_with_specials(x, axis)
+    return lax.cond(all_true(are_plain(largest)), lambda: _quantize(x, largest, plan), general)
 
 
 def has_short_way(plan: Plan) -> bool:
     """Whether the plan allows the short way for plain blocks."""
     element = plan.element
     fmt = element.format
-    if plan.compute is not _CARRIER or not plan.stores_exponents or element.flush:
+    if plan.compute is not _CARRIER or not plan.stores_exponents or plan.rule.carry is None or element.flush:
         return False
     low, _, high = plan.exponents
     if low > -(_BLOCK + _MOST + 2) or high < _BLOCK + _LEAST + 2 or element.rounding is not Rounding.NEAREST_EVEN:
@@ -78,16 +78,21 @@ def has_short_way(plan: Plan) -> bool:
 # -- whole blocks ------------------------------------------------------------------------------------------------------
 
 
-def _largest(x: Array, axis: int) -> Array:
+def largest_with_specials(x: Array, axis: int) -> Array:
     """Bits of the largest magnitude of each block, infinities and NaN included."""
     return jnp.max(_bits.split(x, _CARRIER)[1], axis=axis, keepdims=True)
 
 
-def _all_plain(largest: Array) -> Array:
+def are_plain(largest: Array) -> Array:
+    """Whether each block's largest magnitude is zero or far from both ends of the carrier."""
     low, high = (_CARRIER.magnitude_bits(Fraction(2) ** exponent) for exponent in (-_BLOCK, _BLOCK))
     assert low is not None and high is not None
-    plain = (largest == 0) | (largest >= low) & (largest <= high)
-    return jnp.max(_bits.where(plain, jnp.zeros_like(largest), 1).reshape(largest.size)) == 0
+    return (largest == 0) | (largest >= low) & (largest <= high)
+
+
+def all_true(blocks: Array) -> Array:
+    """Whether a condition holds for all blocks of a tile, by a reduction that kernels have."""
+    return jnp.max(_bits.where(blocks, jnp.zeros(blocks.shape, jnp.int32), 1).reshape(blocks.size)) == 0
 
 
 def _exponent(largest: Array, plan: Plan) -> Array:

@@ -4,8 +4,8 @@ A program computes one tile of the product, over all of k or a stretch of it, in
 decodes them in registers and multiplies. Each part of W has its own sums, which are interleaved in registers at the
 end. Every load and store is masked.
 
-For one row of x there is no work for the matrix units: numbers are multiplied one by one, and each thread keeps its own
-sums of all its rows of W, which are added at the end.
+For one row of x there is no work for the matrix units: numbers are multiplied one by one. A step takes many groups at
+once, so that many loads are in flight together, and each thread keeps its own sums of a few rows of W.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ def dequantize_matmul(
         return jnp.zeros((m, n), x.dtype)
     tiling = tiling or DequantizeMatmulGpuTiling.for_shape(problem)
     asm = None if interpret else assembly_of(format)
-    tile = _Tile(problem, tiling, format, n, asm)
+    tile = (_OneRow if tiling.block_m == 1 else _Tile)(problem, tiling, format, n, asm)
     y = pl.pallas_call(
         tile.kernel,
         out_shape=jax.ShapeDtypeStruct(
@@ -111,78 +111,46 @@ class _Tile:
         """The number of stretches of k: `splits`, minus the stretches that would be empty."""
         return -(-self.spans // self.spans_of_stretch)
 
-    @property
-    def one_row(self) -> bool:
-        return self.tiling.block_m == 1
-
-    @property
-    def rows(self) -> int:
-        """Rows of the sums. For one row of x these are rows of W, 16 bytes of codes for each thread."""
-        if not self.one_row:
-            return self.tiling.block_m
-        return min(max(512 * self.tiling.num_warps // self.tiling.block_n, 1), self.tiling.block_k)
-
-    @property
-    def zeros(self) -> _Sums:
-        return (jnp.zeros((self.rows, self.tiling.block_n), jnp.float32),) * self.problem.parts
-
     def kernel(self, x: Any, codes: Any, scales: Any, out: Any) -> None:
-        row = pl.program_id(0)
-        rows = row * self.tiling.block_m + lax.iota(jnp.int32, self.tiling.block_m)
-        columns = pl.program_id(1) * self.tiling.block_n + lax.iota(jnp.int32, self.tiling.block_n)
+        rows = pl.program_id(0) * self.tiling.block_m + lax.iota(jnp.int32, self.tiling.block_m)
+        columns = self._columns(1)
+        zeros = (jnp.zeros((self.tiling.block_m, self.tiling.block_n), jnp.float32),) * self.problem.parts
 
-        def of_row(start: Array, stop: Array, sums: _Sums) -> _Sums:
-            ks = [
-                start + lax.iota(jnp.int32, self.rows) + np.int32(i) for i in range(0, self.tiling.block_k, self.rows)
-            ]
-            xs = [plt.load(x.at[row, k], mask=k < stop, other=0).astype(jnp.float32)[:, None] for k in ks]
-            for factors, packed in zip(xs, [self._codes(codes, k, columns, stop) for k in ks], strict=True):
-                sums = self._multiply_one_by_one(factors, packed, sums)
-            return sums
-
-        def of_rows(start: Array, stop: Array, sums: _Sums) -> _Sums:
+        def step(start: Array, stop: Array, sums: _Sums) -> _Sums:
+            """The sums plus the products of `block_k` rows of W from `start` on; rows from `stop` on are excluded."""
             ks = start + lax.iota(jnp.int32, self.tiling.block_k)
             xs = _load(x, rows, ks, self.problem.m, stop)
-            values = decode_parts(self._codes(codes, ks, columns, stop), self.format, xs.dtype)
+            values = decode_parts(_load(codes, ks, columns, stop, self.problem.width), self.format, xs.dtype)
             return tuple(c + multiply(xs, part) for c, part in zip(sums, values, strict=True))
-
-        #: The sums plus the products of `block_k` rows of W from `start` on; rows from `stop` on are excluded.
-        step = of_row if self.one_row else of_rows
 
         def add_span(i: Array, total: _Sums) -> _Sums:
             group, start, stop = self._span(i)
             if self.span <= self.tiling.block_k:
-                sums = step(start, stop, self.zeros)
+                sums = step(start, stop, zeros)
             else:
                 sums = lax.fori_loop(
                     np.int32(0),
                     np.int32(-(-self.span // self.tiling.block_k)),
                     lambda t, sums: step(start + t * np.int32(self.tiling.block_k), stop, sums),
-                    self.zeros,
+                    zeros,
                 )
             parts = range(self.problem.parts)
             return tuple(total[p] + sums[p] * self._scale(scales, group, columns, p) for p in parts)
 
+        total = _interleave(lax.fori_loop(*self._stretch(), add_span, zeros))
+        columns = self._columns(self.problem.parts)
+        mask = (rows < self.problem.m)[:, None] & (columns < self.n)[None, :]
+        plt.store(out.at[pl.program_id(2), rows[:, None], columns[None, :]], total.astype(out.dtype), mask=mask)
+
+    def _columns(self, parts: int) -> Array:
+        """The columns of the tile, in each of some parts of W or in all together."""
+        width = self.tiling.block_n * parts
+        return pl.program_id(1) * width + lax.iota(jnp.int32, width)
+
+    def _stretch(self) -> tuple[Array, Array]:
+        """The first span of the program's stretch, and the end."""
         first = pl.program_id(2) * self.spans_of_stretch
-        last = jnp.minimum(first + self.spans_of_stretch, self.spans)
-        total = lax.fori_loop(first, last, add_span, self.zeros)
-        self._store(out, tuple(jnp.sum(c, 0, keepdims=True) for c in total) if self.one_row else total, rows)
-
-    def _codes(self, codes: Any, ks: Array, columns: Array, stop: Array) -> Array:
-        return _load(codes, ks, columns, stop, self.problem.width)
-
-    def _multiply_one_by_one(self, xs: Array, packed: Array, sums: _Sums) -> _Sums:
-        """The sums plus each number of a column times the values of the codes in its row."""
-        if self.asm is None:
-            values = decode_parts(packed, self.format, xs.dtype)
-            return tuple(c + xs * part for c, part in zip(sums, values, strict=True))
-        xs = jnp.broadcast_to(xs, packed.shape)
-        part = jax.ShapeDtypeStruct(packed.shape, jnp.float32)
-        how: Any = {"constraints": OPERANDS, "pack": 4, "result_shape_dtypes": [part]}
-        return tuple(
-            plt.elementwise_inline_asm(asm, args=[packed, xs, c], **how)[0]
-            for asm, c in zip(self.asm, sums, strict=True)
-        )
+        return first, jnp.minimum(first + self.spans_of_stretch, self.spans)
 
     def _span(self, i: Array) -> tuple[Array, Array, Array]:
         """Group, first row and end of span number `i`."""
@@ -197,18 +165,85 @@ class _Tile:
         columns = columns * np.int32(self.problem.parts) + np.int32(part)
         return plt.load(scales.at[group, columns], mask=columns < self.n, other=0).astype(jnp.float32)[None, :]
 
-    def _store(self, out: Any, total: _Sums, rows: Array) -> None:
-        width = self.tiling.block_n * self.problem.parts
-        columns = pl.program_id(1) * width + lax.iota(jnp.int32, width)
-        mask = (rows < self.problem.m)[:, None] & (columns < self.n)[None, :]
-        place = out.at[pl.program_id(2), rows[:, None], columns[None, :]]
-        plt.store(place, _interleave(total).astype(out.dtype), mask=mask)
+
+class _OneRow(_Tile):
+    """The kernel for one row of x: a step has several spans, and each has lanes that take its rows in turn."""
+
+    #: Codes that a thread loads at once, in bytes.
+    _WORD = 16
+
+    @property
+    def span(self) -> int:
+        return min(self.tiling.block_k, self.problem.group)
+
+    @property
+    def shape(self) -> tuple[int, int, int]:
+        """Spans at once, lanes of a span, and bytes of a row."""
+        padded = 1 << (self.span - 1).bit_length()
+        lanes = max(32 * self._WORD * self.tiling.num_warps // self.tiling.block_n, 1)
+        spans = min(max(self.tiling.block_k // padded, 1), lanes, 1 << (self.spans_of_stretch - 1).bit_length())
+        return spans, min(lanes // spans, padded), self.tiling.block_n
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether no tile has elements beyond an end; then no mask takes registers and instructions."""
+        together, _, width = self.shape
+        spans = self.spans_of_stretch
+        whole = self.problem.width % width == 0 and self.spans % spans == 0 and spans % together == 0
+        return whole and self.span & (self.span - 1) == 0 and self.problem.k == self.spans * self.span
+
+    def kernel(self, x: Any, codes: Any, scales: Any, out: Any) -> None:
+        together, lanes, _ = self.shape
+        row, columns, wide = pl.program_id(0), self._columns(1), self._columns(self.problem.parts)
+        first, last = self._stretch()
+
+        def step(number: Any, total: Array) -> Array:
+            spans = first + number * np.int32(together) + lax.iota(jnp.int32, together)
+            group, start, stop = self._span(spans)
+            stop = jnp.where(spans < last, stop, np.int32(0))
+            lane = start[:, None] + lax.iota(jnp.int32, lanes)[None, :]
+            ks = [lane + np.int32(turn) for turn in range(0, self.span, lanes)]
+            masks = [None if self.is_whole else k < stop[:, None] for k in ks]
+            inside = (columns < self.problem.width)[None, None, :]
+            packed = [
+                _load_if(codes.at[k[:, :, None], columns[None, None, :]], None if m is None else m[:, :, None] & inside)
+                for k, m in zip(ks, masks, strict=True)
+            ]
+            xs = [_load_if(x.at[row, k], m) for k, m in zip(ks, masks, strict=True)]
+            sums = (jnp.zeros(self.shape, jnp.float32),) * self.problem.parts
+            for numbers, bytes in zip(xs, packed, strict=True):
+                sums = self._multiply_one_by_one(numbers.astype(jnp.float32)[:, :, None], bytes, sums)
+            mask = (spans < last)[:, None] & (wide < self.n)[None, :]
+            scale = plt.load(scales.at[group[:, None], wide[None, :]], mask=mask, other=0).astype(jnp.float32)
+            return total + _interleave(tuple(jnp.sum(c, 1) for c in sums)) * scale
+
+        total = jnp.zeros((together, self.tiling.block_n * self.problem.parts), jnp.float32)
+        steps = -(-self.spans_of_stretch // together)
+        total = step(np.int32(0), total) if steps == 1 else lax.fori_loop(np.int32(0), np.int32(steps), step, total)
+        plt.store(out.at[pl.program_id(2), row, wide], jnp.sum(total, 0).astype(out.dtype), mask=wide < self.n)
+
+    def _multiply_one_by_one(self, xs: Array, packed: Array, sums: _Sums) -> _Sums:
+        """The sums plus each number of a column times the values of the codes in its row."""
+        if self.asm is None:
+            values = decode_parts(packed, self.format, xs.dtype)
+            return tuple(c + xs * part for c, part in zip(sums, values, strict=True))
+        xs = jnp.broadcast_to(xs, packed.shape)
+        part = jax.ShapeDtypeStruct(packed.shape, jnp.float32)
+        how: Any = {"constraints": OPERANDS, "pack": 4, "result_shape_dtypes": [part]}
+        return tuple(
+            plt.elementwise_inline_asm(asm, args=[packed, xs, c], **how)[0]
+            for asm, c in zip(self.asm, sums, strict=True)
+        )
 
 
 def _load(array: Any, rows: Array, columns: Array, rows_end: Any, columns_end: Any) -> Array:
     """A tile of a matrix; elements beyond the ends are zero."""
     mask = (rows < rows_end)[:, None] & (columns < columns_end)[None, :]
     return plt.load(array.at[rows[:, None], columns[None, :]], mask=mask, other=0)
+
+
+def _load_if(place: Any, mask: Array | None) -> Array:
+    return plt.load(place) if mask is None else plt.load(place, mask=mask, other=0)
 
 
 def _interleave(parts: _Sums) -> Array:

@@ -7,14 +7,14 @@ from __future__ import annotations
 
 import numpy as np
 
-from jchop.formats import ElementFormat, IntegerFormat, float4_e2m1fn
+from jchop.formats import ElementFormat, IntegerFormat, float4_e2m1fn, float8_e4m3fn
 
 __all__ = ["OPERANDS", "assembly_of"]
 
 #: Of LLVM: four float32 results, written before all arguments are read, and the arguments.
 OPERANDS = "=&f,=&f,=&f,=&f,r,f,f,f,f,f,f,f,f"
 
-_BODY = "{{\n.reg .b32 c, s;\n.reg .f32 v;\n{lines}\n}}"
+_BODY = "{{\n.reg .b32 c, d, s;\n.reg .f32 v, m;\n.reg .pred p;\n{lines}\n}}"
 _ADD = "fma.rn.f32 ${0}, v, ${1}, ${2};"
 
 
@@ -22,12 +22,14 @@ def assembly_of(format: ElementFormat) -> tuple[str, ...] | None:
     """The PTX for each code in a byte; None for a format without one.
 
     An integer u is the last bits of 2^23 + u, or the bits before them of 2^23 + 2^8 u; one multiply-add gives its
-    value. A code of e2m1 is the last bits of the exponent, and the first of the fraction, of a number that is 2^126
-    times smaller.
+    value. The magnitude of a code of e2m1 or e4m3 is the last bits of the exponent, and the first of the fraction, of
+    a number that is smaller by a power of two.
     """
     if isinstance(format, IntegerFormat) and format.bits in (4, 8) and not format.narrow:
         make = _four_bits if format.bits == 4 else _eight_bits
         return tuple(make(part, format.signed) for part in range(8 // format.bits))
+    if format == float8_e4m3fn:
+        return (_e4m3(),)
     return tuple(map(_e2m1, range(2))) if format == float4_e2m1fn else None
 
 
@@ -37,19 +39,21 @@ def _instance(before: str, values: list[str]) -> str:
     return _BODY.format(lines="\n".join(filter(None, lines)))
 
 
+#: The table of `lop3` for (a & b) | c. As two operations they stay two: an instruction has one constant.
+_AND_OR = 0xEA
+
+
 def _four_bits(part: int, signed: bool) -> str:
-    before = f"xor.b32 c, $4, {0x88888888 if signed else 0:#x}; shr.b32 c, c, {4 * part};"
+    """Codes are left where they are, up to the bits before 2^20; those beyond are moved by 12 bits, all at once."""
+    before = f"xor.b32 c, $4, {0x88888888 if signed else 0:#x}; shr.b32 d, c, 12;"
     values = []
-    for i, (mask, factor, summand) in enumerate(_PLACES):
-        value = f"and.b32 s, c, {mask:#x}; or.b32 s, s, 0x4B000000; mov.b32 v, s;"
-        less = _bits(-summand - (8 if signed else 0))
-        step = f"add.f32 v, v, {less};" if factor == 1 else f"fma.rn.f32 v, v, {_bits(factor)}, {less};"
-        values.append(f"{'shr.b32 c, c, 24; ' if i == 3 else ''}{value} {step}")
+    for i in range(4):
+        place = 8 * i + 4 * part
+        word, place = ("c", place) if place <= 16 else ("d", place - 12)
+        less = _bits(-(2.0 ** (23 - place)) - (8 if signed else 0))
+        step = f"fma.rn.f32 v, v, {_bits(2.0**-place)}, {less};" if place else f"add.f32 v, v, {less};"
+        values.append(f"lop3.b32 s, {word}, {0xF << place:#x}, 0x4B000000, {_AND_OR:#x}; mov.b32 v, s; {step}")
     return _instance(before, values)
-
-
-#: Of each byte: the bits of its code, and the factor and summand that take 2^23 and the place away.
-_PLACES = ((0xF, 1, 2**23), (0xF00, 2.0**-8, 2**15), (0xF0000, 2.0**-16, 2**7), (0xF, 1, 2**23))
 
 
 def _eight_bits(part: int, signed: bool) -> str:
@@ -64,11 +68,21 @@ def _e2m1(part: int) -> str:
     values = []
     for i in range(4):
         left = 28 - 8 * i - 4 * part
-        move = f"shl.b32 s, $4, {left};" if left >= 0 else f"shr.b32 s, $4, {-left};"
+        # The sign is repeated over the bits to its right, which a mask then clears.
         values.append(
-            f"{move} and.b32 c, s, 0x80000000; shr.b32 s, s, 6; and.b32 s, s, 0x1C00000; or.b32 s, s, c; "
-            f"mov.b32 v, s; mul.f32 v, v, {_bits(2.0**126)};"
+            f"shl.b32 s, $4, {left}; shr.s32 s, s, 6; and.b32 s, s, 0x81C00000; mov.b32 v, s; "
+            f"mul.f32 v, v, {_bits(2.0**126)};"
         )
+    return _instance("", values)
+
+
+def _e4m3() -> str:
+    values = [
+        f"prmt.b32 s, $4, 0, {i << 12 | 0x444:#x}; shr.s32 s, s, 4; and.b32 s, s, 0x87F00000; mov.b32 v, s; "
+        f"mul.f32 v, v, {_bits(2.0**120)}; abs.f32 m, v; setp.gt.f32 p, m, {_bits(448)}; "
+        f"selp.f32 v, {_bits(np.nan)}, v, p;"
+        for i in range(4)
+    ]
     return _instance("", values)
 
 

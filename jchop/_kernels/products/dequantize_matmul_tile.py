@@ -148,7 +148,7 @@ class DequantizeMatmulGpuTiling:
         block_m: rows of a tile of the product: a power of two, at least 16; or 1, without the matrix units.
         block_n: bytes of codes across it, which is the number of columns of each part of W; a power of two, at least
             16.
-        block_k: rows of W in a step; likewise.
+        block_k: rows of W in a step; likewise. A step for one row of x takes several groups if it can.
         splits: number of stretches of k, whose sums are added afterwards: it gives more programs if a product has few
             tiles.
         num_warps: warps of 32 threads in a program, a power of two.
@@ -194,12 +194,13 @@ class DequantizeMatmulGpuTiling:
 
     @classmethod
     def _for_one_row(cls, problem: Problem) -> DequantizeMatmulGpuTiling:
-        """A warp reads 512 bytes of a row of W, and each thread 16 bytes of several rows, before it multiplies."""
-        block_n = min(512, _power(problem.width))
-        block_k = min(128, _power(problem.group))
-        splits = min(_PROGRAMS // -(-problem.width // block_n), -(-problem.k // block_k))
-        block_k = min(block_k, 64) if problem.selects else block_k  # which fit in registers
-        return cls(1, block_n, block_k, max(splits, 1), 8, 1)
+        """A thread reads 16 bytes of each of 16 rows of W, and eight threads 128 bytes of a row."""
+        block_n = min(128, _power(problem.width))
+        # Selections fill registers.
+        block_k, programs = (64, _PROGRAMS) if problem.selects else (512, _PROGRAMS_OF_ONE_ROW)
+        block_k = min(block_k, _power(problem.k))
+        splits = min(max(programs // -(-problem.width // block_n), 1), -(-problem.k // block_k))
+        return cls(1, block_n, block_k, splits, 8, 1)
 
 
 #: Rows and columns of a tile of the product, rows of W in a step, and warps. float32 products run in the ordinary units
@@ -210,6 +211,8 @@ _GPU_TILES = {
 }
 #: Programs that fill a large GPU: about two for each multiprocessor.
 _PROGRAMS = 256
+#: The most programs for one row: more would be slowed down by the sum of their results.
+_PROGRAMS_OF_ONE_ROW = 1024
 #: The fewest steps that hide the latency of the first loads.
 _STEPS_OF_A_SPLIT = 4
 

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+from importlib.util import find_spec
 from typing import Any
 
 import jax
 import numpy as np
 
 from jchop._kernels.primitive import Kernel
-from jchop._kernels.products.product_of_blocks_tile import ProductOfBlocksGpuTiling, ProductOfBlocksTpuTiling
+from jchop._kernels.products.product_of_blocks_tile import (
+    ProductOfBlocksGpuTiling,
+    ProductOfBlocksHopperTiling,
+    ProductOfBlocksTpuTiling,
+)
 
-__all__ = ["GPU", "TPU"]
+__all__ = ["GPU", "HOPPER", "TPU"]
 
 Array = jax.Array
 
@@ -21,6 +26,11 @@ _LONGEST = (2**31 - 1) // 2**14
 _SHORTEST_ON_TPU, _LONGEST_ON_TPU = 8, 512
 #: Hopper and Ada have units for float8; the compiler knows no e4m3 for older GPUs.
 _INT8_CAPABILITY, _FLOAT8_CAPABILITY = 8.0, 8.9
+#: Those of Hopper, and the sizes that its kernel copies: rows of each operand, and numbers of the sum.
+_HOPPER, _BLACKWELL = 9.0, 10.0
+_HOPPER_UNITS = {"m": 8, "n": 64, "k": 128}
+#: Fewer rows leave most of a tile empty.
+_FEWEST_ROWS = 128
 
 
 def _tpu(*args: Array, **static: Any) -> Array:
@@ -33,6 +43,12 @@ def _gpu(*args: Array, **static: Any) -> Array:
     from jchop._kernels.products import product_of_blocks_gpu
 
     return product_of_blocks_gpu.product_of_blocks(*args, **static)
+
+
+def _hopper(*args: Array, **static: Any) -> Array:
+    from jchop._kernels.products import product_of_blocks_hopper
+
+    return product_of_blocks_hopper.product_of_blocks(*args, **static)
 
 
 def _refuse(x: Any, w: Any, *scales: Any, block: int, dtype: str, **_: Any) -> str | None:
@@ -55,6 +71,35 @@ def _refuse_gpu(x: Any, w: Any, *scales: Any, tiling: Any = None, **static: Any)
     return _refuse(x, w, *scales, **static)
 
 
+def _refuse_hopper(
+    x: Any, w: Any, *scales: Any, names: tuple[str, ...], block: int, tiling: Any = None, **static: Any
+) -> str | None:
+    sizes = {"m": x.shape[1], "n": w.shape[1], "k": x.shape[2]}
+    for name, unit in _HOPPER_UNITS.items():
+        if sizes[name] % unit:
+            return f"{name}={sizes[name]} is no multiple of {unit}"
+    if x.dtype != w.dtype:
+        return f"the operands have elements of {x.dtype.name} and {w.dtype.name}"
+    if any(name.endswith("zero") for name in names):
+        return "there are zero points"
+    if block not in (_HOPPER_UNITS["k"], sizes["k"]):
+        return f"the blocks of {block} are neither of {_HOPPER_UNITS['k']} nor one of {sizes['k']}"
+    if tiling is not None and not isinstance(tiling, ProductOfBlocksHopperTiling):
+        return f"tiling={tiling!r} is not a ProductOfBlocksHopperTiling"
+    if find_spec("absl") is None:
+        return "JAX's Mosaic GPU needs absl: pip install absl-py"
+    return _refuse(x, w, *scales, block=block, **static)
+
+
+def _pays_on_hopper(x: Any, *_: Any, **__: Any) -> bool:
+    return x.shape[1] >= _FEWEST_ROWS
+
+
+def _has_blocks(x: Any, *_: Any, block: int, **__: Any) -> bool:
+    """XLA's product is faster than the kernel of all GPUs if no scale changes along the sum."""
+    return block < x.shape[2]
+
+
 def _refuse_tpu(x: Any, w: Any, *scales: Any, block: int, tiling: Any = None, **static: Any) -> str | None:
     if block & (block - 1) or not _SHORTEST_ON_TPU <= block <= _LONGEST_ON_TPU:
         return f"the blocks of {block} are no power of two from {_SHORTEST_ON_TPU} to {_LONGEST_ON_TPU}"
@@ -68,5 +113,6 @@ def _least_capability(x: Any, *_: Any, **__: Any) -> float:
     return _FLOAT8_CAPABILITY if x.dtype.name in _FLOAT8 else _INT8_CAPABILITY
 
 
-TPU = Kernel(_tpu, _refuse_tpu)
-GPU = Kernel(_gpu, _refuse_gpu, capability=_least_capability)
+TPU = Kernel(_tpu, _refuse_tpu, _has_blocks)
+HOPPER = Kernel(_hopper, _refuse_hopper, _pays_on_hopper, lambda *_, **__: _HOPPER, _BLACKWELL)
+GPU = Kernel(_gpu, _refuse_gpu, _has_blocks, _least_capability)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import jax
@@ -11,7 +11,14 @@ import numpy as np
 
 from jchop._checks import check_int
 
-__all__ = ["LANES", "LONGEST_STEP", "ProductOfBlocksGpuTiling", "ProductOfBlocksTpuTiling", "sums_of_blocks"]
+__all__ = [
+    "LANES",
+    "LONGEST_STEP",
+    "ProductOfBlocksGpuTiling",
+    "ProductOfBlocksHopperTiling",
+    "ProductOfBlocksTpuTiling",
+    "sums_of_blocks",
+]
 
 Array = jax.Array
 
@@ -94,6 +101,51 @@ def _power(value: int) -> int:
     """The smallest power of two that is not less."""
     return 1 << (value - 1).bit_length()
 
+
+@dataclass(frozen=True)
+class ProductOfBlocksHopperTiling:
+    """Tiles of the Hopper kernel.
+
+    Args:
+        rows: rows of the part of a tile that one of two warpgroups computes, a multiple of 64.
+        columns: its columns, a multiple of 128.
+        depth: numbers of the sum in a step, a multiple of 128.
+        stages: the number of steps whose copies may be in flight.
+    """
+
+    rows: int
+    columns: int
+    depth: int
+    stages: int
+
+    def __post_init__(self) -> None:
+        for name, unit in (("rows", 64), ("columns", 128), ("depth", 128), ("stages", 1)):
+            value = check_int(name, getattr(self, name), 1)
+            if value % unit:
+                raise ValueError(f"{name}={value} must be a multiple of {unit}")
+
+    @classmethod
+    def for_shape(cls, shape: Sequence[int], n: int, block: int, *, is_integer: bool) -> ProductOfBlocksHopperTiling:
+        """The heuristic: tiles as large as registers and shared memory allow.
+
+        Registers hold the sum of a tile, and unless one unit sums all, that of a step.
+
+        Args:
+            shape: (batch, rows, numbers of the sum) of the left operand.
+            n: columns of the product.
+            block: the length of a block.
+            is_integer: whether the elements are integers, which the unit sums exactly.
+        """
+        _, m, k = shape
+        if block < k:
+            return cls(64, 128, 128, 5)
+        if not is_integer:
+            return cls(64, 128, 256, 3)
+        return cls(128, 128, 128, 4) if m * n >= _MANY else cls(64, 128, 128, 6)
+
+
+#: Elements of a product with a tile of 256 × 128 for each multiprocessor.
+_MANY = 132 * 256 * 128
 
 #: Numbers in a row of a register of a TPU.
 LANES, _SUBLANES = 128, 32

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -77,6 +78,23 @@ class Use:
             if all(both) and any(part not in parts for some in both for part in some):
                 return True
         return False
+
+    def block_of(self, group: int) -> int:
+        """How many neighbours along the sum of a product have one scale, if groups of some numbers had one before."""
+        assert self.laid is not None
+        summed, block = self.laid.summed, group
+        if not self.moved and (self.cuts or len(summed) != 1 or summed[0].size % group):
+            return 1  # reversed
+        for i, part in enumerate(summed):
+            step = math.prod(p.size for p in summed[i + 1 :])
+            for parts, *ends in self.cuts:
+                for j, whole in enumerate(parts):
+                    if _is_within(part, (whole,)):
+                        unit = part.inner // whole.inner * math.prod(p.size for p in parts[j + 1 :])
+                        for end in ends if i else ends[:1]:  # along the slowest part a slice may have any length
+                            known = isinstance(end, int) and end % unit == 0
+                            block = math.gcd(block, (end // unit % part.size if known else 1) * step)
+        return block
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -236,14 +254,21 @@ def holds_several(uses: Sequence[Use]) -> bool:
 
 
 def _cuts(eqn: Any, number: int, origin: Origin, old: Sequence[int], new: Sequence[int]) -> list[tuple[Axis, Any, Any]]:
-    """The axes that an equation slices: their parts, where the slice begins (None: unknown), and how long it is."""
+    """The axes that an equation slices: their parts, where the slice begins, and how long it is.
+
+    The beginning is no integer if it is unknown, or if the slice takes one of several numbers.
+    """
     params = eqn.params
     if eqn.primitive.name == "slice":
-        starts = params["start_indices"]
+        strides = params["strides"] or [1] * len(old)
+        starts = [a if n == 1 else (a, n) for a, n in zip(params["start_indices"], strides, strict=True)]
     elif eqn.primitive.name == "split":
         starts = [sum(params["sizes"][:number])] * len(old)
     elif eqn.primitive.name == "dynamic_slice":
         starts = [int(v.val) if isinstance(v, Literal) else None for v in eqn.invars[1:]]
+    elif eqn.primitive.name == "gather":
+        both = zip(origin.axes, params["slice_sizes"], old, strict=True)
+        return [(parts, None, short) for parts, short, n in both if parts and short not in (1, n)]
     else:
         return []
     both = zip(origin.axes, starts, old, new, strict=True)

@@ -1,0 +1,233 @@
+"""The product of codes and scales, for Hopper GPUs (Mosaic GPU).
+
+A program computes tiles of the product, one after the other. One warpgroup copies tiles of the operands to shared
+memory, several steps ahead, and scales that change along the sum with them. Two others multiply by the matrix units,
+each for half of the rows, scale the sums in registers, and write the result alone. Copies beyond the ends of an array
+read zeros and write nothing.
+
+The units sum float8 in fewer bits than float32, so the sum of each step is added in float32.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu
+
+from jchop._core.xla_cpu import prevent_fma
+from jchop._kernels.products.product_of_blocks_tile import ProductOfBlocksHopperTiling
+
+Array = jax.Array
+plgpu: Any = mosaic_gpu  # some of its names are not exported to type checkers
+
+#: Warpgroups that multiply, and the registers of a thread of the one that copies.
+_MULTIPLY, _REGISTERS = 2, 40
+#: Rows and bytes of a row of the parts in which a tile is written, and how many wait in shared memory.
+_ROWS, _BYTES, _SLOTS = 64, 128, 2
+#: Rows of tiles that follow one another, so that caches hold what they share; and multiprocessors of an H100 or H200.
+_TOGETHER, _PROGRAMS = 8, 132
+#: JAX before 0.12 takes an index beside the reference.
+_WHOLE = ((),) if "idx" in inspect.signature(plgpu.load).parameters else ()
+
+
+def product_of_blocks(
+    x: Array,
+    w: Array,
+    *parts: Array,
+    names: tuple[str, ...],
+    block: int,
+    dtype: str,
+    apart: bool = False,
+    tiling: ProductOfBlocksHopperTiling | None = None,
+) -> Array:
+    """The result of the body in `jchop/_products/codes.py`: the same bits for int8.
+
+    Args:
+        x: (batch, m, k), int8 or float8.
+        w: (batch, n, k), of the same dtype.
+        parts: the scales of each operand, (batch, rows, blocks), or (batch, rows, 1) if they are one along the sum.
+        names: what they are, of "x_scale" and "w_scale".
+        block: the length of a block: 128, or at least k.
+        dtype: of the result.
+        apart: used by the body only.
+        tiling: the tiles. Default: the heuristic's.
+    """
+    del apart
+    batch, m, _ = x.shape
+    n = w.shape[1]
+    tiling = tiling or ProductOfBlocksHopperTiling.for_shape(x.shape, n, block, is_integer=x.dtype == jnp.int8)
+
+    @jax.custom_batching.sequential_vmap
+    def of_matrices(x: Array, w: Array, *parts: Array) -> Array:
+        return _Tile(m, n, block, jnp.dtype(dtype), tiling).call(x, w, dict(zip(names, parts, strict=True)))
+
+    with jax.enable_x64(False):
+        if batch == 1:
+            return of_matrices(*(v[0] for v in (x, w, *parts)))[None]
+        return lax.map(lambda each: of_matrices(*each), (x, w, *parts))
+
+
+@dataclass(frozen=True)
+class _Tile:
+    """The kernel of one matrix, and its static data."""
+
+    m: int
+    n: int
+    block: int
+    dtype: Any
+    tiling: ProductOfBlocksHopperTiling
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """Of the part of a tile that a warpgroup computes."""
+        return self.tiling.rows, self.tiling.columns
+
+    @property
+    def tiles(self) -> tuple[int, int]:
+        return pl.cdiv(self.m, _MULTIPLY * self.tiling.rows), pl.cdiv(self.n, self.tiling.columns)
+
+    def call(self, x: Array, w: Array, scales: dict[str, Array]) -> Array:
+        # (blocks, rows): a copy of the scales of a block is a row; and whole tiles, since ordinary loads have no ends.
+        laid = {name: self._to_tiles(name, v.T) for name, v in scales.items()}
+        changing = [name for name, v in laid.items() if v.shape[0] > 1]
+        out = jax.ShapeDtypeStruct((self.m, self.n), self.dtype, manual_axis_type=jax.typeof(x).manual_axis_type)
+
+        def product_of_blocks(x: Any, w: Any, *refs: Any) -> None:  # a profiler shows this name
+            self.kernel(x, w, dict(zip(laid, refs[:-1], strict=True)), changing, refs[-1])
+
+        return plgpu.kernel(
+            product_of_blocks,
+            out_type=out,
+            grid=(min(_PROGRAMS, self.tiles[0] * self.tiles[1]),),
+            grid_names=("program",),
+            num_threads=_MULTIPLY + 1,
+            thread_name="warpgroup",
+            compiler_params=plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Warpgroup),
+        )(x, w, *laid.values())
+
+    def _to_tiles(self, name: str, scales: Array) -> Array:
+        unit = _MULTIPLY * self.tiling.rows if name.startswith("x") else self.tiling.columns
+        return jnp.pad(scales.astype(jnp.float32), ((0, 0), (0, -scales.shape[1] % unit)))
+
+    def kernel(self, x: Any, w: Any, scales: dict[str, Any], changing: Sequence[str], out: Any) -> None:
+        operands = x, w, *(scales[name] for name in changing)
+        unused: Any = lambda *_: None  # noqa: E731
+        allocations = self._pipeline(x, changing, unused, unused).get_allocations(*operands)
+        per_row = _BYTES // self.dtype.itemsize
+
+        def program(allocations: Any, staged: Any) -> None:
+            group = lax.axis_index("warpgroup")
+
+            @plgpu.nd_loop((self.tiles[0] * self.tiles[1],), collective_axes="program")
+            def _(loop: Any) -> None:
+                i, j = plgpu.planar_snake(loop.index[0], self.tiles, 0, _TOGETHER)
+                height, width = _MULTIPLY * self.tiling.rows, self.tiling.columns
+                # Of the two operands what a tile takes, and what a warpgroup takes of that.
+                here = {"x": pl.ds(i * height, height), "w": pl.ds(j * width, width)}
+                own = {"x": pl.ds(group * self.tiling.rows, self.tiling.rows), "w": slice(None)}
+
+                def step(_: Any, a: Any, b: Any, *rest: Any) -> Any:
+                    *near, carried = rest
+
+                    def multiply(sums: Any) -> Any:
+                        plgpu.wgmma(sums, a.at[own["x"]], b.transpose((1, 0)))
+                        plgpu.wgmma_wait(0)
+                        return None if self._is_one_sum(x) else sums[...]
+
+                    if self._is_one_sum(x):
+                        multiply(carried)
+                        return carried
+                    term = pl.run_scoped(multiply, plgpu.ACC(self.shape, self._kind(x))).astype(jnp.float32)
+                    places = [v.at[0, own[name[0]]] for name, v in zip(changing, near, strict=True)]
+                    return carried + self._times(term, changing, places, added=True)
+
+                def write(total: Array) -> None:
+                    once = [name for name in ("x_scale", "w_scale") if name in scales and name not in changing]
+                    places = [scales[name].at[0, here[name[0]]].at[own[name[0]]] for name in once]
+                    total = self._times(total.astype(jnp.float32), once, places).astype(self.dtype)
+                    plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+                    place = out.at[here["x"], here["w"]].at[own["x"]]
+                    for number, (top, left) in enumerate(np.ndindex(self.shape[0] // _ROWS, self.shape[1] // per_row)):
+                        part = np.s_[top * _ROWS : (top + 1) * _ROWS, left * per_row : (left + 1) * per_row]
+                        plgpu.wait_smem_to_gmem(_SLOTS - 1, wait_read_only=True)
+                        staged[group, number % _SLOTS] = total[part]
+                        plgpu.commit_smem()
+                        plgpu.copy_smem_to_gmem(staged.at[group, number % _SLOTS], place.at[part])
+
+                def context(run: Any) -> None:
+                    if not self._is_one_sum(x):
+                        write(run(jnp.zeros(self.shape, jnp.float32)))
+                        return
+
+                    def whole(sums: Any) -> None:
+                        run(sums)
+                        write(sums[...])
+
+                    pl.run_scoped(whole, plgpu.ACC(self.shape, self._kind(x)))
+
+                near = [scales[name].at[:, here[name[0]]] for name in changing]
+                given = x.at[here["x"], :], w.at[here["w"], :], *near
+                self._pipeline(x, changing, step, context)(*given, allocations=allocations)
+
+        pl.run_scoped(
+            program,
+            allocations,
+            plgpu.SMEM((_MULTIPLY, _SLOTS, _ROWS, per_row), self.dtype, transforms=_layout(per_row, self.dtype)),
+            collective_axes="warpgroup",
+        )
+        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+
+    def _pipeline(self, x: Any, changing: Sequence[str], step: Any, context: Any) -> Any:
+        """The steps along the sum."""
+        tiling, transforms = self.tiling, _layout(_BYTES, x.dtype)
+
+        def spec(*shape: int, move: Any, transforms: Sequence[Any] = ()) -> Any:
+            return plgpu.BlockSpec(shape, move, memory_space=plgpu.SMEM, transforms=transforms)
+
+        tiles = [_MULTIPLY * tiling.rows, tiling.columns]
+        specs = [spec(rows, tiling.depth, move=lambda i: (0, i), transforms=transforms) for rows in tiles]
+        specs += [spec(1, tiles[name[0] == "w"], move=lambda i: (i, 0)) for name in changing]
+        return plgpu.emit_pipeline_warp_specialized(
+            step,
+            grid=(pl.cdiv(x.shape[1], tiling.depth),),
+            memory_registers=_REGISTERS,
+            in_specs=specs,
+            wg_axis="warpgroup",
+            num_compute_wgs=_MULTIPLY,
+            max_concurrent_steps=tiling.stages,
+            compute_context=context,
+        )
+
+    def _is_one_sum(self, x: Any) -> bool:
+        """Whether the unit sums all products: of integers whose scales do not change."""
+        return x.dtype == jnp.int8 and self.block >= x.shape[1]
+
+    @staticmethod
+    def _kind(x: Any) -> Any:
+        return jnp.int32 if x.dtype == jnp.int8 else jnp.float32
+
+    def _times(self, numbers: Array, names: Sequence[str], places: Sequence[Any], *, added: bool = False) -> Array:
+        """Sums times scales, one after the other, rounded before they are `added` to something."""
+        scale = None
+        for name, place in zip(names, places, strict=True):
+            axis = 0 if name[0] == "x" else 1
+            layout = plgpu.Layout.WGMMA.reduce(1 - axis)
+            scale = plgpu.load(place, *_WHOLE, layout=layout, optimized=False)
+            scale = lax.broadcast_in_dim(scale, numbers.shape, (axis,))
+            numbers = numbers * scale
+        return prevent_fma(numbers, scale) if scale is not None and added else numbers
+
+
+def _layout(row: int, dtype: Any) -> tuple[Any, ...]:
+    """Of tiles in shared memory, as the matrix units and copies take them."""
+    size = _BYTES // jnp.dtype(dtype).itemsize
+    assert row % size == 0
+    return plgpu.TilingTransform((8, size)), plgpu.SwizzleTransform(_BYTES)
