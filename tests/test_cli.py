@@ -158,6 +158,12 @@ def test_round_starts_from_the_carrier(capsys: pytest.CaptureFixture[str]) -> No
         ("1e400", "--to e5m2", "1e400 inf 0x7c inf inf"),
         ("-1e400", "--to e5m2:saturate", "-1e400 -57344 0xfb 1e+400 1"),
         ("1e-400", "--to e5m2", "1e-400 0 0x00 1e-400 1"),
+        # Numbers beyond float64, and beside a tie of its numbers, are rounded once.
+        ("1e400", "--to e4m3fn:toward_zero", "1e400 448 0x7e 1e+400 1"),
+        ("1e400", "--to binary64", "1e400 inf 0x7ff0000000000000 inf inf"),
+        ("1e-400", "--to e5m2:up", "1e-400 1.52587890625e-05 0x01 1.526e-05 1.526e+395"),
+        ("1.12500000000000000001", "--to e5m2", "1.12500000000000000001 1.25 0x3d 0.125 0.1111"),
+        ("1.12500000000000000001", "--to e5m2 --carrier float64", "1.12500000000000000001 1 0x3c 0.125 0.1111"),
         ("0.1", "--to binary64", "0.1 0.1 0x3fb999999999999a 5.551e-18 5.551e-17"),
         ("0.1", "--to binary64 --carrier float16", "0.1 0.1 0x3fb9980000000000 2.441e-05 0.0002441"),
         ("0x1.00000000000008p0", "--to binary64", "0x1.00000000000008p0 1 0x3ff0000000000000 1.11e-16 1.11e-16"),

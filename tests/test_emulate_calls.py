@@ -7,6 +7,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import decimal
+import enum
 import functools
 import gc
 import inspect
@@ -323,6 +324,39 @@ def test_attributes_of_functions(owner: Any) -> None:
     owner.gain = 5.0
     assert float(low(2.0)) == 10
     assert same_objects(captured(fun), captured(fun))
+
+
+class Mode(enum.Enum):
+    """Members with a value that is changed in place, and with an attribute."""
+
+    ONE = [3.0]  # noqa: RUF012
+
+    def __init__(self, _: Any) -> None:
+        self.gain = 3.0
+
+
+Plain = enum.Enum("Plain", "A B")
+
+
+class Real(float):
+    gain = 3.0
+
+
+@pytest.mark.parametrize("owner", [Mode.ONE, Real(1)])
+def test_attributes_of_members_and_of_subclasses_of_numbers(owner: Any) -> None:
+    low, owner.gain = jc.emulate(lambda x: x * owner.gain, "e5m2"), 3.0
+    assert float(low(2.0)) == 6
+    owner.gain = 5.0
+    assert float(low(2.0)) == 10
+
+
+def test_values_of_members() -> None:
+    low = jc.emulate(lambda x: x * Mode.ONE.value[0], "e5m2")
+    assert float(low(2.0)) == 6
+    Mode.ONE.value[0] = 5.0
+    assert float(low(2.0)) == 10
+    first, again, second = (captured(lambda x, m=m: x * m.value) for m in (Plain.A, Plain.A, Plain.B))
+    assert first is not None and same_objects(first[1:], again[1:]) and not same_objects(first[1:], second[1:])
 
 
 IMPORTS = [

@@ -46,6 +46,8 @@ CARRIERS = {
 _CHUNK = 1 << 22
 #: The most characters of a typed number, and its largest exponent of ten or two: these keep exact arithmetic fast.
 _DIGITS, _EXPONENT = 1000, 20_000
+#: Formats of at most so many bits have two bits less than float64, at least, wherever they have numbers.
+_NARROW = 32
 
 
 def run_round(options: argparse.Namespace) -> None:
@@ -98,11 +100,13 @@ def _round_numbers(options: argparse.Namespace, spec: Spec, key: Any) -> None:
     from jchop._round.round_to_format import round_to_format
 
     numbers = [_typed(word.strip()) for word in _words(options.values)]
-    values = _carried([number.exact for number in numbers], options.carrier or "float64")
+    element = _element(spec)
+    exactly = options.carrier is None and element is not None and element.bits <= _NARROW
+    values = _carried([number.exact for number in numbers], options.carrier or "float64", exactly)
     rounded = round_to_format(values, spec, key)
     if options.out:
         write_atomically(options.out, lambda file: np.save(file, rounded, allow_pickle=False))
-    rows = _comparison(numbers, values, rounded, _element(spec))
+    rows = _comparison(numbers, values, rounded, element)
     if options.json:
         print(json.dumps({"to": str(spec), "carrier": str(values.dtype), "numbers": records(rows, "<><<>>")}, indent=1))
         return
@@ -170,12 +174,15 @@ def _brief(word: str) -> str:
     return word if len(word) <= 60 else f"{word[:60]}..."
 
 
-def _carried(exact: list[Fraction | float], carrier: str) -> np.ndarray:
-    """Numbers rounded once to the carrier, to nearest with ties to even."""
+def _carried(exact: list[Fraction | float], carrier: str, exactly: bool) -> np.ndarray:
+    """Numbers rounded once to the carrier, to nearest with ties to even.
+
+    With `exactly`, which float64 alone may have, they are for a narrow format, whose rounding then is the only one.
+    """
     from jchop._round.round_to_format import round_to_format
 
     narrow = carrier != "float64"
-    wide = np.array([_float(value, odd=narrow) for value in exact], np.float64)
+    wide = np.array([_float(value, odd=narrow or exactly) for value in exact], np.float64)
     return round_to_format(wide, carrier).astype(CARRIERS[carrier]) if narrow else wide
 
 
@@ -186,7 +193,8 @@ def _float(value: Fraction | float, *, odd: bool) -> float:
     try:
         near = float(value)
     except OverflowError:
-        return math.inf if value > 0 else -math.inf
+        end = sys.float_info.max if odd else math.inf
+        return end if value > 0 else -end
     if odd and Fraction(near) != value and not int(np.float64(near).view(np.uint64)) & 1:
         return math.nextafter(near, math.inf if value > near else -math.inf)
     return near

@@ -3,7 +3,8 @@
 The sum. K numbers are summed over, in blocks in which neither operand's scale changes; e are elements, z zero points:
 
     block   S_g = sum of (e_x - z_x) (e_w - z_w), an exact integer if both are integers of at most 8 bits; else the sum
-            that `jax.lax.dot_general` gives for float8 operands, or for both in float32, with float32 sums
+            that `jax.lax.dot_general` gives for float8 operands, or for both in float32, with float32 sums; in the
+            kernel of Hopper GPUs that of the unit for up to 256 products of float8, these sums added in float32
     scaled  t_g = S_g, times the scale of x if that changes along the sum, times that of w likewise
     sum     y = ((t_0 + t_1) + t_2) + ..., from the first block to the last
     scales  times the scale of x if it is one along the sum, times that of w likewise

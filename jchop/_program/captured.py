@@ -27,9 +27,11 @@ from jax.core import Tracer
 
 __all__ = ["captured", "same_objects"]
 
-#: Objects that never change.
+#: Types whose objects never change; those of subclasses may have attributes.
+_SCALARS = (bool, int, float, complex, str, bytes)
+#: Types whose objects never change, nor those of subclasses.
 _STILL = (
-    *(bool, int, float, complex, str, bytes, type(None), type(Ellipsis), enum.Enum, np.generic, np.dtype, np.ufunc),
+    *(type(None), type(Ellipsis), np.generic, np.dtype, np.ufunc),
     *(types.WrapperDescriptorType, types.MethodDescriptorType, types.CodeType),
 )
 #: Equal objects of these types are the same.
@@ -107,7 +109,7 @@ class _Walk:
             yield from self.of(value)
 
     def of(self, value: Any) -> Iterator[Any]:
-        if isinstance(value, _STILL) or id(value) in self.seen:
+        if type(value) in _SCALARS or isinstance(value, _STILL) or id(value) in self.seen:
             yield value
             return
         self.seen[id(value)] = value
@@ -123,6 +125,8 @@ class _Walk:
             return value
         if type(value) is dict:
             return (*value, *value.values())
+        if isinstance(value, enum.Enum):
+            return tuple(part for name, part in vars(value).items() if name != "__objclass__")
         if isinstance(value, types.FunctionType):
             return tuple(_parts_of_function(value))
         if isinstance(value, types.MethodType):
