@@ -356,7 +356,8 @@ def test_values_of_members() -> None:
     Mode.ONE.value[0] = 5.0
     assert float(low(2.0)) == 10
     first, again, second = (captured(lambda x, m=m: x * m.value) for m in (Plain.A, Plain.A, Plain.B))
-    assert first is not None and same_objects(first[1:], again[1:]) and not same_objects(first[1:], second[1:])
+    assert first is not None and again is not None and second is not None
+    assert same_objects(first[1:], again[1:]) and not same_objects(first[1:], second[1:])
 
 
 IMPORTS = [
