@@ -443,7 +443,7 @@ def _blocks_body(
     del tiling
     how = how or Matrices(apart=apart)
     given, work, size = dict(zip(names, parts, strict=True)), _work(dtype), x.shape[-1]
-    count = max(-(-size // block), 1)
+    count = -(-size // block)
 
     def cut(v: Array) -> Array:
         """(blocks, ..., block); zeros fill up the last block."""

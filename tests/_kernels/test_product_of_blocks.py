@@ -234,6 +234,7 @@ def test_what_the_kernel_of_hopper_refuses():
     assert "float8_e5m2 and float8_e4m3fn" in why(8, 64, 256, 128, ("float8_e5m2", "float8_e4m3fn"))
     assert "zero points" in why(8, 64, 256, 128, names=("x_scale", "x_zero"))
     assert "not a ProductOfBlocksHopperTiling" in why(8, 64, 256, 128, tiling=ProductOfBlocksGpuTiling(16, 16, 32))
+    assert "y has 4294967296 elements" in why(2**16, 2**16, 128, 128)
     assert "int32" in why(8, 64, 2**18, 2**18) and "float64" in why(8, 64, 256, 128, dtype="float64")
     with pytest.raises(ValueError, match="rows=96 must be a multiple of 64"):
         ProductOfBlocksHopperTiling(96, 128, 128, 4)

@@ -1,1 +1,1 @@
-"""Scaled elements in float32 arithmetic that is exact; for XLA, which makes few vectors of integer arithmetic."""
+"""Scaled elements in exact float32 arithmetic; for XLA, which makes few vectors of integer arithmetic, and for GPUs."""

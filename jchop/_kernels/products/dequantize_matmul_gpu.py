@@ -2,7 +2,7 @@
 
 A program computes one tile of the product, over all of k or a stretch of it, in a loop: it loads a few rows of codes,
 decodes them in registers and multiplies. Each part of W has its own sums, which are interleaved in registers at the
-end. Every load and store is masked.
+end. Loads and stores are masked, those of one row only if a tile reaches beyond the arrays.
 
 For one row of x there is no work for the matrix units: numbers are multiplied one by one. A step takes many groups at
 once, so that many loads are in flight together, and each thread keeps its own sums of a few rows of W.

@@ -1,4 +1,4 @@
-"""The kernels of a product of codes whose scales change along the sum. The body is in `_products/codes.py`."""
+"""The kernels of a product of codes and scales. The body is in `_products/codes.py`."""
 
 from __future__ import annotations
 
@@ -65,10 +65,15 @@ def _refuse(x: Any, w: Any, *scales: Any, block: int, dtype: str, **_: Any) -> s
 def _refuse_gpu(x: Any, w: Any, *scales: Any, tiling: Any = None, **static: Any) -> str | None:
     if tiling is not None and not isinstance(tiling, ProductOfBlocksGpuTiling):
         return f"tiling={tiling!r} is not a ProductOfBlocksGpuTiling"
+    return _too_large(x, w) or _refuse(x, w, *scales, **static)
+
+
+def _too_large(x: Any, w: Any) -> str | None:
+    """The reason why the indices of a GPU do not reach all elements, or None."""
     for name, size in (("x", x.size), ("w", w.size), ("y", x.shape[0] * x.shape[1] * w.shape[1])):
         if size >= 1 << 31:
             return f"{name} has {size} elements, and a kernel takes fewer than 2^31"
-    return _refuse(x, w, *scales, **static)
+    return None
 
 
 def _refuse_hopper(
@@ -88,7 +93,7 @@ def _refuse_hopper(
         return f"tiling={tiling!r} is not a ProductOfBlocksHopperTiling"
     if find_spec("absl") is None:
         return "JAX's Mosaic GPU needs absl: pip install absl-py"
-    return _refuse(x, w, *scales, block=block, **static)
+    return _too_large(x, w) or _refuse(x, w, *scales, block=block, **static)
 
 
 def _pays_on_hopper(x: Any, *_: Any, **__: Any) -> bool:
@@ -113,6 +118,6 @@ def _least_capability(x: Any, *_: Any, **__: Any) -> float:
     return _FLOAT8_CAPABILITY if x.dtype.name in _FLOAT8 else _INT8_CAPABILITY
 
 
-TPU = Kernel(_tpu, _refuse_tpu, _has_blocks)
+TPU = Kernel(_tpu, _refuse_tpu)
 HOPPER = Kernel(_hopper, _refuse_hopper, _pays_on_hopper, lambda *_, **__: _HOPPER, _BLACKWELL)
 GPU = Kernel(_gpu, _refuse_gpu, _has_blocks, _least_capability)
