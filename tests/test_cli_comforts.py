@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import math
 import subprocess
 from pathlib import Path
 
@@ -34,11 +35,22 @@ def test_formats_and_info_as_json(capsys: pytest.CaptureFixture[str]) -> None:
     rows = printed(capsys, "formats", "--json")
     assert isinstance(rows, list) and {row["name"] for row in rows} >= {"bfloat16", "float8_e4m3fn"}
     half = next(row for row in rows if row["name"] == "binary16")
-    assert (half["bits"], half["max"], half["inf"]) == (16, 65504, "yes")
+    assert (half["bits"], half["max"], half["roundoff"], half["inf"]) == (16, 65504, 2**-11, True)
     facts = printed(capsys, "info", "e4m3fn", "--json")
-    assert isinstance(facts, dict) and (facts["format"], facts["bits"], facts["bias"]) == ("float8_e4m3fn", "8", "7")
-    assert {"code": "0x38", "binary": "0 0111 000", "value": 1, "which": "one"} in facts["codes"]
-    assert printed(capsys, "info", "mxfp4", "--json")["element"] == "float4_e2m1fn"  # type: ignore[index, call-overload]
+    assert isinstance(facts, dict) and (facts["format"], facts["bits"], facts["bias"]) == ("float8_e4m3fn", 8, 7)
+    assert (facts["smallest exponent"], facts["eps"], facts["infinities"]) == (-6, 0.125, False)
+    values = {row["which"]: row["value"] for row in facts["codes"]}
+    assert values["smallest positive"] == 2.0**-9 and values["NaN"] == "nan"
+    assert math.copysign(1, values["minus zero"]) == -1
+
+
+def test_info_as_json_has_exact_numbers_and_those_of_scales(capsys: pytest.CaptureFixture[str]) -> None:
+    whole = printed(capsys, "info", "integer64", "--json")
+    assert isinstance(whole, dict) and (whole["max"], whole["min"], whole["precision"]) == (2**63 - 1, -(2**63), None)
+    wide = printed(capsys, "info", "fixed4.60", "--json")
+    assert isinstance(wide, dict) and (wide["max"], wide["smallest"]) == ("9223372036854775807 * 2^-60", 2.0**-60)
+    scaled = printed(capsys, "info", "mxfp4", "--json")
+    assert isinstance(scaled, dict) and (scaled["element"], scaled["bits per element"]) == ("float4_e2m1fn", 4.25)
 
 
 def test_round_as_json(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:

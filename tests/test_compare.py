@@ -44,6 +44,14 @@ def test_the_figures_are_those_of_the_rounded_array() -> None:
     assert (seen.shape, seen.dtype, seen.lost) == ((16, 128), "float32", 0)
 
 
+def test_a_format_that_float32_cannot_hold_is_rounded_in_float64() -> None:
+    x = np.array([1 / 3, -2.7, 40.0], np.float32)
+    for text in ("fixed4.40", "takum_linear32", "fixed2.30"):
+        own, wide = (jc.compare(numbers, ["bfloat16", text]).rows for numbers in (x, x.astype(np.float64)))
+        assert own == wide
+    assert jc.compare(x, ["fixed4.40"]).rows[0].worst_absolute == 40 - (8 - 2**-40)
+
+
 def test_overflow_and_clipping_are_told_apart() -> None:
     x = np.array([1.0, 449.0, 463.9, 464.1, -1000.0, np.inf, np.nan])
     nan, cut, half = jc.compare(x, ["float8_e4m3fn", "float8_e4m3fn:saturate", "binary16"]).rows

@@ -5,10 +5,11 @@ from __future__ import annotations
 import argparse
 import json
 import math
+from collections.abc import Callable
 from fractions import Fraction
 from typing import Any
 
-from jchop._cli._text import binary, check_suffix, fact, hexadecimal, printable, records, short, show, table, whole, yes
+from jchop._cli._text import binary, check_suffix, fact, hexadecimal, printable, short, table, whole, yes
 from jchop._files import require_extra, write_atomically
 from jchop.formats import (
     ALIASES,
@@ -21,24 +22,26 @@ from jchop.formats import (
     UniformFormat,
     parse_format,
 )
+from jchop.formats._base import Dyadic
 
 
 def run_formats(options: argparse.Namespace) -> None:
     widths, facts, specials = "bits exp frac bias p", ("max", "min normal", "min subn.", "roundoff"), "inf nan -0"
-    rows = [("name", *widths.split(), *facts, *specials.split(), "also")]
-    for name, fmt in CATALOGUE.items():
-        rows.append(
-            (
-                name,
-                *map(str, (fmt.bits, fmt.exp_bits, fmt.frac_bits, fmt.bias, fmt.precision)),
-                *map(short, (fmt.max, fmt.smallest_normal, fmt.smallest_subnormal, fmt.unit_roundoff)),
-                *map(yes, (fmt.has_inf, fmt.has_nan, fmt.has_negative_zero)),
-                " ".join(other for other, main in ALIASES.items() if main == name),
-            )
+    head = ("name", *widths.split(), *facts, *specials.split(), "also")
+    rows = [
+        (
+            name,
+            *(fmt.bits, fmt.exp_bits, fmt.frac_bits, fmt.bias, fmt.precision),
+            *(fmt.max, fmt.smallest_normal, fmt.smallest_subnormal, fmt.unit_roundoff),
+            *(fmt.has_inf, fmt.has_nan, fmt.has_negative_zero),
+            " ".join(other for other, main in ALIASES.items() if main == name),
         )
-    show(rows, "<" + ">" * 12 + "<", options.json)
+        for name, fmt in CATALOGUE.items()
+    ]
     if options.json:
+        print(json.dumps([dict(zip(head, map(_plain, row), strict=True)) for row in rows], indent=1))
         return
+    print(table([head, *(tuple(_text(value, short) for value in row) for row in rows)], "<" + ">" * 12 + "<"))
     print(
         "\nPatterns: e5m10 e5m3fn e5m3fnuz ue5m3 fixed4.4 ufixed4.4 integer8 uinteger4 binary8p3se posit16 "
         "takum_linear16 codebook(-1,0,0.5)"
@@ -56,24 +59,27 @@ def run_info(options: argparse.Namespace) -> None:
         from jchop.plot import value_grid
 
         picture = value_grid(fmt)
-    codes = [("code", "binary", "value", "which"), *_notable(fmt)]
+    head, codes = ("code", "binary", "value", "which"), _notable(fmt)
     if options.json:
-        found = {"format": str(whole), "element": str(fmt)}
-        found |= {name.strip(): value for name, value in _facts(fmt)}
-        found |= (
-            {name.strip(): value for name, value in _scaled_facts(whole)} if isinstance(whole, ScaledFormat) else {}
-        )
-        print(json.dumps(found | {"codes": records(codes, "<<><")}, indent=1))
+        found: dict[str, Any] = {"format": str(whole), "element": str(fmt)}
+        found |= {name: _plain(value) for name, value in _facts(fmt).items()}
+        found |= _scaled_facts(whole) if isinstance(whole, ScaledFormat) else {}
+        found["codes"] = [dict(zip(head, map(_plain, row), strict=True)) for row in codes]
+        print(json.dumps(found, indent=1))
         _draw(options, picture)
         return
     if isinstance(whole, ScaledFormat):
-        print(f"{whole}\n\n{table(_scaled_facts(whole), '<<', rule=False)}\n\nElements:")
+        facts = _scaled_facts(whole)
+        facts["bits per element"] = f"{facts['bits per element']:g}" + " in a large array" * (
+            whole.bits == facts["bits per element"]
+        )
+        print(f"{whole}\n\n{_listed(facts)}\n\nElements:")
     text = getattr(fmt, "text", str(fmt))
     print(f"{fmt}" + (f"  ({text})" if text != str(fmt) else ""))
     print(_layout(fmt))
-    print(table(_facts(fmt), "<<", rule=False))
+    print(_listed(_facts(fmt)))
     print()
-    print(table(codes, "<<><"))
+    print(table([head, *((code, bits, _value(value), which) for code, bits, value, which in codes)], "<<><"))
     _draw(options, picture)
 
 
@@ -104,40 +110,53 @@ def _layout(fmt: ElementFormat) -> str:
     return "\n".join(["", edge, *("  | " + " | ".join(box[line] for box in boxes) + " |" for line in (0, 1)), edge, ""])
 
 
-def _facts(fmt: ElementFormat) -> list[tuple[str, str]]:
+def _facts(fmt: ElementFormat) -> dict[str, Any]:
     numbers = ("max", "min", "smallest_normal", "smallest_subnormal", "smallest", "eps", "unit_roundoff")
-    facts = [("bits", str(fmt.bits)), ("precision", _or_none(fmt.precision))]
+    facts: dict[str, Any] = {"bits": fmt.bits, "precision": fmt.precision}
     if isinstance(fmt, FloatFormat):
-        facts += [("bias", str(fmt.bias)), ("exponents", f"{fmt.emin} to {fmt.emax}")]
-    facts += [(name.replace("_", " "), fact(getattr(fmt, name))) for name in numbers]
-    facts += [("infinities", yes(fmt.has_inf)), ("NaN", yes(fmt.has_nan)), ("-0", yes(fmt.has_negative_zero))]
-    return [("  " + name, value) for name, value in facts]
+        facts |= {"bias": fmt.bias, "smallest exponent": fmt.emin, "largest exponent": fmt.emax}
+    facts |= {name.replace("_", " "): getattr(fmt, name) for name in numbers}
+    return facts | {"infinities": fmt.has_inf, "NaN": fmt.has_nan, "-0": fmt.has_negative_zero}
 
 
-def _scaled_facts(fmt: ScaledFormat) -> list[tuple[str, str]]:
+def _listed(facts: dict[str, Any]) -> str:
+    return table([(f"  {name}", _text(value, fact)) for name, value in facts.items()], "<<", rule=False)
+
+
+def _text(value: Any, number: Callable[[Any], str]) -> str:
+    """A cell of a table."""
+    if isinstance(value, bool):
+        return yes(value)
+    return str(value) if isinstance(value, str | int) else number(value)
+
+
+def _plain(value: Any) -> Any:
+    """A value in the types of strict JSON; a text for NaN, infinities and fractions that are not exact in float64."""
+    if isinstance(value, Fraction):
+        return int(value) if value.denominator == 1 else str(Dyadic(value))
+    if isinstance(value, float) and not math.isfinite(value):
+        return str(value)
+    return value
+
+
+def _scaled_facts(fmt: ScaledFormat) -> dict[str, Any]:
     """The grouping of a scaled format, and the choice and format of its scales."""
     group = f"{fmt.group} along axis {fmt.axis}" if fmt.group is not None else "the whole tensor"
-    facts = {
+    return {
         "group": group if fmt.channel is None else f"each index of axis {fmt.channel}",
         "scale": str(fmt.scale),
         "rule": f"{fmt.rule}: {fmt.scale_rule.formula}",
-        "zero point": _or_none(fmt.zero_point),
+        "zero point": None if fmt.zero_point is None else str(fmt.zero_point),
         **({"sparse": "{} of every {} along axis {}".format(*fmt.sparse, fmt.axis_of_sparse)} if fmt.sparse else {}),
-        "bits per element": f"{fmt.bits_per_element():g}"
-        + (" in a large array" if fmt.bits_per_element() == fmt.bits else ""),
+        "bits per element": fmt.bits_per_element(),
     }
-    return [("  " + name, value) for name, value in facts.items()]
 
 
 def _value(value: float | Fraction | None) -> str:
     return short(value) if value is None else whole(value) or short(value)
 
 
-def _or_none(value: object) -> str:
-    return "none" if value is None else str(value)
-
-
-def _notable(fmt: ElementFormat) -> list[tuple[str, str, str, str]]:
+def _notable(fmt: ElementFormat) -> list[tuple[str, str, Any, str]]:
     """Notable codes with their values; codes that the format lacks are omitted."""
     candidates = {
         "zero": 0.0,
@@ -156,6 +175,6 @@ def _notable(fmt: ElementFormat) -> list[tuple[str, str, str, str]]:
         if code is not None:
             names.setdefault(code, []).append(name)
     return [
-        (hexadecimal(fmt, code), binary(fmt, code), _value(fmt.value_of(code)), ", ".join(which))
+        (hexadecimal(fmt, code), binary(fmt, code), fmt.value_of(code), ", ".join(which))
         for code, which in names.items()
     ]

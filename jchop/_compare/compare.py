@@ -15,6 +15,7 @@ import numpy as np
 from jchop._arguments import as_array
 from jchop._bits import CARRIERS
 from jchop._checks import check_choice
+from jchop._core.rounding.grid import holds
 from jchop._round.round_to_format import round_to_format
 from jchop._text import Part, Tables
 from jchop.formats import ElementFormat, ScaledFormat
@@ -178,7 +179,8 @@ def compare(
 
     Args:
         x: numbers of any shape but empty: an array of JAX or NumPy, or a list. float16 and bfloat16 are rounded as
-            float32, which is exact; integers and booleans as float64.
+            float32, which is exact; integers and booleans as float64. Formats with values that float32 lacks round
+            float32 numbers as float64.
         formats: specs, formats, or texts. Default: 16-bit and 8-bit floats, int8 and int4 with one scale for the
             tensor, each row or each group, nf4, MX formats and nvfp4.
         key: a typed key, needed by the stochastic modes; each format draws the same bits.
@@ -234,6 +236,8 @@ def _numbers(x: Any) -> np.ndarray:
 
 def _row(array: np.ndarray, finite: np.ndarray, spec: Spec, key: Any, fit: bool) -> ComparisonRow:
     fmt = spec.scaled
+    if fmt is None and not holds(spec, CARRIERS[array.dtype.name]):
+        array = array.astype(np.float64)
     exponent = _exponent(float(np.abs(array[finite]).max()), spec.format) if fit and fmt is None else 0
     given = array if not exponent else np.ldexp(array.astype(np.float64), exponent)
     rounded = round_to_format(given, spec, key)
