@@ -48,6 +48,8 @@ class Rounding(enum.Enum):
     #: x if it is in F, else hi or lo with probability 1/2 each
     STOCHASTIC_EQUAL = "stochastic_equal"
 
+    __repr__ = enum.Enum.__str__  # an expression, so that the repr of a Spec is one
+
     @property
     def stochastic(self) -> bool:
         """Whether the mode draws random bits and therefore needs a key."""
@@ -73,6 +75,8 @@ class Overflow(enum.Enum):
     PROPAGATE = "propagate"
     #: two's complement wrap-around; fixed point and integers only
     WRAP = "wrap"
+
+    __repr__ = enum.Enum.__str__
 
 
 _STOCHASTIC = frozenset({Rounding.STOCHASTIC, Rounding.STOCHASTIC_B, Rounding.STOCHASTIC_C, Rounding.STOCHASTIC_EQUAL})

@@ -207,6 +207,7 @@ SPEC = Spec("e4m3", "stochastic", "saturate", 8, True, Gradient(True, Spec("bflo
 def test_specs_are_values():
     for other in (pickle.loads(pickle.dumps(SPEC)), copy.copy(SPEC), copy.deepcopy(SPEC), dataclasses.replace(SPEC)):
         assert other == SPEC and hash(other) == hash(SPEC) and str(other) == str(SPEC)
+    assert eval(repr(SPEC), dict(vars(jc))) == SPEC
 
 
 def test_names_of_formats_are_no_part_of_a_spec():
