@@ -18,10 +18,10 @@ from jchop._bits import is_sharded
 from jchop._kernels.settled import settled_on_cpu
 from jchop._products.codes import Coded, block_of, check_codes, coded, codes_of, in_own_shape, parts_of
 from jchop._products.layout import check_axes, round_in, same_transposed, turned
-from jchop._products.product import Conv, Dot, Flipped, Product, Ragged
+from jchop._products.product import Conv, Dot, Flipped, Product, Ragged, Shapes
 from jchop._products.rotation import Hadamard
 from jchop._products.rule import NOWHERE, StreamOffset, is_stochastic
-from jchop._settings import split
+from jchop._settings import compiled_on_values, split
 from jchop.accumulation import MatmulSpec
 from jchop.gradients import CustomJvp
 from jchop.spec import Spec
@@ -98,6 +98,7 @@ class Roundings:
         return (self.left, self.gradient) if own is None else (own, own)
 
 
+@partial(compiled_on_values, static_argnames=("product", "how"))
 def contract(
     product: Product,
     x: Array,
@@ -254,14 +255,16 @@ def _product_of_codes(product: Product, x: Array, w: Array, both: Any, extra: tu
     """The product of the codes of rounded operands; its derivative is that of the product of their numbers."""
     shapes, dtype = (x.shape, w.shape), _result_dtype(product, x, w)
 
-    def by_codes(both: tuple[Coded, Coded], *extra: Array) -> Array:
-        return product.by_codes(*both, shapes, dtype, *extra)
-
-    run: Any = by_codes
+    run: Any = partial(_sums, product, shapes, dtype)
     if any(map(is_sharded, jax.tree.leaves(both))):  # loops and slices within would each need a sharding
-        run = jax.sharding.auto_axes(by_codes, out_sharding=jax.eval_shape(product, x, w, *extra).sharding)
+        run = jax.sharding.auto_axes(run, out_sharding=jax.eval_shape(product, x, w, *extra).sharding)
     with jax.named_scope(OWN_SCOPE):
-        return own_results(run(both, *extra))
+        return own_results(run(*both, *extra))
+
+
+@partial(compiled_on_values, static_argnums=(0, 1, 2))
+def _sums(product: Product, shapes: Shapes, dtype: Any, left: Coded, right: Coded, *extra: Array) -> Array:
+    return product.by_codes(left, right, shapes, dtype, *extra)
 
 
 def _jvp_of_codes(product: Product, primals: tuple, tangents: tuple) -> tuple[Array, Any]:
@@ -289,6 +292,7 @@ def _forward(product: Product, how: Roundings, x: Array, w: Array, full: tuple, 
     return _product(product, how, x, w, full, more), (x, w, full, (*more[:2], None))
 
 
+@partial(compiled_on_values, static_argnums=(0, 1))
 def _backward(product: Product, how: Roundings, kept: tuple, g: Array) -> tuple:
     x, w, (full_x, full_w), (keys, extra, _) = kept
     if how.codes and how.gradient is not None:

@@ -337,6 +337,28 @@ def test_a_model_of_flax() -> None:
     np.testing.assert_array_equal(jc.emulate(low, "bfloat16")(w, x), want)
 
 
+@pytest.mark.parametrize("product", ["float", "codes"])
+def test_a_call_without_jit_compiles_a_product_once(product: Any, caplog: pytest.LogCaptureFixture) -> None:
+    rule = jc.Rule(weight="int8(group=all)", activation="int8(group=all)", gradient="int8(group=all)", product=product)
+    low = jc.quantize_fn(lambda w, x: x @ w, rule)
+    w = jnp.linspace(-1, 2, 11 * 7).reshape(11, 7)
+
+    def run(fun: Any, rows: int) -> int:
+        x = jnp.linspace(-3, 1, rows * 11).reshape(rows, 11)
+        caplog.clear()
+        with jax.log_compiles():
+            y = fun(w, x)
+        found = [record.message for record in caplog.records if record.message.startswith("Compiling")]
+        np.testing.assert_array_equal(y, jax.jit(fun)(w, x))
+        return len(found)
+
+    run(low, 5)
+    assert run(low, 6) == 1
+    gradient = jax.grad(lambda w, x: low(w, x).sum())
+    run(gradient, 5)
+    assert run(gradient, 6) <= 7
+
+
 @pytest.mark.slow
 def test_codes_in_loops_of_unknown_length() -> None:
     """What the turns of a `while` share keeps its codes, also what they carry unchanged; what changes does not."""
