@@ -102,6 +102,22 @@ def test_factorizations_are_those_of_the_library() -> None:
     np.testing.assert_array_equal(root, linalg.cholesky(symmetric, spec))
 
 
+def test_one_matrix_costs_the_algorithm_of_the_library(caplog: pytest.LogCaptureFixture) -> None:
+    """No batch of one, under which both sides of a branch on values would run; no trace in a second call."""
+    low = jc.emulate(jnp.linalg.cholesky, "bfloat16")
+    whole = jnp.eye(64) + 0.1
+    emulated, own = (
+        jax.jit(fun).lower(whole).as_text().count("\n") for fun in (low, lambda a: linalg.cholesky(a, "bfloat16"))
+    )
+    assert emulated < 1.6 * own
+    root = low(whole)
+    with jax.log_compiles():
+        caplog.clear()
+        np.testing.assert_array_equal(low(whole), root)
+    assert not [record for record in caplog.records if "tracing" in record.message and "flat" not in record.message]
+    np.testing.assert_array_equal(root, linalg.cholesky(whole, "bfloat16"))
+
+
 @pytest.mark.slow
 def test_solvers_of_other_packages() -> None:
     a, b = matrix(4), np.ones(4, np.float32)

@@ -69,7 +69,7 @@ EMULATION = Emulation()
 
 
 class Eager(Emulation):
-    """Emulated arithmetic on values: each loop and branch is compiled once, in the first run.
+    """Emulated arithmetic on values: each loop, branch and algorithm of matrices is compiled once, in the first run.
 
     An instance serves one plan, and knows its steps by their ids.
     """
@@ -89,8 +89,17 @@ class Eager(Emulation):
         """The results of an equation that holds programs."""
         if step.name not in _UNITS or any(is_reference(v.aval) for v in step.eqn.invars):
             return super().control(step, seeds, args)
+        return self._once(step, Emulation(self.max_turns).control, seeds, args)
+
+    def run(self, part: Step | Chain | Turns, seeds: Seeds | None, args: list[Any]) -> list[Any]:
+        """The results of one equation or chain."""
+        if isinstance(part, Step) and part.kind == "linear":
+            return self._once(part, EMULATION.run, seeds, args)
+        return super().run(part, seeds, args)
+
+    def _once(self, step: Step, run: Callable[..., list[Any]], seeds: Seeds | None, args: list[Any]) -> list[Any]:
         if id(step) not in self._compiled:
-            self._compiled[id(step)] = jax.jit(partial(Emulation(self.max_turns).control, step))
+            self._compiled[id(step)] = jax.jit(partial(run, step))
         return self._compiled[id(step)](seeds, args)
 
 

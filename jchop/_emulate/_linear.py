@@ -57,6 +57,8 @@ def by_matrix(step: Step, arrays: Sequence[Array], steps_of: Callable[[Array, Ar
         return run(steps_of(index, matrices[0]), *matrices)
 
     outer = arrays[0].shape[:-2]
+    if not outer:  # not under vmap, which runs both sides of a branch on values
+        return list(one(jnp.uint32(0), *arrays))
     count = math.prod(outer)  # not -1, which an array of size zero does not determine
     flat = [x.reshape(count, *x.shape[-2:]) for x in arrays]
     results = jax.vmap(one)(jnp.arange(count, dtype=jnp.uint32), *flat)
