@@ -12,7 +12,6 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
-import jax.core
 
 
 @contextlib.contextmanager
@@ -49,30 +48,6 @@ def compiled(function: Callable[..., Any], **options: Any) -> Callable[..., Any]
 
     jitted = jax.jit(call, **options)
     return jitted
-
-
-def compiled_on_values(function: Callable[..., Any], **options: Any) -> Callable[..., Any]:
-    """`compiled` for calls with values; a call with traced arguments runs the function itself.
-
-    Without it an eager call compiles each of its operations. A traced program needs no function in between.
-
-    Args:
-        function: as for `compiled`.
-        options: of `jax.jit`.
-
-    Example:
-        >>> double = compiled_on_values(lambda x: x + x)
-        >>> print(jax.make_jaxpr(double)(1.0))
-        { lambda ; a:f32[]. let b:f32[] = add a a in (b,) }
-    """
-    whole = compiled(function, **options)
-
-    @functools.wraps(function)
-    def call(*args: Any, **kwargs: Any) -> Any:
-        traced = any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves((args, kwargs)))
-        return (function if traced else whole)(*args, **kwargs)
-
-    return call
 
 
 def split(key: jax.Array, count: int = 2) -> jax.Array:

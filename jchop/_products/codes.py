@@ -36,7 +36,7 @@ from jchop._core.xla_gpu import in_whole_words, precision_of
 from jchop._kernels.primitive import by_platform, make_op
 from jchop._kernels.products import product_of_blocks
 from jchop._products.layout import Layout
-from jchop._settings import compiled_on_values
+from jchop._settings import compiled
 from jchop.formats import ElementFormat, FloatFormat, IntegerFormat, float8_e4m3fn, float8_e5m2
 from jchop.spec import Spec
 from jchop.storage import QArray, quantize
@@ -140,7 +140,7 @@ def block_of(spec: Spec, ndim: int) -> int | None:
     return None if kind == WHOLE else kind if isinstance(kind, int) else 1
 
 
-@partial(compiled_on_values, static_argnames="spec")
+@partial(compiled, static_argnames="spec", inline=True)
 def coded(laid: Array, spec: Spec | None, key: Array | None = None) -> Coded:
     """An array, with the sum along its last axis, as codes, without derivatives; without a spec as it is."""
     laid = lax.stop_gradient(laid)

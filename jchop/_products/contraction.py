@@ -21,7 +21,7 @@ from jchop._products.layout import check_axes, round_in, same_transposed, turned
 from jchop._products.product import Conv, Dot, Flipped, Product, Ragged, Shapes
 from jchop._products.rotation import Hadamard
 from jchop._products.rule import NOWHERE, StreamOffset, is_stochastic
-from jchop._settings import compiled_on_values, split
+from jchop._settings import compiled, split
 from jchop.accumulation import MatmulSpec
 from jchop.gradients import CustomJvp
 from jchop.spec import Spec
@@ -98,7 +98,6 @@ class Roundings:
         return (self.left, self.gradient) if own is None else (own, own)
 
 
-@partial(compiled_on_values, static_argnames=("product", "how"))
 def contract(
     product: Product,
     x: Array,
@@ -128,6 +127,22 @@ def contract(
         The product. Its derivative is straight-through in the roundings of x and w, or as their specs say.
     """
     check_operands(product, how)
+    return _contract(product, replace(how, place=NOWHERE), x, w, key, rounded, codes, left_codes, extra)
+
+
+@partial(compiled, static_argnums=(0, 1), inline=True)
+def _contract(
+    product: Product,
+    how: Roundings,
+    x: Array,
+    w: Array,
+    key: Array | None,
+    rounded: Array | None,
+    codes: Coded | None,
+    left_codes: Coded | None,
+    extra: tuple[Array, ...],
+) -> Array:
+    """`contract` of operands that are checked: traced once for equal products, wherever they are."""
     if how.forward_rotation is not None:
         x = turned(product.forward.left, x, how.forward_rotation)
         if not how.turned:
@@ -262,7 +277,7 @@ def _product_of_codes(product: Product, x: Array, w: Array, both: Any, extra: tu
         return own_results(run(*both, *extra))
 
 
-@partial(compiled_on_values, static_argnums=(0, 1, 2))
+@partial(compiled, static_argnums=(0, 1, 2), inline=True)
 def _sums(product: Product, shapes: Shapes, dtype: Any, left: Coded, right: Coded, *extra: Array) -> Array:
     return product.by_codes(left, right, shapes, dtype, *extra)
 
@@ -292,7 +307,7 @@ def _forward(product: Product, how: Roundings, x: Array, w: Array, full: tuple, 
     return _product(product, how, x, w, full, more), (x, w, full, (*more[:2], None))
 
 
-@partial(compiled_on_values, static_argnums=(0, 1))
+@partial(compiled, static_argnums=(0, 1), inline=True)
 def _backward(product: Product, how: Roundings, kept: tuple, g: Array) -> tuple:
     x, w, (full_x, full_w), (keys, extra, _) = kept
     if how.codes and how.gradient is not None:

@@ -130,10 +130,12 @@ def test_rows_become_one_axis_where_there_is_one_device(monkeypatch: pytest.Monk
     found, ranks = [], []
     for alone in (False, True):
         monkeypatch.setattr(_product, "one_device_at_hand", lambda alone=alone: alone)
+        jax.clear_caches()  # a product is traced once
         found.append(jax.jit(lambda *args: run(*args))(x, w, g))
         program = jax.make_jaxpr(lambda x: dot_general(x, w, ROWS, how=rounded))(x)
         (product,) = (eqn for eqn in program.eqns if eqn.primitive is lax.dot_general_p)
         ranks.append(product.invars[0].aval.ndim)
+    jax.clear_caches()
     assert ranks == [4, 3]
     y, *others = zip(*found, strict=True)
     np.testing.assert_array_equal(*y)
