@@ -278,6 +278,32 @@ def test_trees_of_any_kind() -> None:
         assert low(Tagged(1.25, tag)).tolist() == (1.25 * tag).tolist()
 
 
+@pytest.mark.parametrize(
+    "fun",
+    [
+        lambda x: (x * 0.5, x, 3.0, 3, x > 1, x * 1j, np.float32(2) * x, jnp.ones(2) * x),
+        lambda x: lax.scan(lambda c, _: (c * 1.5, c), x, None, length=2),
+        lambda x: (lax.fori_loop(0, 3, lambda i, c: c + 1, 0), lax.cond(x > 1, jnp.exp, lambda x: -x, x)),
+    ],
+)
+def test_results_have_the_types_that_they_have_in_jit(fun: Callable[[Any], Any]) -> None:
+    def types_of(fun: Callable[[Any], Any]) -> list[Any]:
+        return [(x.dtype, x.weak_type) for x in jax.tree.leaves(fun(2.0))]
+
+    for spec in ("bfloat16", None):
+        low = jc.emulate(fun, spec)
+        assert types_of(low) == types_of(jax.jit(low)) == types_of(jax.jit(fun))
+    assert types_of(jc.emulate(fun, "bfloat16", stop_at="nan")) == types_of(jax.jit(fun))
+
+
+def test_an_error_names_the_function() -> None:
+    def with_text(x: Any) -> Any:
+        return x / 3, "text"
+
+    with pytest.raises(TypeError, match=r"with_text at .*test_emulate_calls\.py.*'str'"):
+        jc.emulate(with_text, "bfloat16")(1.0)
+
+
 def test_the_report_has_the_lines_of_this_call() -> None:
     def fun(x: Any, first: bool) -> Any:
         if first:

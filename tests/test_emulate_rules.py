@@ -131,8 +131,34 @@ def test_a_sum_for_a_part_without_sums_is_refused(name: str) -> None:
             x = jnp.sort(jnp.exp(x))
         return jnp.sum(x)
 
-    with pytest.raises(ValueError, match=f"rules: '{name}' .* give a MatmulSpec to no sum"):
+    with pytest.raises(ValueError, match=f"rules: '{name}' gives a MatmulSpec to no sum. emulate"):
         jc.emulate(fun, "e5m2", rules={name: jc.MatmulSpec(accumulate="e5m2")})(X)
+
+
+@pytest.mark.parametrize(
+    ("rules", "reason"),
+    [
+        ({"dvi": None}, "'dvi' matches no primitive and no scope of the program; the nearest paths are 'part/div'"),
+        ({"part": lambda x: x}, "'part' matches no primitive of the program; the nearest paths are 'part/div'"),
+        ({"div": None, "part": None}, "'part' comes after a rule that matches all the same"),
+    ],
+)
+def test_a_rule_without_effect_is_refused_with_its_reason(rules: dict[str, Any], reason: str) -> None:
+    def fun(x: jax.Array) -> jax.Array:
+        with jax.named_scope("part"):
+            return x / 3
+
+    with pytest.raises(ValueError, match=f"^rules: {reason}. emulate.report shows all paths$"):
+        jc.emulate(fun, "e5m2", rules=rules)(X)
+
+
+def test_a_rule_for_a_part_with_functions_of_jchop_alone() -> None:
+    def fun(x: jax.Array) -> jax.Array:
+        with jax.named_scope("part"):
+            return jc.math.exp(x, "bfloat16")
+
+    rounded = jc.round_to_format(X, "e5m2")
+    np.testing.assert_array_equal(jc.emulate(fun, "e5m2", rules={"part": None})(X), fun(rounded))
 
 
 def test_a_part_in_the_carrier_has_its_sums_too() -> None:

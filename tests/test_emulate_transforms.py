@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -93,6 +96,80 @@ def test_scans_map_and_carry() -> None:
 
 
 @pytest.mark.in_turn(2)
+@jax.custom_batching.custom_vmap
+def by_rule(x: jax.Array, y: jax.Array) -> tuple[jax.Array, jax.Array]:
+    return x * y, y
+
+
+@by_rule.def_vmap
+def _(
+    size: int, batched: list[bool], x: jax.Array, y: jax.Array
+) -> tuple[tuple[jax.Array, jax.Array], tuple[bool, bool]]:
+    return (x * y / size + 0.1, y), (True, batched[1])  # unlike the function
+
+
+def in_scan(x: jax.Array, y: jax.Array) -> tuple[jax.Array, jax.Array]:
+    return lax.scan(lambda c, z: (by_rule(c, z)[0], by_rule(z, y)[0]), x, jnp.array([0.7, 1.3]))
+
+
+@pytest.mark.parametrize("fun", [by_rule, in_scan])
+@pytest.mark.parametrize("axes", [(0, 0), (0, None), (None, 0)])
+def test_rules_of_batches_are_kept(fun: Callable[..., Any], axes: tuple[int | None, int | None]) -> None:
+    """The numbers are those of the emulated batch, in which JAX itself has called the rule."""
+    args = [x if axis is not None else x[0] for x, axis in zip((X, Y), axes, strict=True)]
+    low = jc.emulate(fun, "bfloat16")
+    wanted = jc.emulate(jax.vmap(fun, axes), "bfloat16")(*args)
+    for batch in (jax.vmap(low, axes), jax.jit(jax.vmap(jax.jit(low), axes))):
+        jax.tree.map(np.testing.assert_array_equal, batch(*args), wanted)
+    if fun is by_rule:
+        r = lambda v: np.asarray(v, jnp.bfloat16).astype(np.float32)  # noqa: E731
+        np.testing.assert_array_equal(wanted[0], r(r(r(r(args[0]) * r(args[1])) / 4) + r(np.float32(0.1))))
+        pair = jax.vmap(jax.vmap(low, axes), (0, None))
+        both = jax.vmap(jax.vmap(fun, axes), (0, None))
+        args[0] = jnp.stack([args[0], 3 * args[0]])
+        jax.tree.map(np.testing.assert_array_equal, pair(*args), jc.emulate(both, "bfloat16")(*args))
+
+
+def test_derivatives_of_rules_of_batches() -> None:
+    """They are those of JAX, at the rounded arguments."""
+    low = jc.emulate(by_rule, "bfloat16")
+    value = lambda fun: lambda x: jax.vmap(fun)(x, Y)[0].sum()  # noqa: E731
+    wanted = jax.grad(lambda x: jax.vmap(by_rule)(x, jc.round_to_format(Y, "bfloat16"))[0].sum())(X)
+    np.testing.assert_array_equal(jax.grad(value(low))(X), wanted)
+    np.testing.assert_array_equal(jax.jit(jax.grad(value(jax.jit(low))))(X), wanted)
+
+    def forward(fun: Callable[..., Any]) -> Any:
+        return jax.vmap(lambda x: jax.jvp(lambda x: fun(x, 1.5)[0], (x,), (1.0,))[1])(X)
+
+    drawn = jc.emulate(by_rule, "bfloat16:stochastic", key=KEY)
+    np.testing.assert_array_equal(forward(low), forward(by_rule))
+    np.testing.assert_array_equal(forward(drawn), forward(by_rule))
+
+
+def test_a_rule_of_batches_draws_for_the_whole_batch() -> None:
+    low = jc.emulate(lambda x: by_rule(x, x)[0], "e5m2:stochastic")
+    rows = jax.vmap(lambda x: low(x, key=KEY))(jnp.full(64, 0.3))
+    assert len(set(rows.tolist())) > 1
+    np.testing.assert_array_equal(rows, jax.vmap(lambda x: low(x, key=KEY))(jnp.full(64, 0.3)))
+    keys = jax.random.split(KEY, 64)
+    assert len(set(jax.vmap(lambda key: low(1.1, key=key))(keys).tolist())) > 1  # no batch, so the function itself
+
+
+def test_a_sequential_function_is_called_row_by_row() -> None:
+    shapes = []
+
+    @jax.custom_batching.sequential_vmap
+    def called(x: jax.Array) -> jax.Array:
+        def host(x: np.ndarray) -> np.ndarray:
+            shapes.append(x.shape)
+            return x
+
+        return jax.pure_callback(host, jax.ShapeDtypeStruct(x.shape, x.dtype), x) / 3
+
+    np.testing.assert_array_equal(jax.vmap(jc.emulate(called, "e5m2"))(X), jc.emulate(lambda x: x / 3, "e5m2")(X))
+    assert shapes == [()] * 4
+
+
 @pytest.mark.parametrize("text", ["e5m3", "e5m3:stochastic"])
 def test_shards(text: str) -> None:
     mesh = jax.make_mesh((4,), ("x",), axis_types=(AxisType.Auto,))

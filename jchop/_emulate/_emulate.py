@@ -21,7 +21,7 @@ from jchop._emulate._reports.places import home, names_of, text_of_event
 from jchop._emulate._reports.reference import Carrier
 from jchop._emulate._rules import Settings, make_settings
 from jchop._emulate._trace import Program, Programs, is_stored, trace
-from jchop._program.control import as_jax
+from jchop._program.control import as_jax, typed
 from jchop._program.run import interpret
 from jchop._program.seeds import Seeds
 from jchop._program.source import here
@@ -188,8 +188,7 @@ class Emulated:
                 results = run(program, self.settings.spec, seeds)
             else:
                 results = _run_until_stopped(self.fun, self.settings, args, kwargs, seeds)
-            results = [as_jax(x) for x in results]
-            out = jax.tree.unflatten(program.tree, results)
+            out = jax.tree.unflatten(program.tree, typed(results, program.source.outvars))
             out = jax.tree.map(lambda x: x if is_stored(x) else own_results(x), out, is_leaf=is_stored)
         return jax.tree.map(jnp.copy, out) if jax.config.jax_debug_nans else out  # type: ignore[attr-defined]
 

@@ -61,7 +61,7 @@ class Planner(planner.Planner):
         untouched = (False,) * len(eqn.invars)
         made = partial(Step, eqn=eqn, scope=scope, number=number, rounds=untouched, apart=bool(self._apart))
         if is_own_result(eqn, scope):
-            choice = self.settings.choose(name, scope)
+            choice = self.settings.choose(name, scope, self.used)
             return OUTCOMES["result"](made(kind="result", choice=choice, known=(None,)))
         if is_own(scope):
             return made(kind="own", choice=Choice(None, None), known=(None,) * len(eqn.invars), out=nothing)
@@ -89,6 +89,12 @@ class Planner(planner.Planner):
         step = OUTCOMES[step.kind](step)
         _check_wrapping(step)
         return step
+
+    def later(self, closed: Any, known: Sequence[Known], scope: str) -> Plan:
+        """The plan of a program that is traced in a run, by a new planner: this one knows equations by their ids."""
+        new = Planner(self.settings)
+        new._apart = self._apart
+        return new.plan(closed, known, scope)
 
     def draws(self, step: Step) -> int:
         """The most random draws of a step: of operands, results, and the products of a power."""

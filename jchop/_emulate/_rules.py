@@ -23,6 +23,7 @@ __all__ = [
     "KINDS",
     "UNKNOWN",
     "Choice",
+    "Function",
     "Settings",
     "kind_of",
     "make_settings",

@@ -15,18 +15,20 @@ from jchop._arguments import is_tensor
 from jchop._emulate._interpret import Eager
 from jchop._emulate._known import is_number
 from jchop._emulate._plan import Planner
-from jchop._emulate._rules import Settings
-from jchop._paths import nearest_paths
+from jchop._emulate._rules import KINDS, Function, Settings
+from jchop._paths import matches_path, nearest_paths
 from jchop._program.captured import captured, same_objects
+from jchop._program.control import as_jax
 from jchop._program.owned import with_own_constants
 from jchop._program.planner import taken_by_others
 from jchop._program.same import same_program
 from jchop._program.step import Plan, jaxpr_of
+from jchop.accumulation import MatmulSpec
 from jchop.storage import QArray
 
 Array = jax.Array
 
-__all__ = ["Program", "Programs", "is_moved", "is_stored", "trace"]
+__all__ = ["Program", "Programs", "in_jax", "is_moved", "is_stored", "trace"]
 
 #: The most programs of a function that are kept.
 _MOST = 64
@@ -69,6 +71,11 @@ def _refuse_tensors(args: Any, kwargs: Any) -> None:
 def is_moved(value: Any) -> bool:
     """Whether an argument is a variable of the program."""
     return isinstance(value, Array | np.ndarray | np.generic | float | complex)
+
+
+def in_jax(args: Any) -> Any:
+    """Arguments for a call of the function itself, whose variables are arrays of JAX, as in the program."""
+    return jax.tree.map(lambda x: as_jax(x) if is_moved(x) else x, args)
 
 
 def is_stored(value: Any) -> bool:
@@ -156,6 +163,7 @@ class Programs:
             args, kwargs = jax.tree.unflatten(tree, every)
             return fun(*args, **kwargs)
 
+        flat.__wrapped__ = fun  # type: ignore[attr-defined] # JAX's errors name it
         return key, _Traced(flat, read)
 
     def _keep(self, key: Any, traced: _Traced, read: tuple[Any, ...] | None) -> None:
@@ -206,11 +214,23 @@ def _is_equal(one: Any, other: Any) -> bool:
 
 
 def _check_rules(settings: Settings, used: set[str], plan: Plan) -> None:
-    unused = [pattern for pattern, _ in settings.rules if pattern not in used]
+    steps = [step for step in plan.walk() if step.kind != "own"]
+    unused = [f"{rule[0]!r} {_why_unused(*rule, steps)}" for rule in settings.rules if rule[0] not in used]
     if unused:
-        paths = [f"{step.scope}/{step.name}".strip("/") for step in plan.walk()]
-        raise ValueError(
-            f"rules: {', '.join(map(repr, unused))} match no primitive and no scope of the program, or come after a "
-            f"rule that matches all the same, or give a MatmulSpec to no sum{nearest_paths(unused, paths)}. "
-            "emulate.report shows them all"
-        )
+        raise ValueError(f"rules: {'; '.join(unused)}. emulate.report shows all paths")
+
+
+def _why_unused(pattern: str, value: Any, steps: list[Any]) -> str:
+    """Why a rule has no effect on these steps."""
+    whole, paths = not isinstance(value, Function), [f"{step.scope}/{step.name}" for step in steps]
+    names = [
+        step.name
+        for step, path in zip(steps, paths, strict=True)
+        if matches_path(pattern, path if whole else step.name)
+    ]
+    if not names:
+        near = nearest_paths([pattern], [path.strip("/") for path in paths])
+        return f"matches no primitive{' and no scope' if whole else ''} of the program{near}"
+    if isinstance(value, MatmulSpec) and all(KINDS.get(name) != "accumulating" for name in names):
+        return "gives a MatmulSpec to no sum"
+    return "comes after a rule that matches all the same"

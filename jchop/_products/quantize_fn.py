@@ -25,6 +25,7 @@ from jchop._products.traced.call import Call, arguments_of, numbered
 from jchop._products.traced.report import ProgramReport
 from jchop._products.traced.resolved import Resolved, resolve, weight_rounding
 from jchop._products.weights import Held, Keys, is_packed, numbers_of
+from jchop._program.control import typed
 from jchop._program.run import interpret
 
 Array = jax.Array
@@ -370,7 +371,7 @@ class QuantizedFunction:
         if keeping or mode != "fixed" or scales.stats:
             runner = Keeping(runner, program.sites, program.turns, scales.entries, mode)
         with jax.disable_jit(False):
-            out = interpret(runner, program.plan, keys, values)
+            out = typed(interpret(runner, program.plan, keys, values), program.plan.jaxpr.outvars)
         found = runner.found if isinstance(runner, Keeping) else {}
         return jax.tree.unflatten(program.tree, out), {**after, **found}, found
 

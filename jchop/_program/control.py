@@ -10,6 +10,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.core import Tracer
+from jax.extend.core import jaxpr_as_fun
 from jax.sharding import PartitionSpec
 
 from jchop._core.xla_cpu import entry_of, is_short_float
@@ -21,7 +23,7 @@ from jchop._program.stopped import warn_of_stop
 Array = jax.Array
 Interpret = Callable[..., list[Any]]
 
-__all__ = ["RUNS", "Bound", "Interpret", "as_jax", "copied", "run_opened", "strong", "where_active"]
+__all__ = ["RUNS", "Bound", "Interpret", "as_jax", "copied", "run_opened", "strong", "typed", "where_active"]
 
 
 def _folded(seeds: Seeds | None, number: int, step: Array | int = 0) -> Seeds | None:
@@ -31,6 +33,17 @@ def _folded(seeds: Seeds | None, number: int, step: Array | int = 0) -> Seeds | 
 def strong(values: Sequence[Any]) -> list[Any]:
     """Values without weak types, because the types of carried values must not change."""
     return [lax.convert_element_type(x, x.dtype) if _is_number(x) else x for x in map(as_jax, values)]
+
+
+def typed(values: Sequence[Any], variables: Sequence[Any]) -> list[Any]:
+    """The results of a program as JAX arrays, with the weak types that their variables have."""
+
+    def one(x: Any, v: Any) -> Any:
+        if not getattr(v.aval, "weak_type", False) or x.weak_type:
+            return x
+        return lax.convert_element_type_p.bind(x, new_dtype=x.dtype, weak_type=True, sharding=None)
+
+    return [one(as_jax(x), v) for x, v in zip(values, variables, strict=True)]
 
 
 def as_jax(x: Any) -> Any:
@@ -68,8 +81,46 @@ def _custom(step: Step, seeds: Seeds | None, args: list[Any], interpret: Interpr
 
 
 def run_opened(step: Step, seeds: Seeds | None, args: list[Any], interpret: Interpret) -> list[Any]:
-    """A primitive by its implementation, which is a program; the derivative is the primitive's own, in the carrier."""
-    return _custom(step, seeds, args, interpret)
+    """A primitive by its implementation, which is a program; the derivative is the primitive's own, in the carrier.
+
+    A function with its own rule for batches has it also under `jax.vmap`.
+    """
+    if step.later is None or not any(isinstance(x, Tracer) for x in jax.tree.leaves((seeds, args))):
+        return _custom(step, seeds, args, interpret)
+    leaves, tree = jax.tree.flatten((seeds, args))
+
+    def alone(*leaves: Any) -> list[Any]:
+        seeds, args = jax.tree.unflatten(tree, leaves)
+        return _custom(step, seeds, args, interpret)
+
+    def batch(size: int, batched: Sequence[bool], *leaves: Any) -> tuple[list[Any], list[bool]]:
+        if any(batched) and not any(batched[len(leaves) - len(args) :]):  # the seeds alone
+            return jax.vmap(alone, [0 if b else None for b in batched])(*leaves), [True] * len(step.eqn.outvars)
+        return _batch(step, interpret, size, *(jax.tree.unflatten(tree, each) for each in (batched, leaves)))
+
+    run = jax.custom_batching.custom_vmap(alone)  # of leaves, as JAX's derivative of it does not take None
+    run.def_vmap(batch)
+    return run(*leaves)
+
+
+def _batch(step: Step, interpret: Interpret, size: int, batched: Any, given: Any) -> tuple[list[Any], list[bool]]:
+    """The results of a function's own rule for batches, which is run as the function is, and which are batched."""
+    (rows, flags), (seeds, args), kept = batched, given, list[bool]()
+    seeds = jax.tree.map(lambda x, b: x[0] if b else x, seeds, rows)  # one program rounds the whole batch
+
+    def rule(*values: Any) -> list[Any]:
+        trees = (list(jax.tree.unflatten(step.eqn.params["in_tree"], each)) for each in (flags, values))
+        out, kept[:] = map(jax.tree.leaves, step.eqn.params["rule"](size, next(trees), *next(trees)))
+        return out
+
+    assert step.later is not None
+    closed = jax.make_jaxpr(rule)(*args)
+    plan = step.later(closed)
+
+    def run(values: list[Any], seeds: Seeds | None) -> list[Any]:
+        return interpret(plan, seeds, values)
+
+    return with_derivative_of(jaxpr_as_fun(closed), run, strong(args), _folded(seeds, step.number)), kept
 
 
 def _solve(step: Step, seeds: Seeds | None, args: list[Any], interpret: Interpret) -> list[Any]:

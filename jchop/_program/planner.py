@@ -9,13 +9,14 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import jax
 from jax.extend.core import Literal
 
 from jchop._program.opened import program_of
-from jchop._program.step import CALLS, HIGH_CALLS, Plan, carry_count, is_own, jaxpr_of, scope_of
+from jchop._program.step import BATCHED_CALLS, CALLS, HIGH_CALLS, Plan, carry_count, is_own, jaxpr_of, scope_of
 
 __all__ = ["Planner", "taken_by_others"]
 
@@ -59,6 +60,10 @@ class Planner:
         """The facts that hold for every one of several values."""
         raise NotImplementedError
 
+    def later(self, closed: Any, known: Sequence[Any], scope: str) -> Plan:
+        """The plan of a program that is traced in a run, after the plan of the whole."""
+        raise NotImplementedError
+
     def one_turn(self, known: Any) -> Any:
         """The facts about one part along the first axis, over which a scan runs."""
         return known
@@ -94,7 +99,8 @@ class Planner:
 
     def _opened(self, step: Any) -> Any:
         inner = self.plan(self.opened(step.eqn), step.known, step.scope)
-        return replace(step, inner=(inner,), out=inner.out)
+        later = partial(self.later, known=step.known, scope=step.scope) if step.name in BATCHED_CALLS else None
+        return replace(step, inner=(inner,), out=inner.out, later=later)
 
     def _solve(self, step: Any) -> Any:
         params = step.eqn.params

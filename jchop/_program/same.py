@@ -8,13 +8,13 @@ from typing import Any
 import numpy as np
 from jax.extend.core import Literal
 
-from jchop._program.step import CUSTOM_CALLS, REMAT_CALLS, jaxpr_of
+from jchop._program.step import BATCHED_CALLS, CUSTOM_CALLS, REMAT_CALLS, jaxpr_of
 
 __all__ = ["same_constant", "same_param", "same_program"]
 
 
 #: Calls whose other parameters are rules of transformations. JAX makes new ones in each trace.
-_RULED = (*CUSTOM_CALLS, *REMAT_CALLS, "custom_vmap_call")
+_RULED = (*CUSTOM_CALLS, *REMAT_CALLS, *BATCHED_CALLS)
 
 
 def same_program(one: Any, other: Any, rules: bool = True) -> bool:

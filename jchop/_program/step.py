@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,6 +13,7 @@ from jchop._arguments import OWN_RESULT, OWN_SCOPE
 from jchop._program.source import source_of
 
 __all__ = [
+    "BATCHED_CALLS",
     "CALLS",
     "CONTROL",
     "CUSTOM_CALLS",
@@ -36,6 +37,8 @@ PLAIN_CALLS = ("jit", "pjit", "closed_call", "core_call", "call", "composite")
 HIGH_CALLS = ("call_hi_primitive",)
 REMAT_CALLS = ("remat", "remat2", "checkpoint")
 CUSTOM_CALLS = ("custom_jvp_call", "custom_vjp_call")
+#: Functions with a rule of their own for batches, which are opened.
+BATCHED_CALLS = ("custom_vmap_call",)
 CALLS = (*PLAIN_CALLS, *HIGH_CALLS, *REMAT_CALLS, *CUSTOM_CALLS, "shard_map")
 #: The primitives that hold programs.
 CONTROL = frozenset((*CALLS, "custom_linear_solve", "scan", "while", "cond"))
@@ -53,6 +56,7 @@ class Step:
         known: the facts about its operands.
         out: the facts about its results.
         inner: the plans of the programs that it holds.
+        later: plans the program of its rule for batches, which is traced in a run; None if it has no such rule.
     """
 
     eqn: Any
@@ -62,6 +66,7 @@ class Step:
     known: tuple[Any, ...] = ()
     out: tuple[Any, ...] = ()
     inner: tuple[Plan, ...] = ()
+    later: Callable[[Any], Plan] | None = None
 
     @property
     def name(self) -> str:

@@ -203,6 +203,37 @@ def test_a_custom_derivative_stays() -> None:
     np.testing.assert_array_equal(2 * ours, theirs)
 
 
+def test_a_rule_of_batches_stays() -> None:
+    @jax.custom_batching.custom_vmap
+    def double(x: jax.Array) -> jax.Array:
+        return x * 2
+
+    double.def_vmap(lambda size, batched, x: (x * 3, batched[0]))
+    low = jc.quantize_fn(lambda w, x: double(x @ w) + double(w)[0], jc.Rule(weight="int8(group=all)"))
+    w, x = normal(4, 3), normal(2, 5, 4)
+    rounded = jc.round_to_format(w.T, "int8(group=all)").T
+    np.testing.assert_allclose(jax.vmap(low, (None, 0))(w, x), 3 * (x @ rounded) + 2 * rounded[0], rtol=1e-6)
+
+
+def test_results_have_the_types_that_they_have_in_jit() -> None:
+    def fun(w: jax.Array, x: Any) -> Any:
+        return jnp.ones((2, 4)) @ w, x * 0.5, x, 3, jnp.ones(2) * x
+
+    def types_of(fun: Any) -> list[Any]:
+        return [(x.dtype, x.weak_type) for x in fun(normal(4, 3), 2.0)]
+
+    low = jc.quantize_fn(fun, jc.Rule(weight="int8"))
+    assert types_of(low) == types_of(jax.jit(low)) == types_of(jax.jit(fun))
+
+
+def test_an_error_names_the_function() -> None:
+    def with_text(w: jax.Array, x: jax.Array) -> Any:
+        return x @ w, "text"
+
+    with pytest.raises(TypeError, match=r"with_text at .*test_quantize_fn\.py.*'str'"):
+        jc.quantize_fn(with_text, jc.Rule(weight="int8"))(normal(4, 3), normal(2, 4))
+
+
 @pytest.mark.parametrize("compiled", [False, True])
 def test_a_custom_derivative_takes_entries_of_a_constant(compiled: bool) -> None:
     """In a loop, as those of `odeint`."""

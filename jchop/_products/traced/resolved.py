@@ -183,6 +183,7 @@ def resolve(
         (params, *args), kwargs = call.with_values(values)
         return fun(params, *args, **kwargs)
 
+    flat.__wrapped__ = fun  # type: ignore[attr-defined] # JAX's errors name it
     with jax.disable_jit(False):
         closed, out = jax.make_jaxpr(flat, return_shape=True)(*call.abstract)
     analyst = Analyst()
