@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import jax
@@ -12,6 +13,7 @@ from html_check import check_html
 from test_cli import PNG, error, lines
 
 import jchop as jc
+from jchop.__main__ import main
 
 CODE = """
 import jax.numpy as jnp
@@ -35,6 +37,30 @@ def same(x):
 
 def branching(x):
     return x if x[0] > 0 else -x
+
+
+def chosen(x):
+    return x[x > 0]
+
+
+def inner(x):
+    raise ValueError("boom")
+
+
+def boom(x):
+    return inner(x)
+
+
+def divided(x):
+    return x * (1 / 0)
+
+
+def shapes(x):
+    return x @ x[:-1]
+
+
+def nothing(x):
+    assert x.ndim == 2
 """
 
 
@@ -101,6 +127,17 @@ def test_errors_are_one_line(options: list[str], message: str, capsys: pytest.Ca
     assert message in error(capsys, "blame", *options)
 
 
+def test_the_help_names_the_limit_of_turns(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (folder / "looping.py").write_text(
+        "import jax\ndef loop(x):\n    return jax.lax.while_loop(lambda y: y[0] < 1e6, lambda y: y + 1, x * 1.1)\n"
+    )
+    np.savez(folder / "zero.npz", np.zeros(1, np.float32))
+    said = error(capsys, "blame", "looping:loop", "--data", "zero.npz", "--to", "e8m20")
+    (limit,) = re.findall(r"max_turns=(\d+) turns", said)
+    assert main(["blame", "--help"]) == 0
+    assert f"a loop of more than {limit} is an error" in " ".join(capsys.readouterr().out.split())
+
+
 def test_a_function_without_roundings_draws_nothing(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     np.savez(folder / "ones.npz", np.ones(4, np.float32))
     message = error(capsys, "blame", "blamed_model:same", "--data", "ones.npz", "--to", "e4m3", "--plot", "b.png")
@@ -112,3 +149,28 @@ def test_a_function_that_jax_cannot_trace(folder: Path, capsys: pytest.CaptureFi
     said = error(capsys, "blame", "blamed_model:branching", "--data", "x.npz", "--to", "e4m3")
     assert "FUNCTION 'blamed_model:branching' cannot be traced by JAX: Attempted boolean conversion" in said
     assert "use jax.numpy and jax.lax in place of float, int, if" in said and "http" not in said
+    said = error(capsys, "blame", "blamed_model:chosen", "--data", "x.npz", "--to", "e4m3")
+    assert "cannot be traced by JAX: Array boolean indices must be concrete" in said and "http" not in said
+
+
+@pytest.mark.parametrize("command", ["blame --to e4m3", "study", "tune --tolerance 1 --menu e4m3,e5m2"])
+@pytest.mark.usefixtures("folder")
+def test_errors_of_the_function_have_its_line(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    name, *options = command.split()
+    line = {text.strip(): number for number, text in enumerate(CODE.splitlines(), start=1)}
+    raising = line['raise ValueError("boom")']
+    for function, told in (
+        ("boom", f"ValueError at blamed_model.py:{raising}: boom"),
+        ("divided", f"ZeroDivisionError at blamed_model.py:{line['return x * (1 / 0)']}: division by zero"),
+        ("shapes", f"TypeError at blamed_model.py:{line['return x @ x[:-1]']}: "),
+        ("nothing", f"AssertionError at blamed_model.py:{line['assert x.ndim == 2']}"),
+        ("loss", "TypeError: loss() missing 1 required positional argument: 'y'"),
+    ):
+        said = error(capsys, name, f"blamed_model:{function}", "--data", "x.npz", *options)
+        assert f"FUNCTION 'blamed_model:{function}' raised {told}" in said
+
+
+def test_errors_of_the_module_are_one_line(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (folder / "failing_model.py").write_text("x = 1 / 0\n")
+    said = error(capsys, "blame", "failing_model:f", "--data", "x.npz", "--to", "e4m3")
+    assert "FUNCTION 'failing_model:f' cannot be loaded: division by zero" in said

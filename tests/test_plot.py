@@ -140,11 +140,38 @@ def test_value_grid_labels_do_not_overlap(fmt: ElementFormat) -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "said"), [("binary32", "32 bits"), ("binary16p1uf", "binary64"), ("codebook(0)", "nothing to draw")]
+    ("text", "said"),
+    [
+        ("binary32", "32 bits; formats of at most 16 bits can be drawn"),
+        ("binary16p1uf", "binary64"),
+        ("codebook(0)", "nothing to draw"),
+    ],
 )
 def test_value_grid_refuses_what_it_cannot_draw(text: str, said: str) -> None:
     with pytest.raises(ValueError, match=said):
         value_grid(text)
+
+
+@pytest.mark.parametrize("text", ["e4m3fn", "posit8", "takum_linear8", "takum8"])
+def test_value_grid_shows_the_largest_error_of_rounding(text: str) -> None:
+    """That of numbers next to each other between two values, whichever of the two they become."""
+    figure = value_grid(text)
+    shown = sorted((seg[0][0], seg[1][0], seg[0][1]) for c in figure.axes[1].collections for seg in c.get_segments())  # type: ignore[attr-defined]
+    below, above, error = (np.array(part)[:, None] for part in zip(*shown, strict=True))
+    x = below * (above / below) ** np.linspace(0, 1, 4096)
+    measured = np.max(np.abs(np.asarray(jc.round_to_format(x, text)) - x) / x, axis=1)
+    np.testing.assert_allclose(measured, error[:, 0], rtol=0.06 if text == "takum8" else 0.02)
+    assert figure.axes[1].get_ylim()[1] > error.max()
+    if text == "posit8":  # from 2^20 to 2^24 numbers change at 2^22 (docs/formats.md)
+        assert error[-1, 0] == 3
+
+
+def test_titles_of_long_codebooks_count_their_levels() -> None:
+    nf4 = jc.nf4.element
+    assert value_grid(nf4).get_suptitle() == "codebook of 16 levels: 4 bits, 16 finite values from -1 to 1"
+    assert jc.plot.code_histogram([0.5], nf4).get_suptitle().startswith("codebook of 16 levels: 1 numbers")
+    assert jc.plot.value_grids([nf4]).axes[0].get_yticklabels()[0].get_text() == "codebook of 16 levels\n4 bits"
+    assert value_grid("codebook(-1,0.5)").get_suptitle().startswith("codebook(-1.0,0.5): 1 bits")
 
 
 @pytest.mark.smoke
@@ -244,29 +271,50 @@ def test_pareto_joins_the_best_for_their_bits() -> None:
     figure = jc.plot.pareto(names, bits, [1.0, 0.5, 0.1, 0.2, np.nan], ylabel="error", log=True)
     axes = figure.axes[0]
     assert axes.lines[0].get_xydata().tolist() == [[4, 1.0], [8, 0.1]]
-    best, others, lost = (points.get_offsets().tolist() for points in axes.collections)
+    best, others, _, lost = (points.get_offsets().tolist() for points in axes.collections)
     assert best == [[4, 1.0], [8, 0.1]] and others == [[8, 0.5], [16, 0.2]]
     assert lost == [[8, pytest.approx(axes.get_ylim()[1])]]  # the bad end
-    assert texts(figure) == names
-    assert [text.get_fontweight() for text in axes.texts] == ["bold", "normal", "bold", "normal", "normal"]
-    places = sorted(text.xyann[1] for text in axes.texts)  # type: ignore[attr-defined]
+    edge, *labels = axes.texts
+    assert edge.get_text() == "infinite or NaN" and [text.get_text() for text in labels] == names
+    assert [text.get_fontweight() for text in labels] == ["bold", "normal", "bold", "normal", "normal"]
+    places = sorted(text.xyann[1] for text in labels)  # type: ignore[attr-defined]
     assert min(np.diff(places)) >= 0.2 - 1e-9 and places[0] >= 0 and places[-1] <= 1
     assert png(figure).startswith(b"\x89PNG")
 
 
-def test_pareto_of_ratios_has_exact_ones_at_the_top() -> None:
-    figure = jc.plot.pareto(["a", "b", "c"], [4, 8, 16], [-np.inf, 30, np.inf], ylabel="dB", higher_is_better=True)
+@pytest.mark.parametrize("log", [False, True])
+def test_pareto_has_exact_points_as_crosses_at_the_edge(log: bool) -> None:
+    """They are no measured values: the front joins none of them, and the edge says what they are."""
+    best, worst = (0.0, np.inf) if log else (np.inf, -np.inf)
+    values = [worst, 30, best, best]
+    figure = jc.plot.pareto([*"abcd"], [4, 8, 16, 32], values, ylabel="x", log=log, higher_is_better=not log)
     axes = figure.axes[0]
-    assert axes.lines[0].get_xydata().tolist() == [[8, 30.0], [16, axes.get_ylim()[1]]]
-    assert axes.collections[2].get_offsets().tolist() == [[4, axes.get_ylim()[0]]]
+    bad, good = axes.get_ylim()[:: -1 if log else 1]
+    assert axes.lines[0].get_xydata().tolist() == [[8, 30.0]]
+    circles, _, exact, lost = axes.collections
+    assert circles.get_offsets().tolist() == [[8, 30.0]]
+    assert exact.get_offsets().tolist() == [[16, good], [32, good]] and lost.get_offsets().tolist() == [[4, bad]]
+    assert exact.get_paths() != circles.get_paths()  # type: ignore[attr-defined]
+    assert [(text.get_text(), text.xy[1]) for text in axes.texts[:2]] == [("exact", good), ("infinite or NaN", bad)]  # type: ignore[attr-defined]
+    assert [text.get_fontweight() for text in axes.texts[2:]] == ["normal", "bold", "bold", "normal"]
 
 
 def test_pareto_without_a_finite_value_is_drawn() -> None:
     for log in (False, True):
         figure = jc.plot.pareto(["a"], [4], [np.inf], ylabel="error", log=log)
         assert png(figure).startswith(b"\x89PNG") and not len(figure.axes[0].lines[0].get_xydata())
+        assert not len(figure.axes[0].get_yticks()) and not len(figure.axes[0].get_yticks(minor=True))
     with pytest.raises(ValueError, match="lengths 1, 2, 1"):
         jc.plot.pareto(["a"], [1, 2], [1], ylabel="error")
+
+
+def test_tune_has_exact_points_as_crosses_at_the_edge() -> None:
+    found = jc.tune(lambda x: x / 3, [(1.0,)], 0.1, ["e5m2", "bfloat16", None])
+    axes = jc.plot.tune(found).axes[1]
+    assert [point.error > 0 for point in found.front] == [True, True, False]
+    assert axes.lines[0].get_xydata().tolist() == [[point.cost, point.error] for point in found.front[:2]]
+    exact = axes.collections[-1].get_offsets().tolist()
+    assert exact == [[32.0, axes.get_ylim()[0]]] and axes.texts[-1].get_text() == "exact"
 
 
 # -- formats side by side ----------------------------------------------------------------------------------------------

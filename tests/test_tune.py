@@ -352,6 +352,23 @@ def test_infinities_and_nan_of_the_carrier_are_no_errors(metric: Any) -> None:
         jc.tune(lambda v: jnp.exp(v) * 1e-3, [(jnp.array([20.0]),)], 1e-2, ["e4m3fn", "e3m4"], metric=metric)
 
 
+def test_a_result_without_a_finite_number_is_an_error() -> None:
+    bad, good, menu = (jnp.array([-1.0, -2.0]),), (jnp.array([-1.0, 2.0]),), ["e5m2", "bfloat16"]
+    for inputs, held_out, name in (([good, bad], [], r"inputs\[1\]"), ([good], [bad], r"held_out\[0\]")):
+        with pytest.raises(ValueError, match=f"{name}: the result of fun has no finite number, so it has no error"):
+            jc.tune(jnp.log, inputs, 1e-9, menu, held_out=held_out)
+    own = jc.tune(jnp.log, [bad], 0.1, menu, metric=lambda low, exact: 2 - jnp.isnan(low).sum())
+    assert own.error == 0
+
+
+def test_arguments_of_numpy_are_arrays_of_jax() -> None:
+    def mean(x: jax.Array) -> jax.Array:
+        return x.at[0].set(1.0).sum() / 3
+
+    x, menu = np.array([2, 3, 4.5], np.float32), ["e5m2", "bfloat16"]
+    assert jc.tune(mean, [(x,)], 0.1, menu) == jc.tune(mean, [(jnp.asarray(x),)], 0.1, menu)
+
+
 def test_costs_and_metrics() -> None:
     args = [(X,)]
     found = jc.tune(two_parts, args, 0.1, ["e4m3", "bfloat16"], cost="bytes", metric="largest")
@@ -401,7 +418,8 @@ def test_a_loop_that_does_not_end_is_no_solution() -> None:
         ({"evaluations": 0}, ValueError, "evaluations=0"),
         ({"seconds": 0}, ValueError, "seconds=0"),
         ({"fun": lambda x: -x}, ValueError, "nothing to tune"),
-        ({"tolerance": 1e-9}, ValueError, "smallest error"),
+        ({"tolerance": 1e-9}, ValueError, r"smallest error .* or the carrier \(None; in a shell: carrier\)"),
+        ({"fun": lambda x: x > 0}, ValueError, r"inputs\[0\]: the result of fun has no real number"),
     ],
 )
 def test_wrong_arguments_are_named(changes: dict, error: type[Exception], text: str) -> None:

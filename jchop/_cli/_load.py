@@ -8,6 +8,7 @@ import inspect
 import os
 import pkgutil
 import sys
+import traceback
 import zipfile
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -16,6 +17,7 @@ from typing import Any
 import numpy as np
 
 from jchop._checks import close_to
+from jchop._program.source import is_library
 
 
 @contextlib.contextmanager
@@ -32,7 +34,7 @@ def imports_from_here() -> Iterator[None]:
 def load_function(argument: str, text: str) -> Callable[..., Any]:
     """The function of ``module:function``; modules of the current folder are found, too.
 
-    A call raises ValueError if JAX cannot trace the function.
+    A call raises ValueError if JAX cannot trace the function, or the function raises an error.
 
     Args:
         argument: name of the argument of the command, for errors.
@@ -50,7 +52,7 @@ def load_function(argument: str, text: str) -> Callable[..., Any]:
     except SyntaxError as error:
         told = f"{error.filename}, line {error.lineno}: {error.msg}"
         raise ValueError(f"{argument} {text!r} cannot be loaded: {told}") from None
-    except (ImportError, AttributeError, ValueError) as error:
+    except Exception as error:  # those of the module, too
         files = (path.stem for path in Path().glob("*.py"))
         near = close_to(name, vars(sys.modules[module])) if module in sys.modules else close_to(module, files)
         raise ValueError(f"{argument} {text!r} cannot be loaded: {error}{near}") from None
@@ -59,18 +61,28 @@ def load_function(argument: str, text: str) -> Callable[..., Any]:
 
     @functools.wraps(found)
     def traced(*args: Any, **kwargs: Any) -> Any:
-        from jax.errors import JAXTypeError
+        from jax.errors import JAXIndexError, JAXTypeError
 
         try:
             return found(*args, **kwargs)
-        except JAXTypeError as error:
+        except (JAXIndexError, JAXTypeError) as error:
             told = str(error).splitlines()[0].rstrip(".")
             raise ValueError(
                 f"{argument} {text!r} cannot be traced by JAX: {told}; "
-                "use jax.numpy and jax.lax in place of float, int, if, while and NumPy"
+                "use jax.numpy and jax.lax in place of float, int, if, while, x[mask] and NumPy"
             ) from None
+        except Exception as error:
+            said = f": {error}" if str(error) else ""
+            raise ValueError(f"{argument} {text!r} raised {type(error).__name__}{_place_of(error)}{said}") from None
 
     return traced
+
+
+def _place_of(error: Exception) -> str:
+    """The innermost line of the user that an error comes from; empty if the call itself is wrong."""
+    frames = traceback.extract_tb(error.__traceback__)
+    lines = [f" at {os.path.basename(f.filename)}:{f.lineno}" for f in frames if not is_library(f.filename)]
+    return lines[-1] if lines else ""
 
 
 def load_arrays(argument: str, path: Path) -> dict[str, np.ndarray]:

@@ -15,8 +15,8 @@ import numpy as np
 from jchop._emulate._emulate import Emulated
 from jchop._emulate._known import CARRIER_DTYPES
 from jchop._emulate._rules import Choice, Settings, make_settings
-from jchop._emulate._trace import Program, Programs
-from jchop._tune._metrics import Metric, error_of
+from jchop._emulate._trace import Program, Programs, in_jax
+from jchop._tune._metrics import Metric, check_numbers, error_of
 from jchop._tune._sites import Site, check_rules, make_rules, sites_of
 from jchop._tune._traced import is_plan_traceable, run_traced
 from jchop.accumulation import MatmulSpec
@@ -140,7 +140,8 @@ def make_problem(
     """The problem, and the cases of the inputs held out.
 
     Raises:
-        ValueError: for a function without operations that make errors, or whose operations depend on the input.
+        ValueError: for a function without operations that make errors, or whose operations depend on the input, and by
+            name of a metric for a result without a finite number.
     """
     mark = next(choice.spec for choice in menu if choice.spec is not None)
     programs = Programs(fun, Settings(mark, (), None, "raise", most))
@@ -149,16 +150,19 @@ def make_problem(
     plans: dict[int, dict[int, int]] = {}
     cases: list[Case] = []
     for number, args in enumerate((*inputs, *held_out)):
+        name = f"inputs[{number}]" if number < len(inputs) else f"held_out[{number - len(inputs)}]"
         program = programs.of(args, {})
         found, of_step, rest = sites_of(program.plan, by)
         if first is None:
             first = found
         elif [site.path for site in found] != [site.path for site in first]:
-            name = f"inputs[{number}]" if number < len(inputs) else f"held_out[{number - len(inputs)}]"
             raise ValueError(f"{name} has other operations than inputs[0], so that no rules fit both")
         others |= rest
         of_step = plans.setdefault(id(program.plan.steps), of_step)
-        cases.append(Case(args, program, of_step, fun(*args)))
+        exact = fun(*in_jax(args))
+        if not callable(metric):
+            check_numbers(name, exact)
+        cases.append(Case(args, program, of_step, exact))
     assert first is not None
     if not first:
         raise ValueError("fun has no operation that rounds, so there is nothing to tune")

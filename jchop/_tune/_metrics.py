@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-__all__ = ["METRICS", "error_of"]
+__all__ = ["METRICS", "check_numbers", "error_of"]
 
 Metric = Callable[[Any, Any], Any]
 
@@ -39,13 +39,23 @@ METRICS: dict[str, Callable[[list[np.ndarray], list[np.ndarray]], float]] = {
 }
 
 
+def check_numbers(name: str, exact: Any) -> None:
+    """Refuses an input whose result in the carrier has no finite number: every error by name would be 0."""
+    numbers = _numbers(exact)
+    if not any(np.isfinite(x).any() for x in numbers):
+        kind = "finite" if numbers else "real"
+        raise ValueError(
+            f"{name}: the result of fun has no {kind} number, so it has no error; pass a function as metric"
+        )
+
+
 def error_of(metric: str | Metric, low: Any, exact: Any) -> float:
     """The error by name, or by a function of both results; not finite becomes infinite.
 
     By name, an infinity or NaN that both results have in the same place is no error.
 
     Raises:
-        ValueError: for a result without numbers.
+        ValueError: for a negative error.
         TypeError: for a function that gives no number.
     """
     if callable(metric):
@@ -55,8 +65,6 @@ def error_of(metric: str | Metric, low: Any, exact: Any) -> float:
         number = float(out.reshape(()))
     else:
         numbers = [_numbers(tree) for tree in (low, exact)]
-        if not numbers[0]:
-            raise ValueError("the result of fun has no real number, so it has no error; pass a function as metric")
         with np.errstate(all="ignore"):
             number = METRICS[metric](*_without_common(*numbers))
     if number < 0:

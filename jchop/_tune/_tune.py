@@ -96,7 +96,8 @@ def tune(
     Raises:
         TypeError, ValueError: for an argument of another type or value, for traced arguments, and for a function that
             no rules can divide.
-        ValueError: if no assignment is within the tolerance; it gives the smallest error found.
+        ValueError: if no assignment is within the tolerance; it gives the smallest error found. If `metric` is a name,
+            for an input whose result in the carrier has no finite number.
 
     Example:
         >>> import jax, jax.numpy as jnp, jchop as jc
@@ -173,7 +174,7 @@ def _checked_menu(menu: Any) -> tuple[Choice, ...]:
     if len(set(choices)) != len(choices):
         raise ValueError(f"menu={list(menu)!r} has a format twice")
     if all(choice.spec is None for choice in choices) or len(choices) < 2:
-        raise ValueError(f"menu={list(menu)!r} must have two formats or more, None for the carrier among them or not")
+        raise ValueError(f"menu={list(menu)!r} must have two formats or more; None (in a shell: carrier) counts")
     return tuple(sorted(choices, key=lambda choice: (*_size(choice.spec), *_size(_accumulator(choice)))))
 
 
@@ -252,7 +253,8 @@ def _certified(problem: Problem, search: Search) -> tuple[Found, list[float], in
         smallest = min(smallest, max(errors))
     raise ValueError(
         f"tolerance={search.tolerance!r}: no assignment of the menu was found within it; the smallest error of "
-        f"{len(search.seen)} measured is {smallest:.3g}. Add a format with more bits, or None for the carrier"
+        f"{len(search.seen)} measured is {smallest:.3g}. Add a format with more bits, "
+        "or the carrier (None; in a shell: carrier)"
     )
 
 

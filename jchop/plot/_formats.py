@@ -12,7 +12,7 @@ import numpy as np
 from jchop._checks import as_numpy, check_int
 from jchop._round.round_to_format import round_to_format
 from jchop.formats import ElementFormat
-from jchop.plot._style import BARS, LOST, NORMAL, element_of, need_matplotlib, new_figure
+from jchop.plot._style import BARS, LOST, NORMAL, element_of, label_of, need_matplotlib, new_figure
 from jchop.spec import Spec, as_spec
 
 if TYPE_CHECKING:
@@ -49,7 +49,7 @@ def value_grids(formats: Sequence[ElementFormat | str], *, title: str = "Values 
         width = float(np.clip(200 / len(values), 0.2, 1.6))
         axes.vlines(values, place - 0.38, place + 0.38, color=BARS[place % len(BARS)], linewidth=width)
     axes.set_xscale("log", base=2)
-    axes.set_yticks(range(len(rows)), [f"{fmt}\n{fmt.bits} bits" for fmt in found], fontsize=9)
+    axes.set_yticks(range(len(rows)), [f"{label_of(fmt)}\n{fmt.bits} bits" for fmt in found], fontsize=9)
     axes.set_ylim(len(rows) - 0.5, -0.5)
     axes.tick_params(axis="y", length=0)
     axes.set_xlabel("positive values (logarithmic, base 2)", fontsize=10)
@@ -167,7 +167,7 @@ def code_histogram(x: Any, fmt: ElementFormat | str, *, title: str | None = None
     rounded = np.asarray(round_to_format(numbers, Spec(found, overflow="saturate")))
     counts = np.bincount(np.searchsorted(values, rounded), minlength=values.size)
     used = np.count_nonzero(counts)
-    text = f"{found}: {numbers.size:,} numbers, {used} of {values.size} values in use"
+    text = f"{label_of(found)}: {numbers.size:,} numbers, {used} of {values.size} values in use"
     figure = new_figure(10, 3.8, text if title is None else title, size=13)
     axes = figure.subplots()
     colours = [LOST if i in (0, values.size - 1) else NORMAL for i in range(values.size)]

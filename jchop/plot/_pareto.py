@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from jchop.plot._style import INK, LOST, NORMAL, need_matplotlib, new_figure
+from jchop.plot._style import INK, LOST, NORMAL, draw_at_edge, need_matplotlib, new_figure
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -27,8 +27,8 @@ def pareto(
 ) -> Figure:
     """Formats as points, bits against a figure of merit, with the Pareto front: the best for their bits or fewer.
 
-    Names stand in a column on the right, joined to their points by lines. Points with an infinite value or NaN are
-    crosses at the edge: the exact ones at the good end, the others at the bad end.
+    Names stand in a column on the right, joined to their points by lines. Points without a place on the axis are
+    crosses at its edge: exact ones at the good end, others (infinite, NaN) at the bad end. The front joins no cross.
 
     Args:
         names: a name for each point.
@@ -37,7 +37,7 @@ def pareto(
         ylabel: name of the figure, with its unit.
         title: the title above. Default ``"Bits against error"``.
         higher_is_better: whether high values are good; default False.
-        log: whether the scale of values is logarithmic; a value of zero is then drawn at the edge. Default False.
+        log: whether the scale of values is logarithmic; an error of zero is then exact. Default False.
 
     Raises:
         ValueError: for lists of several lengths, or empty ones.
@@ -66,11 +66,16 @@ def pareto(
     span = (right - left) or 1.0
     axes.set_xlim(left - 0.06 * span, right + 0.1 * span)
     front = _front(x, y if not higher_is_better else -y, inside | exact)
-    axes.plot(x[front], y[front], color=NORMAL, linewidth=1.2, alpha=0.6, zorder=1, label="Pareto front")
+    joined = front[inside[front]]
+    axes.plot(x[joined], y[joined], color=NORMAL, linewidth=1.2, alpha=0.6, zorder=1, label="Pareto front")
     best = np.isin(np.arange(len(x)), front)
-    for chosen, colour, marker in ((best, NORMAL, "o"), (~best & (inside | exact), "#888888", "o"),
-                                   (~inside & ~exact, LOST, "X")):  # fmt: skip
-        axes.scatter(x[chosen], y[chosen], color=colour, marker=marker, s=36, zorder=2, clip_on=False)
+    for chosen, colour in ((best & inside, NORMAL), (~best & inside, "#888888")):
+        axes.scatter(x[chosen], y[chosen], color=colour, s=36, zorder=2, clip_on=False)
+    draw_at_edge(axes, x[exact], good, "exact", NORMAL)
+    draw_at_edge(axes, x[~inside & ~exact], bad, "infinite or NaN", LOST)
+    if not inside.any():  # nothing on the axis has a value
+        axes.set_yticks([])
+        axes.set_yticks([], minor=True)
     _draw_names(axes, names, x, y, best)
     axes.set_xlabel("bits for each number", fontsize=11)
     axes.set_ylabel(ylabel, fontsize=11)

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from jchop._files import require_extra
-from jchop.formats import ElementFormat, ScaledFormat, parse_format
+from jchop.formats import CodebookFormat, ElementFormat, ScaledFormat, parse_format
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -15,6 +15,7 @@ if TYPE_CHECKING:
 
 NORMAL, SUBNORMAL, INK, LOST = "#31688e", "#d95f02", "#333333", "#b2182b"
 BARS = (NORMAL, SUBNORMAL, LOST, "#7b3294")
+_MOST_BITS = 16
 
 
 def need_matplotlib() -> None:
@@ -33,12 +34,37 @@ def new_figure(width: float, height: float, title: str, size: float = 15) -> Fig
 
 
 def element_of(fmt: ElementFormat | str) -> ElementFormat:
-    """The element format that `fmt` is or names; TypeError for a scaled format, which has no values of its own."""
+    """The element format that `fmt` is or names.
+
+    Raises:
+        TypeError: for a scaled format, which has no values of its own.
+        ValueError: for a format of too many values.
+    """
     found = parse_format(fmt) if isinstance(fmt, str) else fmt
     if not isinstance(found, ElementFormat):
         what = f"its element {str(found.element)!r}" if isinstance(found, ScaledFormat) else "a format or its text"
         raise TypeError(f"fmt={str(fmt)!r} has no values of its own to draw; pass {what}")
+    if found.bits > _MOST_BITS:
+        raise ValueError(f"fmt={found} has {found.bits} bits; formats of at most {_MOST_BITS} bits can be drawn")
     return found
+
+
+def label_of(fmt: ElementFormat) -> str:
+    """The format's text; for a long codebook the number of its levels."""
+    text = str(fmt)
+    return f"codebook of {len(fmt.levels)} levels" if isinstance(fmt, CodebookFormat) and len(text) > 40 else text
+
+
+def draw_at_edge(axes: Axes, x: Any, edge: float, text: str, colour: str) -> None:
+    """Crosses for values that have no place on the axis, at the upper or lower edge, with what they are."""
+    low, _ = axes.get_ylim()
+    axes.scatter(x, np.full(len(x), edge), color=colour, marker="X", s=36, zorder=2, clip_on=False)
+    if len(x):
+        side, shift = ("bottom", 7) if edge == low else ("top", -7)
+        axes.annotate(
+            text, (0.005, edge), (0, shift), xycoords=axes.get_yaxis_transform(), textcoords="offset points", va=side,
+            fontsize=8.5, color=colour,
+        )  # fmt: skip
 
 
 def draw_bars(axes: Axes, bars: dict[str, list[Any]], low: float, text: Any) -> None:

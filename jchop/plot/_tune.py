@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from jchop.plot._style import INK, LOST, NORMAL, need_matplotlib, new_figure
+from jchop.plot._style import INK, LOST, NORMAL, draw_at_edge, need_matplotlib, new_figure
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -54,16 +54,20 @@ def tune(seen: Any, *, title: str = "Formats within a tolerance") -> Figure:
 
 
 def _draw_front(axes: Axes, seen: Any) -> None:
-    """The front, the tolerance and the chosen assignment; errors of zero are at the lower edge."""
+    """The front, the tolerance and the chosen assignment; errors of zero are crosses at the lower edge."""
     cost, error = (np.array([getattr(point, name) for point in seen.front]) for name in ("cost", "error"))
     shown = [*error, seen.error, seen.tolerance]
     least = min((value for value in shown if value > 0), default=1.0) / 3
     axes.set_yscale("log")
-    axes.step(cost, np.maximum(error, least), where="post", color=NORMAL, linewidth=1.2, label="best measured")
-    axes.scatter(cost, np.maximum(error, least), color=NORMAL, s=18)
+    measured = error > 0
+    axes.step(cost[measured], error[measured], where="post", color=NORMAL, linewidth=1.2, label="best measured")
+    axes.scatter(cost[measured], error[measured], color=NORMAL, s=18)
     axes.axhline(max(seen.tolerance, least), color=LOST, linewidth=1.0, linestyle="--", label="tolerance")
-    axes.scatter([seen.cost], [max(seen.error, least)], color=LOST, marker="*", s=140, zorder=3, label="chosen")
-    axes.set_ylim(bottom=least / 1.5)
+    axes.scatter(
+        [seen.cost], [max(seen.error, least)], color=LOST, marker="*", s=140, zorder=3, clip_on=False, label="chosen"
+    )
+    axes.set_ylim(bottom=least)
+    draw_at_edge(axes, cost[~measured], least, "exact", NORMAL)
     axes.set_xlabel(f"cost ({seen.cost_name})")
     axes.set_ylabel("largest error of the inputs")
     axes.grid(color="#e5e5e5", linewidth=0.7)

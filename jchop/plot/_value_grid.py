@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
 from fractions import Fraction
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from jchop.formats import ElementFormat, FloatFormat
-from jchop.plot._style import INK, NORMAL, SUBNORMAL, element_of, need_matplotlib, new_figure
+from jchop.formats import ElementFormat, FloatFormat, StringFormat
+from jchop.plot._style import INK, NORMAL, SUBNORMAL, element_of, label_of, need_matplotlib, new_figure
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -19,8 +20,9 @@ def value_grid(fmt: ElementFormat | str) -> Figure:
     """The values of a format on a logarithmic axis, and their distances.
 
     The upper panel has a line for each value; subnormal values have another colour, and the ends of the ranges are
-    marked. The lower panel shows, between neighbours a < b, the largest relative error of rounding to nearest: (b - a)
-    / (b + a), at the midpoint.
+    marked. The lower panel shows, between neighbours a < b, the largest relative error of rounding to nearest. It is at
+    the point where the result changes from a to b: (b - a) / (b + a) at the midpoint, and more for posits and takums,
+    whose point is not the midpoint far from 1.
 
     Args:
         fmt: a format of at most 16 bits, or its text.
@@ -44,7 +46,7 @@ def value_grid(fmt: ElementFormat | str) -> Figure:
     if not rows:
         raise ValueError(f"fmt={fmt} has no value but zero: nothing to draw on a logarithmic axis")
     low, high = f"{float(fmt.min):.6g}", f"{float(fmt.max):.6g}"
-    title = f"{fmt}: {fmt.bits} bits, {values.size} finite values from {low} to {high}"
+    title = f"{label_of(fmt)}: {fmt.bits} bits, {values.size} finite values from {low} to {high}"
     figure = new_figure(10, 4.8, title, size=13)
     upper, lower = figure.subplots(2, 1, sharex=True, height_ratios=(1.1, 1.3))
     _draw_rug(upper, fmt, rows)
@@ -126,11 +128,20 @@ def _label(value: float) -> str:
     return f"$2^{{{exponent:.0f}}}$" if len(text) > 6 and exponent.is_integer() else text
 
 
+def _cuts(fmt: ElementFormat, row: np.ndarray) -> np.ndarray:
+    """The points between neighbours where the result of rounding to nearest changes."""
+    if not isinstance(fmt, StringFormat):
+        return row[:-1] + np.diff(row) / 2
+    wider: Any = dataclasses.replace(fmt, bits=fmt.bits + 1)  # type: ignore[type-var]
+    return np.array([float(wider.magnitude_of(2 * code + 1)) for code in range(1, fmt.max_code)])
+
+
 def _draw_error(axes: Axes, fmt: ElementFormat, row: np.ndarray) -> None:
     from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 
     below, above = row[:-1], row[1:]
-    error = (above - below) / (above + below)
+    cut = _cuts(fmt, row)
+    error = np.maximum(cut - below, above - cut) / cut
     normal = float(fmt.smallest_normal) if isinstance(fmt, FloatFormat) else 0.0
     for part, colour, name in ((below < normal, SUBNORMAL, "subnormal"), (below >= normal, NORMAL, "normal")):
         if part.any():
@@ -142,9 +153,9 @@ def _draw_error(axes: Axes, fmt: ElementFormat, row: np.ndarray) -> None:
         axes.legend(loc="upper right", fontsize=9, frameon=True, framealpha=1.0, edgecolor="none")
     axes.set_yscale("log")
     low = float(error.min()) if error.size else 0.1
-    axes.set_ylim(0.7 * low, 1.0)
+    axes.set_ylim(0.7 * low, max(1.0, 1.4 * float(error.max(initial=0.0))))
     axes.yaxis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0) if low > 0.01 else (1.0,)))
-    axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{100 * value:.3g} %"))
+    axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{100 * value:,g} %"))
     axes.yaxis.set_minor_formatter(NullFormatter())
     axes.set_ylabel("largest relative error", fontsize=10)
     axes.grid(axis="both", color="#e5e5e5", linewidth=0.7)

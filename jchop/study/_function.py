@@ -20,6 +20,7 @@ import numpy as np
 
 from jchop._checks import check_int
 from jchop._emulate import emulate
+from jchop._emulate._trace import in_jax
 from jchop._files import require_extra, write_atomically
 from jchop._text import Part, Tables, html
 from jchop.formats import ElementFormat
@@ -114,18 +115,27 @@ class FunctionStudy(Tables):
             )
             for row in self.rows
         ]
-        first = f"{self.name}({', '.join(self.inputs)}): relative error in the 2-norm against the carrier's arithmetic"
+        first = f"{self.name}({', '.join(self.inputs)}): {self._figure()} against the carrier's arithmetic"
         return [first, [head, *body], self.reading()]
 
     def reading(self) -> str:
         """One line: the narrowest format that keeps each of three errors, by nearest_even or the first mode."""
+        goal, unit = ("", " % changed") if self._is_counted() else ("an error of ", " %")
         mode = next((row.rounding for row in self.rows if row.rounding == "nearest_even"), self.rows[0].rounding)
         found = []
         for most in (0.1, 0.01, 0.001):
             kept = [row for row in self.rows if row.rounding == mode and _merit(row) <= most]
             best = min(kept, key=lambda row: row.bits, default=None)
-            found.append(f"{100 * most:g} %: " + ("none" if best is None else f"{best.format} ({best.bits:g} bits)"))
-        return f"The narrowest format under {mode} for an error of at most " + "; ".join(found) + "."
+            what = "none" if best is None else f"{best.format} ({best.bits:g} bits)"
+            found.append(f"{100 * most:g}{unit}: {what}")
+        return f"The narrowest format under {mode} for {goal}at most {'; '.join(found)}."
+
+    def _is_counted(self) -> bool:
+        """Whether all results are integers, so that `_merit` is the share that changed."""
+        return any(math.isnan(row.error) and not math.isnan(row.changed) for row in self.rows)
+
+    def _figure(self) -> str:
+        return "share changed" if self._is_counted() else "relative error in the 2-norm"
 
     def as_dict(self) -> dict[str, Any]:
         """The study in the types of strict JSON; infinities are texts ("inf"), and NaN is None."""
@@ -165,7 +175,7 @@ class FunctionStudy(Tables):
             [row.format if len(modes) == 1 else f"{row.format} {row.rounding}" for row in rows],
             [row.bits for row in rows],
             [_merit(row) for row in rows],
-            ylabel="relative error in the 2-norm" if any(not math.isnan(r.error) for r in rows) else "share changed",
+            ylabel=self._figure(),
             title=f"{self.name}: bits against error",
             log=True,
         )
@@ -227,7 +237,7 @@ def run_function(
     Raises:
         TypeError: if `fun` is not a function.
         ValueError: for an argument out of range, a spec with a rounding, a scaled format, or a function that returns
-            nothing, or runs in none of the formats.
+            nothing, or no finite number, or runs in none of the formats.
 
     Example:
         >>> import jax.numpy as jnp
@@ -248,9 +258,12 @@ def run_function(
         as_spec(spec, "formats")
     start = time.perf_counter()
     name = getattr(fun, "__name__", type(fun).__name__)
-    reference = [np.asarray(leaf) for leaf in jax.tree.leaves(jax.device_get(fun(*args)))]
+    reference = [np.asarray(leaf) for leaf in jax.tree.leaves(jax.device_get(fun(*in_jax(args))))]
     if not reference or any(leaf.dtype.kind in "OSU" for leaf in reference):
         raise ValueError(f"fun={name} returns no arrays of numbers")
+    numbers = [leaf for leaf in reference if _is_float(leaf)] or reference
+    if not any(np.isfinite(_wide(leaf)).any() for leaf in numbers):
+        raise ValueError(f"fun={name}: its result in the carrier has no finite number, so it has no error")
     keys = list(jax.random.split(jax.random.key(seed), seeds))
     rows = []
     for done, (names, spec) in enumerate(specs, start=1):

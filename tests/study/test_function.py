@@ -35,7 +35,7 @@ def found() -> study.FunctionStudy:
 
 @pytest.mark.slow
 def test_the_errors_are_those_of_emulate(found: study.FunctionStudy) -> None:
-    exact = model(X, 2 * X)
+    exact = model(jnp.asarray(X), jnp.asarray(2 * X))
     for row in found.rows:
         keys = jax.random.split(jax.random.key(0), 2)[: row.runs]
         errors, changes = [], []
@@ -71,6 +71,36 @@ def test_results_that_are_lost() -> None:
     text = study.run_function(lambda x: x > 0.5, X, formats=["e4m3fn"], modes=["rne"])
     assert math.isnan(text.rows[0].error) and text.rows[0].changed == 0
     assert check_html(text.to_html())
+
+
+@pytest.mark.parametrize("wide", [False, True])
+def test_the_reference_is_computed_by_jax(wide: bool) -> None:
+    """In the dtype that JAX has, float32 or float64, with the methods of its arrays; the format has 1.00 in 1/3 + 1."""
+    dtype = np.float64 if wide else np.float32
+    with jax.enable_x64(wide):
+        found = study.run_function(
+            lambda x, y: (x.at[0].set(1.0) / 3, y / 3), np.array([2.0, 6.0]), 1.0, formats=["e5m2"], modes=["rne"]
+        )
+    third = float(dtype(1) / dtype(3))
+    assert found.inputs == (f"{np.dtype(dtype)}[2]", "float")
+    assert found.rows[0].worst_absolute == third - 0.3125
+    assert found.rows[0].error == pytest.approx(
+        math.sqrt(2) * (third - 0.3125) / math.hypot(third, 2, third), rel=1e-12
+    )
+
+
+@pytest.mark.parametrize("fun", [jnp.log, lambda x: (jnp.log(x), x > 0), lambda x: x[:0]])
+def test_a_result_without_a_finite_number_is_an_error(fun) -> None:
+    with pytest.raises(ValueError, match=r"fun=.*: its result in the carrier has no finite number, so it has no error"):
+        study.run_function(fun, jnp.array([-1.0, -2.0]), formats=["e5m2"], modes=["rne"])
+
+
+def test_integers_are_told_by_the_share_that_changed() -> None:
+    found = study.run_function(lambda x: (x * 8).astype(jnp.int32), X, formats=["e3m2", "half"], modes=["rne"])
+    first, *_, last = str(found).splitlines()
+    assert first.endswith("share changed against the carrier's arithmetic") and found.rows[0].changed > 0.1
+    told = "for at most 10 % changed: half (16 bits); 1 % changed: half (16 bits)"
+    assert told in found.reading() == last and found.plot().axes[0].get_ylabel() == "share changed"
 
 
 def test_a_format_that_cannot_run_has_a_note() -> None:
@@ -185,3 +215,5 @@ def test_what_the_command_refuses(capsys: pytest.CaptureFixture[str], work: Path
     assert "--data data.npz belongs to the study of a function" in error(capsys, "study", "--data", "data.npz")
     assert "cannot be loaded" in error(capsys, "study", "no_such_module_of_study:f", "--data", "data.npz")
     assert "must be MODULE:FUNCTION" in error(capsys, "study", "model", "--data", "data.npz")
+    np.savez(work / "nan.npz", x=X * np.nan, y=X)
+    assert "fun=apply: its result in the carrier has no finite number" in error(capsys, *words("--data", "nan.npz"))
