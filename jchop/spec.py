@@ -210,7 +210,9 @@ def _field(text: str, part: str) -> tuple[str, object]:
     if part == "flush":
         return "flush", True
     name, _, value = part.partition("=")
-    if name == "random_bits" and value.isdigit():
+    if name == "random_bits":
+        if not value.isdigit():
+            raise ValueError(f"spec text {quoted(text)}: random_bits={quoted(value)} must be an integer from 1 to 64")
         return name, int(value)
     if name == "gradient":
         return name, value

@@ -220,6 +220,13 @@ def test_round_keeps_the_type_of_a_file(capsys: pytest.CaptureFixture[str], tmp_
     assert text[-1] == f"wrote {target}"
 
 
+def test_round_counts_a_complex_number_once(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    np.save(tmp_path / "x.npy", np.array([1.1 + 2.3j, 1 + 1e9j, 1e-9 + 1e-9j, 1 + 2j, np.nan + 1j], np.complex64))
+    text = "\n".join(lines(capsys, "round", str(tmp_path / "x.npy"), "--to", "e5m2"))
+    counts = re.findall(r"(elements|changed|overflows|underflows|nan in the input) +(\d+)", text)
+    assert [int(count) for _, count in counts] == [5, 3, 1, 1, 1]
+
+
 def test_round_counts_saturation(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     np.save(tmp_path / "x.npy", np.array([1000.0, -1000.0, 448.0, np.inf]))
     text = "\n".join(lines(capsys, "round", str(tmp_path / "x.npy"), "--to", "e4m3fn:saturate"))
@@ -320,7 +327,7 @@ def test_compare_shows_progress_on_a_terminal(
         ([], "COMMAND"),
         (["frobnicate"], "frobnicate"),
         (["info", "e4m3xx"], "e4m3xx"),
-        (["info", "binary32", "--plot", "x.png"], "32 bits"),
+        (["info", "binary32", "--plot", "x.png"], "--plot: fmt=binary32 has 32 bits; formats of at most 16 bits can"),
         (["info", "e4m3", "--plot", "x.pdf"], "must end in .png"),
         (["info", "e4m3", "--plot", "no-such-folder/x.png"], "no folder"),
         (["round", "1", "--to", "e5m2z"], "close: e5m2"),

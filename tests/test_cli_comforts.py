@@ -6,6 +6,7 @@ import io
 import json
 import math
 import subprocess
+from fractions import Fraction
 from pathlib import Path
 
 import numpy as np
@@ -65,6 +66,23 @@ def test_round_as_json(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> No
     assert isinstance(facts, dict) and (facts["shape"], facts["changed"], facts["overflows"]) == ([3], 2, 1)
 
 
+def test_round_as_json_has_exact_numbers(capsys: pytest.CaptureFixture[str]) -> None:
+    long = "0.1" + "0" * 70 + "1"
+    words = ["0.3", "-0", "1e400", "nan", long]
+    found = printed(capsys, "round", *words, "--to", "e5m2:saturate", "--carrier", "float32", "--json")
+    assert isinstance(found, dict)
+    third, zero, huge, nan, tenth = found["numbers"]
+    assert third["rounded"] == 0.3125 and math.copysign(1, zero["rounded"]) == -1
+    assert third["abs. error"] == float(Fraction("0.3125") - Fraction("0.3"))
+    assert third["rel. error"] == float((Fraction("0.3125") - Fraction("0.3")) / Fraction("0.3"))
+    assert (huge["rounded"], huge["abs. error"], huge["rel. error"]) == (57344, "1e+400", 1)
+    assert (nan["rounded"], nan["code"], tenth["value"]) == ("nan", "0x7e", long)
+    found = printed(capsys, "round", "0.1", "--to", "binary32", "--carrier", "float32", "--json")
+    assert isinstance(found, dict) and found["numbers"][0]["rounded"] == float(np.float32(0.1))
+    found = printed(capsys, "round", "0.1", "--to", "int8", "--json")
+    assert isinstance(found, dict) and found["numbers"][0]["code"] is None
+
+
 @pytest.mark.slow
 def test_quantize_and_inspect_as_json(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     source, target = str(tmp_path / "a.safetensors"), str(tmp_path / "b.safetensors")
@@ -114,6 +132,10 @@ def test_a_wrong_word_gets_its_neighbours_or_the_way_out(
         (["jchop", "round", "--overflow", "sat"], {"saturate"}),
         (["jchop", "round", "1", "--to", "float8_e4m3f"], {"float8_e4m3fn", "float8_e4m3fnuz"}),
         (["jchop", "info", "nvf"], {"nvfp4", "nvfp4_e5m3"}),
+        (["jchop", "tune", "--by", "eq"], {"equation"}),
+        (["jchop", "tune", "--metric", "l"], {"largest"}),
+        (["jchop", "tune", "--cost", "b"], {"bits", "bytes"}),
+        (["jchop", "ptq", "--method", "s"], {"smooth", "sparse", "sign_round"}),
     ],
 )
 def test_bash_completes(capsys: pytest.CaptureFixture[str], words: list[str], wanted: set[str]) -> None:

@@ -40,6 +40,7 @@ def test_quantize_reports_and_writes(capsys: pytest.CaptureFixture[str], source:
     text, progress = run(capsys, "quantize", source, target, *rules)
     rows = {line.split("  ")[0]: [cell.strip() for cell in line.split("  ") if cell.strip()] for line in text}
     kernel, bias = rows["mlp.kernel"], rows["mlp.bias"]
+    assert "SNR dB" in text[0].split("  ")
     assert kernel[1:6] == ["8 x 64", "float32", "int4(group=32,scale=bfloat16)", "2,048", "288"]
     x = jc.load_safetensors(source)["mlp.kernel"]
     moved = np.asarray(jc.round_to_format(x, "int4(group=32,scale=bfloat16)") - x, np.float64)
@@ -60,8 +61,8 @@ def test_compare_unpacks_quantized_arrays(capsys: pytest.CaptureFixture[str], tm
     q, path = jc.quantize(x, "nvfp4"), tmp_path / "x.safetensors"
     jc.save_safetensors(path, {"a": q, "b": x[0], "step": np.int32(3)})
     text, _ = run(capsys, "compare", path, "--formats", "e4m3")
-    tables = [str(jc.compare(array, ["e4m3"])) for array in (np.asarray(jc.dequantize(q)), x[0])]
-    assert "\n".join(text) == f"a: {tables[0]}\n\nb: {tables[1]}"
+    tables = [str(jc.compare(array, ["e4m3"])) for array in (np.asarray(jc.dequantize(q)), x[0], np.int32(3))]
+    assert "\n".join(text) == f"a: {tables[0]}\n\nb: {tables[1]}\n\nstep: {tables[2]}"
 
 
 @pytest.mark.slow

@@ -9,12 +9,14 @@ from pathlib import Path
 
 import jax
 import jax.numpy as jnp
+import ml_dtypes
 import numpy as np
 import pytest
 from html_check import check_html
 from test_cli import error, lines
 
 import jchop as jc
+from jchop.__main__ import main
 from jchop._compare import default_formats
 
 X = np.random.default_rng(0).standard_t(3, size=(16, 128)).astype(np.float32)
@@ -138,7 +140,7 @@ def test_it_is_data_a_page_and_a_picture() -> None:
     assert told["shape"] == [16, 128] and len(told["rows"]) == 4
     check_html(seen._repr_html_())
     figure = seen.plot()
-    assert [text.get_text() for text in figure.axes[0].texts] == [row.format for row in seen.rows]
+    assert [text.get_text() for text in figure.axes[0].texts] == ["exact", *(row.format for row in seen.rows)]
 
 
 @pytest.mark.parametrize(
@@ -178,12 +180,26 @@ def test_the_command_shows_the_table(capsys: pytest.CaptureFixture[str], tmp_pat
     assert picture.read_bytes().startswith(b"\x89PNG")
 
 
+def test_the_command_takes_integers_and_names_what_it_leaves(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    file, x = tmp_path / "w.safetensors", np.arange(-3, 4)
+    tree = {"n": x, "on": x > 0, "f8": x.astype(ml_dtypes.float8_e5m2), "none": np.zeros((0, 3))}
+    jc.save_safetensors(file, {"a": tree})
+    assert main(["compare", str(file), "--formats", "e2m1", "--json"]) == 0
+    told = capsys.readouterr()
+    assert json.loads(told.out) == {f"a.{name}": jc.compare(tree[name], ["e2m1"]).as_dict() for name in ("n", "on")}
+    assert told.err == "note: without a table, since empty or of a type that has none: 'a.none', 'a.f8'\n"
+    assert main(["compare", str(file), "--formats", "e2m1", "--tensor", "n"]) == 0
+    assert capsys.readouterr().err == ""
+
+
 @pytest.mark.slow
 def test_the_command_reads_tensors_by_pattern(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     file = tmp_path / "w.safetensors"
     jc.save_safetensors(file, {"mlp": {"w": X, "b": X[0]}, "head": {"w": X}, "steps": np.arange(3)})
     told = json.loads("\n".join(lines(capsys, "compare", str(file), "--json", "--formats", "e5m2")))
-    assert sorted(told) == ["head.w", "mlp.b", "mlp.w"]
+    assert sorted(told) == ["head.w", "mlp.b", "mlp.w", "steps"]
     told = json.loads("\n".join(lines(capsys, "compare", str(file), "--json", "--tensor", "mlp/b", "--formats", "nf4")))
     assert told == {"mlp.b": jc.compare(X[0], ["nf4"]).as_dict()}
     assert "matches no tensor" in error(capsys, "compare", str(file), "--tensor", "nlp")

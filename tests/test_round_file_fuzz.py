@@ -183,6 +183,13 @@ def test_many_mutated_files(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
     assert run_fuzz(2500, tmp_path, capsys, start=1000) > 100
 
 
+@pytest.mark.parametrize("array", [np.array(["a"]), np.array([None])], ids=["text", "object"])
+def test_only_types_of_short_floats_get_a_way_out(tmp_path: Path, array: np.ndarray) -> None:
+    np.save(tmp_path / "x.npy", array)
+    with pytest.raises(ValueError, match=r"it holds '.*', which is not a numeric type$"):
+        jc.round_file(tmp_path / "x.npy", tmp_path / "y.npy", "e5m2")
+
+
 @pytest.mark.parametrize(
     ("shape", "descr", "said"),
     [
@@ -194,7 +201,8 @@ def test_many_mutated_files(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
         ("(-1,)", "'<f4'", "not that of an array of numbers"),
         ("(24)", "'<f4'", "is not known"),
         (f"({'9' * 5000},)", "'<f4'", "is not known"),
-        ("(48,)", "'|V2'", "also used for bfloat16"),
+        ("(48,)", "'|V2'", "'|V2', which is not a numeric type; if it was saved from bfloat16 or float8, save it as"),
+        ("(96,)", "'<f1'", "'<f1', which NumPy does not know; if it was saved from bfloat16 or float8, save it as"),
         ("(24,)", "[('a', '<f4')]", "not that of an array of numbers"),
         ("(24,)", "'<f5'", "which NumPy does not know"),
         ("(24,), 'x': 1", "'<f4'", "not that of an array of numbers"),

@@ -73,7 +73,12 @@ def add_blame(commands: argparse._SubParsersAction) -> None:
         help="a function of the result to a number; default: the number, or the norm of the error",
     )
     command.add_argument("--seed", metavar="N", type=seed, help="seed of random bits; stochastic modes need it")
-    command.add_argument("--max-turns", metavar="N", type=int, help="the most turns of a while loop; default 10000")
+    command.add_argument(
+        "--max-turns",
+        metavar="N",
+        type=int,
+        help="the turns of a while loop whose parts are shown; without it, a loop of more than 1000 is an error",
+    )
     command.add_argument("--json", action="store_true", help="print JSON in place of the table")
     command.add_argument("--plot", metavar="FILE.png", type=Path, help="draw the parts (needs matplotlib)")
     command.add_argument("--html", metavar="FILE.html", type=Path, help="write one page for a mail (needs matplotlib)")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -73,12 +74,18 @@ def _tensors(path: Path, pattern: str) -> Iterator[tuple[str, np.ndarray]]:
         numbers = [
             name
             for name, item in file.items.items()
-            if (item.quantized or item.format in CARRIERS) and 0 not in item.shape
+            if (item.quantized or item.format in CARRIERS or item.format.startswith(("int", "uint", "bool")))
+            and 0 not in item.shape
         ]
         chosen = [name for name in numbers if matches_path(pattern, name)]
         if not chosen:
             near = nearest_paths([pattern], numbers)
-            raise ValueError(f"--tensor {pattern!r} matches no tensor of floating-point numbers in {path}{near}")
+            raise ValueError(f"--tensor {pattern!r} matches no tensor of real numbers in {path}{near}")
+        left = [name for name in file.items if name not in numbers and matches_path(pattern, name)]
+        if left and sys.stderr is not None:
+            more = f" and {len(left) - 3} more" if len(left) > 3 else ""
+            told = printable(", ".join(map(repr, left[:3])))
+            print(f"note: without a table, since empty or of a type that has none: {told}{more}", file=sys.stderr)
         for name in chosen:
             value = file.read(name)
             yield name, np.asarray(dequantize(value)) if isinstance(value, QArray) else value
@@ -91,7 +98,8 @@ def add_compare(commands: argparse._SubParsersAction) -> None:
         help="compare formats on your own numbers: errors, overflow, bits",
         formatter_class=argparse.RawDescriptionHelpFormatter,
         description="Rounds an array to several formats, and shows signal-to-noise ratio, worst errors, overflow,\n"
-        "numbers that were clipped or became zero, and bits; a table for each tensor. A quantized tensor is unpacked.",
+        "numbers that were clipped or became zero, and bits; a table for each tensor of real numbers.\n"
+        "A quantized tensor is unpacked.",
         epilog="examples:\n  jchop compare weights.npy\n"
         "  jchop compare model.safetensors --tensor 'mlp/*' --formats nvfp4 'int4(group=32)' --json",
     )

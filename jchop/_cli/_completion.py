@@ -6,6 +6,9 @@ import argparse
 from collections.abc import Callable
 from typing import Any
 
+from jchop._cli._ptq import NEAREST, STEPS
+from jchop._tune._metrics import METRICS
+from jchop._tune._sites import GRANULARITIES
 from jchop.formats import ALIASES, CATALOGUE, SCALED_CATALOGUE
 from jchop.rounding import Overflow, Rounding
 
@@ -18,6 +21,10 @@ _WORDS = {
     "rounding": [mode.value for mode in Rounding],
     "modes": [mode.value for mode in Rounding],
     "overflow": [rule.value for rule in Overflow],
+    "metric": [*METRICS],
+    "by": GRANULARITIES,
+    "cost": ("bits", "bytes"),
+    "method": (NEAREST, *STEPS),
 }
 
 

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from fractions import Fraction
 from typing import Any
 
-from jchop._cli._text import binary, check_suffix, fact, hexadecimal, printable, short, table, whole, yes
+from jchop._cli._text import binary, check_suffix, fact, hexadecimal, plain, printable, short, table, whole, yes
 from jchop._files import require_extra, write_atomically
 from jchop.formats import (
     ALIASES,
@@ -22,7 +22,6 @@ from jchop.formats import (
     UniformFormat,
     parse_format,
 )
-from jchop.formats._base import Dyadic
 
 
 def run_formats(options: argparse.Namespace) -> None:
@@ -39,7 +38,7 @@ def run_formats(options: argparse.Namespace) -> None:
         for name, fmt in CATALOGUE.items()
     ]
     if options.json:
-        print(json.dumps([dict(zip(head, map(_plain, row), strict=True)) for row in rows], indent=1))
+        print(json.dumps([dict(zip(head, map(plain, row), strict=True)) for row in rows], indent=1))
         return
     print(table([head, *(tuple(_text(value, short) for value in row) for row in rows)], "<" + ">" * 12 + "<"))
     print(
@@ -58,13 +57,16 @@ def run_info(options: argparse.Namespace) -> None:
         require_extra("--plot", "plot", ("matplotlib",))
         from jchop.plot import value_grid
 
-        picture = value_grid(fmt)
+        try:
+            picture = value_grid(fmt)
+        except ValueError as error:
+            raise ValueError(f"--plot: {error}") from None
     head, codes = ("code", "binary", "value", "which"), _notable(fmt)
     if options.json:
         found: dict[str, Any] = {"format": str(whole), "element": str(fmt)}
-        found |= {name: _plain(value) for name, value in _facts(fmt).items()}
+        found |= {name: plain(value) for name, value in _facts(fmt).items()}
         found |= _scaled_facts(whole) if isinstance(whole, ScaledFormat) else {}
-        found["codes"] = [dict(zip(head, map(_plain, row), strict=True)) for row in codes]
+        found["codes"] = [dict(zip(head, map(plain, row), strict=True)) for row in codes]
         print(json.dumps(found, indent=1))
         _draw(options, picture)
         return
@@ -128,15 +130,6 @@ def _text(value: Any, number: Callable[[Any], str]) -> str:
     if isinstance(value, bool):
         return yes(value)
     return str(value) if isinstance(value, str | int) else number(value)
-
-
-def _plain(value: Any) -> Any:
-    """A value in the types of strict JSON; a text for NaN, infinities and fractions that are not exact in float64."""
-    if isinstance(value, Fraction):
-        return int(value) if value.denominator == 1 else str(Dyadic(value))
-    if isinstance(value, float) and not math.isfinite(value):
-        return str(value)
-    return value
 
 
 def _scaled_facts(fmt: ScaledFormat) -> dict[str, Any]:

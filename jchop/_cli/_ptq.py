@@ -20,8 +20,8 @@ from jchop.storage._files.safetensors import TensorFile
 from jchop.storage._nested import TREE
 
 #: The steps that ``--method`` may name.
-_STEPS = ("smooth", "awq", "rotate", "correct_error", "sparse", "clip", "hqq", "gptq", "sign_round", "correct_biases")
-_NEAREST = "nearest"
+STEPS = ("smooth", "awq", "rotate", "correct_error", "sparse", "clip", "hqq", "gptq", "sign_round", "correct_biases")
+NEAREST = "nearest"
 
 
 def run_ptq(options: argparse.Namespace) -> None:
@@ -87,9 +87,9 @@ def _say(line: str) -> None:
 
 def _steps(text: str, ptq: Any) -> list[Any]:
     """The steps of a text such as ``correct_error(0.5), gptq(order='plain')``."""
-    if text.strip() == _NEAREST:
+    if text.strip() == NEAREST:
         return []
-    wrong = f"--method {text!r} must be {_NEAREST}, or steps of {', '.join(_STEPS)}, as 'correct_error(0.5), gptq'"
+    wrong = f"--method {text!r} must be {NEAREST}, or steps of {', '.join(STEPS)}, as 'correct_error(0.5), gptq'"
     try:
         calls = ast.parse(f"[{text}]", mode="eval").body
     except (SyntaxError, ValueError):
@@ -97,7 +97,7 @@ def _steps(text: str, ptq: Any) -> list[Any]:
     made = []
     for call in calls.elts if isinstance(calls, ast.List) else [calls]:
         name = call.func if isinstance(call, ast.Call) else call
-        if not (isinstance(name, ast.Name) and name.id in _STEPS):
+        if not (isinstance(name, ast.Name) and name.id in STEPS):
             raise ValueError(wrong)
         try:
             args = [ast.literal_eval(arg) for arg in call.args] if isinstance(call, ast.Call) else []
@@ -159,7 +159,7 @@ def add_command(commands: argparse._SubParsersAction) -> None:
         "--method",
         metavar="STEPS",
         default="gptq",
-        help=f"{_NEAREST}, or steps in order: {', '.join(_STEPS)}, also with arguments; default gptq",
+        help=f"{NEAREST}, or steps in order: {', '.join(STEPS)}, also with arguments; default gptq",
     )
     command.add_argument("--sequential", action="store_true", help="weight after weight, with inputs of rounded ones")
     command.add_argument("--batch", metavar="N", type=int, default=32, help="samples that are run at once; default 32")

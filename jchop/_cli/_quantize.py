@@ -65,7 +65,7 @@ def parse_rule(text: str) -> Rule:
 
 def _report(reports: Sequence[Report]) -> list[tuple[str, ...]]:
     rows: list[tuple[str, ...]] = [
-        ("tensor", "shape", "from", "to", "bytes before", "bytes after", "SQNR dB", "max error", "note")
+        ("tensor", "shape", "from", "to", "bytes before", "bytes after", "SNR dB", "max error", "note")
     ]
     for report in reports:
         errors = ("-", "-") if report.copied else (_decibels(report.sqnr), f"{report.largest:.3g}")

@@ -8,11 +8,12 @@ import math
 import re
 import sys
 import zipfile
+from collections.abc import Iterator
 from dataclasses import dataclass
 from decimal import Context
 from fractions import Fraction
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeGuard
 
 import ml_dtypes
 import numpy as np
@@ -24,8 +25,8 @@ from jchop._cli._text import (
     check_suffix,
     hexadecimal,
     key_of,
+    plain,
     printable,
-    records,
     short,
     shortest,
     table,
@@ -108,10 +109,18 @@ def _round_numbers(options: argparse.Namespace, spec: Spec, key: Any) -> None:
         write_atomically(options.out, lambda file: np.save(file, rounded, allow_pickle=False))
     rows = _comparison(numbers, values, rounded, element)
     if options.json:
-        print(json.dumps({"to": str(spec), "carrier": str(values.dtype), "numbers": records(rows, "<><<>>")}, indent=1))
+        found = [
+            dict(zip(_HEAD, (word, plain(float(result)), code, bits, *map(_exact, errors)), strict=True))
+            for word, result, code, bits, *errors in rows
+        ]
+        print(json.dumps({"to": str(spec), "carrier": str(values.dtype), "numbers": found}, indent=1, allow_nan=False))
         return
     print(f"to {spec}, carrier {values.dtype}")
-    print(table(rows, "<<<<>>"))
+    cells = [
+        (_brief(word), shortest(result), code or "-", bits or "-", *map(_decimal, errors))
+        for word, result, code, bits, *errors in rows
+    ]
+    print(table([_HEAD, *cells], "<<<<>>"))
 
 
 def _words(words: list[str]) -> list[str]:
@@ -200,16 +209,17 @@ def _float(value: Fraction | float, *, odd: bool) -> float:
     return near
 
 
+_HEAD = ("value", "rounded", "code", "binary", "abs. error", "rel. error")
+
+
 def _comparison(
     typed: list[_Typed], values: np.ndarray, rounded: np.ndarray, fmt: ElementFormat | None
-) -> list[tuple[str, ...]]:
-    rows: list[tuple[str, ...]] = [("value", "rounded", "code", "binary", "abs. error", "rel. error")]
+) -> Iterator[tuple[Any, ...]]:
+    """The cells of each number under `_HEAD`; None for those that it lacks."""
     for number, value, result in zip(typed, values, rounded, strict=True):
         code = None if fmt is None else fmt.code_of(float(result))
-        bits = ("-", "-") if fmt is None or code is None else (hexadecimal(fmt, code), binary(fmt, code))
-        errors = map(_decimal, _exact_errors(number.exact, float(result)))
-        rows.append((_as_typed(number, value), shortest(result), *bits, *errors))
-    return rows
+        bits = (None, None) if fmt is None or code is None else (hexadecimal(fmt, code), binary(fmt, code))
+        yield (_as_typed(number, value), result, *bits, *_exact_errors(number.exact, float(result)))
 
 
 def _as_typed(number: _Typed, value: np.generic) -> str:
@@ -217,7 +227,7 @@ def _as_typed(number: _Typed, value: np.generic) -> str:
     text = shortest(value)
     if isinstance(number.exact, float):
         return text
-    return text if np.isfinite(value) and Fraction(text) == number.exact else _brief(number.word)
+    return text if np.isfinite(value) and Fraction(text) == number.exact else number.word
 
 
 def _exact_errors(exact: Fraction | float, result: float) -> tuple[Fraction | float, Fraction | float]:
@@ -234,12 +244,23 @@ def _exact_errors(exact: Fraction | float, result: float) -> tuple[Fraction | fl
 
 def _decimal(value: Fraction | float) -> str:
     """Four digits of a number that may exceed every float."""
-    near = _float(value, odd=False)
-    if not isinstance(value, Fraction) or sys.float_info.min <= near < math.inf:
-        return short(near)
+    return _far(value, 4) if _is_far(value) else short(_float(value, odd=False))
+
+
+def _exact(value: Fraction | float) -> Any:
+    """A number in JSON: the nearest float64; a text of 17 digits if it lies outside of them."""
+    return _far(value, 17) if _is_far(value) else plain(_float(value, odd=False))
+
+
+def _is_far(value: Fraction | float) -> TypeGuard[Fraction]:
+    """Whether a number lies outside of the normal float64 numbers."""
+    return isinstance(value, Fraction) and not sys.float_info.min <= _float(value, odd=False) < math.inf
+
+
+def _far(value: Fraction, digits: int) -> str:
     exact = Context(prec=30, Emin=-(10**6), Emax=10**6)
     quotient = exact.divide(exact.create_decimal(value.numerator), exact.create_decimal(value.denominator))
-    return f"{quotient.normalize(Context(prec=4, Emin=-(10**6), Emax=10**6)):g}"
+    return f"{quotient.normalize(Context(prec=digits, Emin=-(10**6), Emax=10**6)):g}"
 
 
 # -- files -------------------------------------------------------------------------------------------------------------
@@ -273,7 +294,7 @@ def _round_file(options: argparse.Namespace, spec: Spec, key: Any) -> None:
 
 @dataclass
 class _Summary:
-    """Statistics of an array that is rounded chunk by chunk; the parts of complex numbers count separately."""
+    """Statistics of an array that is rounded chunk by chunk; a complex number counts once, by either of its parts."""
 
     fmt: ElementFormat | None
     changed: int = 0
@@ -289,13 +310,13 @@ class _Summary:
         exact, result = (_real_parts(x).astype(np.float64) for x in (values, rounded))
         finite, nan = np.isfinite(exact), np.isnan(exact)
         lost = finite & ~np.isfinite(result)
-        self.changed += int(np.count_nonzero((exact != result) & ~nan))
-        self.lost += int(np.count_nonzero(lost))
+        self.changed += _count((exact != result) & ~nan)
+        self.lost += _count(lost)
         if self.fmt is not None:
             outside = finite & ((exact > _float(self.fmt.max, odd=False)) | (exact < _float(self.fmt.min, odd=False)))
-            self.saturated += int(np.count_nonzero(outside & ~lost))
-        self.underflows += int(np.count_nonzero((exact != 0) & (result == 0)))
-        self.nans += int(np.count_nonzero(nan))
+            self.saturated += _count(outside & ~lost)
+        self.underflows += _count((exact != 0) & (result == 0))
+        self.nans += _count(nan)
         exact, result = exact[finite & ~lost], result[finite & ~lost]
         with np.errstate(invalid="ignore", divide="ignore", over="ignore"):
             absolute = np.abs(result - exact)
@@ -331,5 +352,10 @@ class _Summary:
 
 
 def _real_parts(array: np.ndarray) -> np.ndarray:
+    """The numbers in a row; complex ones in two, of their parts."""
     flat = np.ravel(array)
-    return np.concatenate([np.real(flat), np.imag(flat)]) if flat.dtype.kind == "c" else flat
+    return np.stack([np.real(flat), np.imag(flat)] if flat.dtype.kind == "c" else [flat])
+
+
+def _count(parts: np.ndarray) -> int:
+    return int(np.count_nonzero(parts.any(axis=0)))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import re
 import sys
@@ -119,6 +120,15 @@ def fact(value: float | Fraction | None) -> str:
     if exact and value % 1 == 0 and (abs(value) < 1e6 or value % 2 == 1):
         return exact
     return f"{exact}  = {Dyadic(value)}" if exact else str(Dyadic(value))
+
+
+def plain(value: Any) -> Any:
+    """A value in the types of strict JSON; a text for NaN, infinities and fractions that are not exact in float64."""
+    if isinstance(value, Fraction):
+        return int(value) if value.denominator == 1 else str(Dyadic(value))
+    if isinstance(value, float) and not math.isfinite(value):
+        return str(value)
+    return value
 
 
 def yes(fact: bool) -> str:

@@ -441,10 +441,10 @@ def parse_format(text: str) -> ElementFormat | ScaledFormat:
 
 @functools.lru_cache(maxsize=256)
 def _parse(text: str) -> ElementFormat | ScaledFormat:
-    return parse_any(text, SCALED_CATALOGUE, _base, ScaledFormat)
+    return parse_any(text, (*SCALED_CATALOGUE, "bfp8"), _base, ScaledFormat)
 
 
 def _base(stem: str) -> ScaledFormat | None:
-    if found := re.fullmatch(r"bfp([0-9]{1,2})", stem):
+    if found := re.fullmatch(r"bfp([0-9]{1,4})", stem):
         return built(stem, bfp, int(found[1]))
     return SCALED_CATALOGUE.get(stem)

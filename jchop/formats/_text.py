@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import re
 from collections.abc import Callable, Iterable, Iterator
@@ -118,14 +119,14 @@ _FLOAT_OPTIONS: _Options = {
 }
 
 _PATTERNS: tuple[tuple[str, Callable[..., ElementFormat], _Options], ...] = (
-    (rf"e([0-9]{{1,2}})m([0-9]{{1,2}})({'|'.join(_SUFFIXES)})?", _float, _FLOAT_OPTIONS),
-    (r"ue([0-9]{1,2})m([1-9][0-9]?)", _unsigned_float, _FLOAT_OPTIONS),
-    (r"binary([0-9]{1,2})p([0-9]{1,2})([su])([ef])", _p3109, {}),
+    (rf"e([0-9]{{1,4}})m([0-9]{{1,4}})({'|'.join(_SUFFIXES)})?", _float, _FLOAT_OPTIONS),
+    (r"ue([0-9]{1,4})m([1-9][0-9]{0,3})", _unsigned_float, _FLOAT_OPTIONS),
+    (r"binary([0-9]{1,4})p([0-9]{1,4})([su])([ef])", _p3109, {}),
     (r"(u?)fixed(-?[0-9]{1,4})\.(-?[0-9]{1,4})", _fixed, {"symmetric": truth_of}),
-    (r"(u?)int(?:eger)?([0-9]{1,2})", _integer, {"narrow": truth_of}),
-    (r"posit([0-9]{1,2})", lambda bits: PositFormat(int(bits)), {}),
-    (r"takum([0-9]{1,2})", lambda bits: LogTakumFormat(int(bits)), {}),
-    (r"takum_linear([0-9]{1,2})", lambda bits: TakumFormat(int(bits)), {}),
+    (r"(u?)int(?:eger)?([0-9]{1,4})", _integer, {"narrow": truth_of}),
+    (r"posit([0-9]{1,4})", lambda bits: PositFormat(int(bits)), {}),
+    (r"takum([0-9]{1,4})", lambda bits: LogTakumFormat(int(bits)), {}),
+    (r"takum_linear([0-9]{1,4})", lambda bits: TakumFormat(int(bits)), {}),
     (r"hif(?:loat)?8", HiFloat8Format, {}),
 )
 
@@ -185,17 +186,24 @@ def unknown(text: str, more: Iterable[str] = ()) -> ValueError:
         hint = f"; {text.removeprefix(name)!r} belongs to a spec; pass the format alone, {name.strip()!r}"
     else:
         names = [*CATALOGUE, *ALIASES, *more, *_examples_like(stem)]
-        # What others call fp8 is float8 here.
-        hint = close_to(re.sub("^fp", "float", stem), names) or close_to(stem, names) or close_to(stem, modes)
+        head = stem.partition("_")[0]
+        # What others call fp8 and mxfp4_e2m1 is float8 and mxfp4 here.
+        ours = head if head in names else re.sub("^fp", "float", stem)
+        hint = close_to(ours, names) or close_to(stem, names) or close_to(stem, modes)
     return ValueError(
-        f"format text {quoted(text)} is not known{hint}; allowed: a name such as {', '.join(list(CATALOGUE)[:6])}, or "
-        f"a pattern {', '.join(_EXAMPLES)}, codebook(-1,0,1)"
+        f"format text {quoted(text)} is not known{hint}; allowed: a name such as "
+        f"{', '.join([*list(CATALOGUE)[:6], *more])}, or a pattern {', '.join(_EXAMPLES)}, codebook(-1,0,1)"
     )
 
 
 def _examples_like(stem: str) -> Iterator[str]:
-    """A text of each pattern with the numbers of `stem`, if the pattern takes them."""
+    """A text of each pattern with the numbers of `stem`, if that is a format."""
     for example in _EXAMPLES:
         numbers = iter(re.findall("[0-9]+", stem))
         text = re.sub("[0-9]+", lambda found, numbers=numbers: next(numbers, found[0]), example)
-        yield text if any(re.fullmatch(pattern, text) for pattern, *_ in _PATTERNS) else example
+        for pattern, build, _ in _PATTERNS:
+            if found := re.fullmatch(pattern, text):
+                with contextlib.suppress(ValueError):
+                    build(*found.groups())
+                    example = text
+        yield example

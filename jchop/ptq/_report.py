@@ -92,7 +92,7 @@ class PtqReport(Tables):
         return calibration(self, title=title)
 
     def _parts(self) -> list[Part]:
-        head = ("weight", "shape", "bits", "method", "nearest dB", "dB", "damping", "dead", "zeros", "bias", "note")
+        head = ("weight", "shape", "bits", "method", "nearest dB", "SNR dB", "damping", "dead", "zeros", "bias", "note")
         rows = [
             (
                 row.path,

@@ -162,6 +162,15 @@ def test_grammar(text, fmt):
         ("e4m3(nans=most)", r"format text 'e4m3\(nans=most\)': nans='most' must be one of 'ieee'"),
         ("e17m3", "format text 'e17m3': exp_bits=17 must be an integer from 1 to 16"),
         ("e5m60", "frac_bits=60 must be an integer from 0 to 52"),
+        ("e15m112", "format text 'e15m112': frac_bits=112 must be an integer from 0 to 52"),
+        ("e100m3", "exp_bits=100 must be an integer from 1 to 16"),
+        ("ue5m112", "frac_bits=112 must be an integer from 0 to 52"),
+        ("binary128p3se", "bits=128 must be an integer from 2 to 16"),
+        ("int128", "bits=128 must be an integer from 2 to 64"),
+        ("posit128", "bits=128 must be an integer from 2 to 32"),
+        ("bfp128", "bits=128 must be an integer from 2 to 64"),
+        ("mxfp4_e2m1", "'mxfp4_e2m1' is not known; close: mxfp4, .*; allowed: .*, mxfp4, .*, nvfp4, .*, bfp8, or a"),
+        ("bpf8", "close: bfp8;"),
         ("ue8m0", "'ue8m0' is not known"),
         ("posit33", "format text 'posit33': bits=33 must be an integer from 2 to 32"),
         ("takum_linear5", "bits=5 must be an integer from 6 to 32"),
@@ -183,6 +192,15 @@ def test_unknown_text(text, words):
         parse_format(text)
     with pytest.raises(ValueError, match=words):
         jc.round_to_format(1.0, text)
+
+
+@pytest.mark.parametrize("text", ["e12345m112", "fixd15.112", "posit_128", "e15.112", "mxfp4_e2m1"])
+def test_close_texts_are_formats(text):
+    with pytest.raises(ValueError) as caught:
+        parse_format(text)
+    near = str(caught.value).partition("; close: ")[2].partition(";")[0]
+    for name in filter(None, near.split(", ")):
+        assert parse_format(name)
 
 
 def test_the_text_of_a_spec_is_no_format():

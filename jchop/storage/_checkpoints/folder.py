@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import shutil
@@ -58,13 +59,19 @@ def write_folder(
         json.dumps([run, layout, exact, [[job.name for job in part] for part in plan]]).encode()
     ).hexdigest()
     names = [SINGLE] if len(plan) == 1 else [_shard(number, len(plan)) for number in range(len(plan))]
+    made = [place for place in (target, *target.parents) if not place.exists()]
     done = _begin(target, digest)
     remove_parts(target, [*names, JOURNAL, INDEX, CONFIG, *(path.name for path in others)])
     kept, finished, total = bool(done), 0, sum(job.nbytes for job in jobs)
     record, homes, size = Record(), {}, 0
     for number, (name, part) in enumerate(zip(names, plan, strict=True)):
         if number == len(done):
-            done.append(_write(target / name, part, layout, exact, shard_bytes, _after(progress, finished, total)))
+            try:
+                done.append(_write(target / name, part, layout, exact, shard_bytes, _after(progress, finished, total)))
+            except BaseException:
+                if not done and not (target / name).exists():  # nothing to go on from
+                    _undo(target, made)
+                raise
             _write_json(target / JOURNAL, {"run": digest, "done": done})
         finished += sum(job.nbytes for job in part)
         progress(name, finished, total)
@@ -129,6 +136,14 @@ def _begin(target: Path, digest: str) -> list[dict[str, Any]]:
         raise ValueError(f"{target} has tensors already ({taken[0]}); write to a new folder")
     _write_json(journal, {"run": digest, "done": []})
     return []
+
+
+def _undo(target: Path, made: Sequence[Path]) -> None:
+    """Removes the journal, and the folders that this run made, unless they have other files."""
+    (target / JOURNAL).unlink(missing_ok=True)
+    with contextlib.suppress(OSError):
+        for place in made:
+            place.rmdir()
 
 
 def _after(progress: Progress, before: int, total: int) -> Callable[[str, int], None]:

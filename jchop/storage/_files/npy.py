@@ -115,12 +115,14 @@ class NpyFile:
         return dtype, entries["truth"] == "True", shape
 
     def _dtype(self, text: str) -> np.dtype:
+        way = "; if it was saved from bfloat16 or float8, save it as float32, or in a safetensors file"
+        way *= text[1:] in ("V2", "V1", "f1")  # what numpy.save writes for them
         if not re.fullmatch(r"[<>|=]?[biufc][0-9]{1,2}", text):
-            raise self._fault(f"it holds {_shown(text)!r}, which is not a numeric type (also used for bfloat16)")
+            raise self._fault(f"it holds {_shown(text)!r}, which is not a numeric type{way}")
         try:
             return np.dtype(text)
         except TypeError:
-            raise self._fault(f"it holds {text!r}, which NumPy does not know") from None
+            raise self._fault(f"it holds {text!r}, which NumPy does not know{way}") from None
 
     def _fault(self, reason: str) -> ValueError:
         return ValueError(f"{self._name} is not a .npy file that can be read: {reason}")
