@@ -409,19 +409,19 @@ def half_bytes(numbers: np.ndarray) -> np.ndarray:
     return numbers.astype(np.float16)[..., None].view(np.uint8)
 
 
+#: Bytes of a block by type.
+GGUF_SIZES = {2: 18, 3: 20, 6: 22, 7: 24, 8: 34, 12: 144, 13: 176, 14: 210}
+
+
 def gguf_blocks(kind: int, rng: np.random.Generator, rows: int, count: int) -> np.ndarray:
-    sizes = {2: 18, 8: 34, 12: 144, 14: 210}
-    blocks = rng.integers(0, 256, (rows, count, sizes[kind]), np.uint8)
-    scale = half_bytes(rng.standard_normal((rows, count)) * 0.01)
+    blocks = rng.integers(0, 256, (rows, count, GGUF_SIZES[kind]), np.uint8)
+    scale, low = (rng.standard_normal((rows, count)) * 0.01 for _ in range(2))
     scale[0, 0] = 0
+    shifted = kind in (3, 7, 12, 13)
     at = 208 if kind == 14 else 0
-    blocks[..., at : at + 2] = (
-        scale & np.uint8(127 if kind == 12 else 255)
-        if kind != 12
-        else np.stack([scale[..., 0], scale[..., 1] & 127], -1)
-    )
-    if kind == 12:
-        blocks[..., 2:4] = half_bytes(np.abs(rng.standard_normal((rows, count))) * 0.01)
+    blocks[..., at : at + 2] = half_bytes(np.abs(scale) if shifted else scale)
+    if shifted:
+        blocks[..., 2:4] = half_bytes(low)
     return blocks
 
 
@@ -430,17 +430,23 @@ def gguf_values(kind: int, raw: np.ndarray) -> np.ndarray:
     result = []
     for block in raw.reshape(-1, raw.shape[-1]):
         half = lambda at, block=block: np.float32(block[at : at + 2].view(np.float16)[0])  # noqa: E731
-        if kind == 2:
-            q = [int(block[2 + i % 16]) >> 4 * (i // 16) & 15 for i in range(32)]
-            result += [np.float32(code - 8) * half(0) for code in q]
+        if kind in (2, 3, 6, 7):
+            q = [int(block[i % 16 - 16]) >> 4 * (i // 16) & 15 for i in range(32)]
+            if kind > 3:
+                q = [code | (int(block[i // 8 - 20]) >> i % 8 & 1) << 4 for i, code in enumerate(q)]
+            if kind in (2, 6):
+                result += [np.float32(code - (8 if kind == 2 else 16)) * half(0) for code in q]
+            else:
+                result += [np.float32(code) * half(0) + half(2) for code in q]
         elif kind == 8:
             result += [np.float32(block[2 + i].view(np.int8)) * half(0) for i in range(32)]
-        elif kind == 12:
+        elif kind in (12, 13):
             for i in range(256):
                 j, sc = i // 32, [int(byte) for byte in block[4:16]]
                 s, m = (sc[j] & 63, sc[j + 4] & 63) if j < 4 else (
                     sc[j + 4] & 15 | sc[j - 4] >> 6 << 4, sc[j + 4] >> 4 | sc[j] >> 6 << 4)  # fmt: skip
-                q = int(block[16 + j // 2 * 32 + i % 32]) >> 4 * (j % 2) & 15
+                q = int(block[j // 2 * 32 + i % 32 - 128]) >> 4 * (j % 2) & 15
+                q |= (int(block[16 + i % 32]) >> j & 1) << 4 if kind == 13 else 0
                 result.append(half(0) * np.float32(s) * np.float32(q) - half(2) * np.float32(m))
         else:
             for i in range(256):

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -70,7 +71,8 @@ def _along(shape: Sequence[int], axis: int) -> np.ndarray:
 def find_biases(program: Any, sites: Sites) -> tuple[dict[int, BiasSite], dict[int, str]]:
     """The bias of each weight whose inputs are looked at, and of the other weights why there is none.
 
-    A product is followed through whatever only moves its numbers to the first sum with a parameter.
+    A product is followed through whatever only moves its numbers, and through sums with data that nothing else takes,
+    to the first sum with a parameter.
     """
     search = _Search(sites)
     search.walk(program.plan, {}, {})
@@ -103,8 +105,26 @@ class _Sum:
     shape: tuple[int, ...]
 
 
+@dataclass(frozen=True)
+class _Term:
+    """A product in a value, as the origin whose axes are parts of its weight's.
+
+    Args:
+        weight: the origin.
+        sign: with which the product enters.
+        summed: whether the value has other terms.
+    """
+
+    weight: Origin
+    sign: int = 1
+    summed: bool = False
+
+
+_Terms = tuple[_Term, ...]
+
+
 class _Search:
-    """Follows products through a program, each as the origin whose axes are parts of its weight's."""
+    """Follows products through a program."""
 
     def __init__(self, sites: Sites) -> None:
         self.sites = sites
@@ -112,29 +132,35 @@ class _Search:
         self.products: dict[int, int] = {}
         self.loops: dict[int, tuple[int, ...]] = {}  # the loops that run over each parameter
 
-    def walk(self, plan: Plan, env: dict[Any, Origin], loops: Mapping[int, tuple[int, ...]]) -> list[Origin | None]:
+    def walk(self, plan: Plan, env: dict[Any, _Terms], loops: Mapping[int, tuple[int, ...]]) -> list[_Terms]:
         """What is known of the results of a program."""
+        read = [v for step in plan.steps for v in step.eqn.invars] + list(plan.jaxpr.outvars)
+        uses = Counter(v for v in read if not hasattr(v, "val"))
+
+        def terms(v: Any) -> _Terms:
+            """The products in a value; a sum that has several uses is not followed."""
+            return () if hasattr(v, "val") else tuple(t for t in env.get(v, ()) if uses[v] == 1 or not t.summed)
+
         for step in plan.steps:
-            made = self._step(step, [_read(env, v) for v in step.eqn.invars], loops)
-            env.update({v: origin for v, origin in zip(step.eqn.outvars, made, strict=False) if origin is not None})
-        return [_read(env, v) for v in plan.jaxpr.outvars]
+            made = self._step(step, [terms(v) for v in step.eqn.invars], uses, loops)
+            env.update(zip(step.eqn.outvars, made, strict=False))
+        return [terms(v) for v in plan.jaxpr.outvars]
 
     def _step(
-        self, step: Any, tracked: list[Origin | None], loops: Mapping[int, tuple[int, ...]]
-    ) -> Sequence[Origin | None]:
+        self, step: Any, tracked: list[_Terms], uses: Mapping[Any, int], loops: Mapping[int, tuple[int, ...]]
+    ) -> Sequence[_Terms]:
         if id(step) in self.sites.of_step:
             side, some = self.sites.of_step[id(step)]
             for site in some:
                 self.products[site.leaf] = self.products.get(site.leaf, 0) + 1
                 self.loops[site.leaf] = loops.get(site.leaf, ())
-            return (
-                [Origin(some[0].leaf, _of_result(step.product, side, some[0].laid, step.eqn))] if len(some) == 1 else []
-            )
+            if len(some) != 1:
+                return []
+            return [(_Term(Origin(some[0].leaf, _of_result(step.product, side, some[0].laid, step.eqn))),)]
         if step.kind == "control":
             if step.name in ENTERED:
                 inner = step.inner[0]
-                inside = {v: o for v, o in zip(inner.jaxpr.invars, tracked, strict=True) if o is not None}
-                return self.walk(inner, inside, loops)
+                return self.walk(inner, dict(zip(inner.jaxpr.invars, tracked, strict=True)), loops)
             more = loops
             if step.name == "scan":
                 fixed, carried = carry_count(step.eqn.params)
@@ -143,29 +169,36 @@ class _Search:
             for inner in step.inner:
                 self.walk(inner, {}, more)
             return []
-        if step.name in _SUMS and sum(o is not None for o in tracked) == 1:
-            self._sum(step, tracked, loops)
-            return []
-        if tracked and tracked[0] is not None and len(step.eqn.outvars) == 1:
+        if step.name in _SUMS and any(tracked):
+            return self._sum(step, tracked, uses, loops)
+        if tracked and tracked[0] and len(step.eqn.outvars) == 1:
             before, after = (v.aval.shape for v in (step.eqn.invars[0], step.eqn.outvars[0]))
-            out = moved(step.name, step.eqn.params, tracked[0], before, after)
-            return [out if out is not None and out.moved else None]
+            out = [(t, moved(step.name, step.eqn.params, t.weight, before, after)) for t in tracked[0]]
+            return [tuple(replace(t, weight=o) for t, o in out if o is not None and o.moved)]
         return []
 
-    def _sum(self, step: Any, tracked: list[Origin | None], loops: Mapping[int, tuple[int, ...]]) -> None:
-        at = 0 if tracked[0] is not None else 1
-        weight, other = tracked[at], step.known[1 - at]
-        if weight is None or other.data or len(other.origins) != 1:
-            return
-        bias = other.origins[0]
-        signs = _SUMS[step.name]
-        self.loops[bias.leaf] = loops.get(bias.leaf, ())
-        shape = tuple(step.eqn.outvars[0].aval.shape)
-        self.found.setdefault(weight.leaf, []).append(_Sum(weight, bias, signs[0] * signs[1], shape))
-
-
-def _read(env: Mapping[Any, Origin], v: Any) -> Origin | None:
-    return None if hasattr(v, "val") else env.get(v)
+    def _sum(
+        self, step: Any, tracked: list[_Terms], uses: Mapping[Any, int], loops: Mapping[int, tuple[int, ...]]
+    ) -> Sequence[_Terms]:
+        """The terms of a sum; none of one with a parameter, which is noted."""
+        shape, signs = tuple(step.eqn.outvars[0].aval.shape), _SUMS[step.name]
+        given = [fact.origins for fact in step.known if not fact.data and fact.origins]
+        if not given:
+            every = zip(signs, step.eqn.invars, tracked, strict=True)
+            return [
+                tuple(
+                    replace(term, sign=sign * term.sign, summed=True)
+                    for sign, v, terms in every
+                    for term in terms
+                    if uses[v] == 1 and v.aval.shape == shape
+                )
+            ]
+        for term in (*tracked[0], *tracked[1]) if len(given[0]) == 1 else ():
+            (bias,) = given[0]
+            self.loops[bias.leaf] = loops.get(bias.leaf, ())
+            found = _Sum(term.weight, bias, term.sign * signs[0] * signs[1], shape)
+            self.found.setdefault(term.weight.leaf, []).append(found)
+        return []
 
 
 def _of_result(product: Any, side: int, laid: Laid, eqn: Any) -> tuple[Axis, ...]:

@@ -278,7 +278,8 @@ def _rounded(layout: Layout, x: Array, how: Roundings) -> Array:
 def _rows(product: Any, site: Site, x: Array, kernel: Sequence[int]) -> Array:
     """The input of a product as (batch, rows, summed): an axis of the batch that the weight has not is one of rows."""
     if isinstance(product, Conv):
-        return _patches(product, x, kernel)[None]
+        patches = _patches(product, x, kernel)
+        return patches.reshape(site.layout.matrices[0], -1, patches.shape[-1])  # 1: all groups have one matrix
     if isinstance(product, Ragged):
         return x[None]
     layout = product.forward.left
@@ -289,7 +290,7 @@ def _rows(product: Any, site: Site, x: Array, kernel: Sequence[int]) -> Array:
 
 
 def _patches(conv: Conv, x: Array, kernel: Sequence[int]) -> Array:
-    """The patches of images that a convolution multiplies, each a row, its channels fastest.
+    """The patches of images that a convolution multiplies, (groups, rows, summed), channels fastest.
 
     Args:
         conv: the convolution.
@@ -302,8 +303,10 @@ def _patches(conv: Conv, x: Array, kernel: Sequence[int]) -> Array:
         image, space, conv.strides, conv.padding, conv.input_dilation, conv.kernel_dilation,
         precision=lax.Precision.HIGHEST,
     )  # fmt: skip
-    apart = found.reshape(found.shape[0], image.shape[1], math.prod(space), -1)
-    return apart.transpose(0, 3, 2, 1).reshape(-1, math.prod(space) * image.shape[1])
+    groups, places = conv.feature_groups, math.prod(space)
+    inner = image.shape[1] // groups
+    apart = found.reshape(found.shape[0], groups, inner, places, -1)
+    return apart.transpose(1, 0, 4, 3, 2).reshape(groups, -1, places * inner)
 
 
 def _of_groups(x: Array, y: Array | None, sizes: Array) -> Sums:

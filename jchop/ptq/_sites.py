@@ -13,6 +13,7 @@ from jchop._products.matrices import Laid, MatrixLayout
 from jchop._products.placement import stack_of
 from jchop._products.product import Conv, Dot, Ragged
 from jchop._products.traced.analysis import ProductStep, Use
+from jchop._products.traced.origins import Origin, moved
 from jchop._program.step import CUSTOM_CALLS, HIGH_CALLS, PLAIN_CALLS, REMAT_CALLS, Plan, carry_count
 
 __all__ = ["ENTERED", "Site", "Sites", "Stage", "find_sites"]
@@ -32,6 +33,7 @@ class Site:
         layout: it as matrices.
         stack: how many axes of a stack it has in front.
         turns: how many of these are turns of loops, which are looked at one by one.
+        groups: how many groups of channels its convolution has; each is a matrix of the batch of `layout`.
     """
 
     leaf: int
@@ -40,6 +42,7 @@ class Site:
     layout: MatrixLayout
     stack: int
     turns: int
+    groups: int = 1
 
 
 @dataclass(frozen=True)
@@ -202,8 +205,6 @@ def _refused(step: ProductStep, side: int, use: Use, first: dict[int, Laid]) -> 
         return ""
     if side == 0:
         return f"it is the left operand of {step.name}"
-    if isinstance(step.product, Conv) and step.product.feature_groups != 1:
-        return f"a convolution of feature_group_count={step.product.feature_groups}"
     return ""
 
 
@@ -213,13 +214,22 @@ def _site(step: ProductStep, side: int, use: Use, shape: tuple[int, ...], turns:
     batch = len(product.batch[0]) if isinstance(product, Dot) else 1 if isinstance(product, Ragged) else 0
     operand = (product.forward.left, product.forward.right)[side]
     sizes = step.eqn.invars[side].aval.shape
-    taken = [math.prod(part.size for part in parts) for parts in (*laid.kept[:batch], laid.summed)]
-    wanted = [sizes[axis] for axis in operand.kept[:batch]] + [math.prod(sizes[axis] for axis in operand.summed)]
+    partial = "its product takes a part of an axis"
+    groups = product.feature_groups if isinstance(product, Conv) else 1
+    kept, axes, batches = [sizes[axis] for axis in operand.kept], laid.kept, batch
+    if groups > 1:  # the axis of the outputs has the groups and, within them, their outputs
+        apart = [groups, kept[0] // groups]
+        made = moved("reshape", {}, Origin(use.leaf, axes), kept, apart)
+        if made is None:
+            return partial
+        kept, axes, batches = apart, made.axes, 1
+    taken = [math.prod(part.size for part in parts) for parts in (*axes[:batches], laid.summed)]
+    wanted = [*kept[:batches], math.prod(sizes[axis] for axis in operand.summed)]
     partly = taken[-1] != wanted[-1] or any(n not in (1, size) for n, size in zip(taken, wanted, strict=True))
     stack = stack_of(shape, laid)
-    layout = None if partly else MatrixLayout.of(shape, stack, laid, batch)
+    layout = None if partly else MatrixLayout.of(shape, stack, Laid(axes, laid.summed), batches)
     if layout is None:
-        return "its product takes a part of an axis"
+        return partial
     if turns not in (0, stack):
         return "it is a stack of stacks, and not all of them are turns of a loop"
-    return Site(use.leaf, laid, batch, layout, stack, turns)
+    return Site(use.leaf, laid, batch, layout, stack, turns, groups)

@@ -24,7 +24,7 @@ class InputStatistics:
     """The inputs x of the product of a parameter, over all rows (tokens) of the data.
 
     A parameter that is a stack of layers has the turns of the loop as leading axes; the second axis from there is that
-    of a batch of products (experts), of length 1 if there is none.
+    of a batch of products (experts, groups of a convolution), of length 1 if there is none.
 
     Args:
         gram: the mean of x x^T, (batch, summed, summed), in float32 (float64 for inputs of that dtype).
@@ -78,9 +78,10 @@ def statistics(
     """The second moments and magnitudes of the inputs of all products of parameters and data, in one pass.
 
     The program that JAX traces of `fun` shows the products: `dot_general` with any contracted axes and axes of a batch,
-    convolutions (their patches), `ragged_dot` (each group by itself); also within `jit`, `remat`, branches, and `scan`,
-    where each turn over a stack of parameters has statistics of its own. Inputs are multiplied in float32 in full
-    precision, 1,024 rows at a time; sums beyond are compensated, so that they do not depend on the number of batches.
+    convolutions (their patches) and `ragged_dot`, each group by itself; also within `jit`, `remat`, branches, and
+    `scan`, where each turn over a stack of parameters has statistics of its own. Inputs are multiplied in float32 in
+    full precision, 1,024 rows at a time; sums beyond are compensated, so that they do not depend on the number of
+    batches.
 
     Args:
         fun: a function of a pytree of parameters, and of anything else.

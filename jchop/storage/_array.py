@@ -237,7 +237,7 @@ class QArray:
         )
 
     def __getitem__(self, index: Any) -> QArray:
-        """A part: integers and slices along any axis, or integer vectors, if they cut no group.
+        """A part: integers and slices along any axis, or an array of integers along one, if they cut no group.
 
         Along an axis in groups only a slice of whole groups, of step 1, can be taken.
 
@@ -254,7 +254,7 @@ class QArray:
         )
         if all(entry == slice(None) for entry in entries):
             return self
-        kept = [axis for axis, entry in enumerate(entries) if not _removes(entry)]
+        kept = [axis for axis, entry in enumerate(entries) for _ in range(_axes_left(entry))]
         if self.places is not None:
             dense, which, axis = self._whole()
             scale_entry(axis, entries[axis], self._unit, self.shape[axis])
@@ -384,9 +384,9 @@ class Rearranged(ABC):
 _MOST_SHOWN = 1000
 
 
-def _removes(entry: Index) -> bool:
-    """Whether an index removes its axis."""
-    return not isinstance(entry, slice) and np.ndim(entry) == 0
+def _axes_left(entry: Index) -> int:
+    """How many axes an index leaves of its axis."""
+    return 1 if isinstance(entry, slice) else np.ndim(entry)
 
 
 def _axis(axis: int, ndim: int) -> int:

@@ -14,7 +14,7 @@ import numpy as np
 from jchop._checks import as_numpy
 from jchop.storage._layout import OWN, WHOLE, Kind
 
-#: An integer or scalar array, a slice, or a vector of integers.
+#: An integer or scalar array, a slice, or an array of integers.
 Index = Any
 
 
@@ -35,9 +35,9 @@ def normalized(index: Any, shape: Sequence[int]) -> list[Index]:
     at = dots[0] if dots else len(given)
     given[at : at + len(dots)] = [slice(None)] * missing
     entries = [_entry(axis, entry, n) for axis, (entry, n) in enumerate(zip(given, shape, strict=True))]
-    vectors = [entry for entry in entries if not isinstance(entry, slice) and np.ndim(entry) == 1]
-    if vectors and sum(not isinstance(entry, slice) for entry in entries) > 1:
-        raise TypeError("an index of a QArray can hold one vector, and beside it slices only")
+    arrays = [entry for entry in entries if not isinstance(entry, slice) and np.ndim(entry)]
+    if arrays and sum(not isinstance(entry, slice) for entry in entries) > 1:
+        raise TypeError("an index of a QArray can hold one array with axes, and beside it slices only")
     return entries
 
 
@@ -47,7 +47,7 @@ def _entry(axis: int, entry: Any, n: int) -> Index:
         return slice(None) if (start, stop, step) == (0, n, 1) else slice(start, None if stop < 0 else stop, step)
     if isinstance(entry, jax.Array | np.ndarray | list):
         entry = entry if isinstance(entry, jax.Array) else jnp.asarray(as_numpy("index", entry))
-        if entry.ndim <= 1 and jnp.issubdtype(entry.dtype, jnp.integer):
+        if jnp.issubdtype(entry.dtype, jnp.integer):
             _require_inside(axis, entry, n)
             return entry
     elif not isinstance(entry, bool) and hasattr(entry, "__index__"):
@@ -55,7 +55,7 @@ def _entry(axis: int, entry: Any, n: int) -> Index:
         if not -n <= number < n:
             raise IndexError(f"index {number} is outside axis {axis} of length {n}")
         return number % n
-    raise TypeError(f"index {entry!r} of a QArray must be an integer, a slice, or a vector of integers")
+    raise TypeError(f"index {entry!r} of a QArray must be an integer, a slice, or an array of integers")
 
 
 def _require_inside(axis: int, entry: jax.Array, n: int) -> None:
@@ -80,7 +80,8 @@ def scale_entry(axis: int, entry: Index, kind: Kind, n: int) -> Index:
     if kind == WHOLE:
         if isinstance(entry, slice):
             return slice(None) if len(range(*entry.indices(n))) else slice(0, 0)
-        return slice(None) if np.ndim(entry) else 0
+        ndim = np.ndim(entry)  # 1: quantized scales keep their own groups whole
+        return np.zeros((1,) * ndim, np.int32) if ndim > 1 else slice(None) if ndim else 0
     group = int(kind)
     if isinstance(entry, slice):
         start, stop, step = entry.indices(n)

@@ -316,6 +316,19 @@ def test_adapters_of_parameters(rounds: bool) -> None:
     np.testing.assert_allclose(jax.jit(low)(adapted, X), low(adapted, X), rtol=1e-5, atol=1e-6)
 
 
+def test_parameters_without_adapters_stay_packed_in_a_merge() -> None:
+    def model(p: Any, tokens: Any) -> Any:
+        return jnp.asarray(p["table"][tokens]) @ p["w"]
+
+    params, tokens = {"table": jnp.linspace(-1, 1, 128).reshape(8, 16), "w": jnp.ones((16, 4))}, jnp.array([[0, 7, 2]])
+    low = jc.quantize_fn(model, Rule(weight="int8(channel=0)"))
+    packed = low.pack(params, tokens)
+    merged = merge_lora(noised(add_lora(packed, LoraRule("w", rank=2), fun=low, inputs=(tokens,), key=KEY)))
+    assert isinstance(merged["table"], jc.QArray) and merged["table"].spec == packed["table"].spec
+    plain = model(jc.storage.dequantize_params(merged), tokens)
+    assert plain.shape == (1, 3, 4) and bool((model(merged, tokens) == plain).all())
+
+
 @pytest.mark.slow
 def test_dropout_needs_a_key() -> None:
     low = jc.quantize_fn(network, Rule())

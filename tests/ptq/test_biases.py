@@ -39,6 +39,10 @@ PLACES: dict[str, tuple[Any, tuple[int, ...], tuple[int, ...], tuple[int, ...]]]
         lambda p, x: jnp.einsum("etk,ekn->etn", x.reshape(2, -1, 24), p["w"]) + p["b"], (2, 24, 3), (2, 1, 3), (1,)
     ),
     "one number": (lambda p, x: x @ p["w"] + p["b"], (24, 3), (), (0, 1)),
+    "after a residual": (lambda p, x: x[:, :3] + x @ p["w"] + p["b"], (24, 3), (3,), (0,)),
+    "taken off a residual": (
+        lambda p, x: jax.jit(lambda x, w: x[:, :3] - (x @ w) + 1)(x, p["w"]) - p["b"], (24, 3), (3,), (0,)
+    ),
     "calls": (
         lambda p, x: jax.jit(lambda x, w: x @ w)(x, p["w"]) + jax.jit(lambda b: b[None])(p["b"]), (24, 3), (3,), (0,)
     ),
@@ -99,6 +103,18 @@ def test_turns_of_a_loop_and_rounded_biases() -> None:
         assert bias is None or str(packed["b"].spec) == bias
 
 
+def test_a_bias_takes_the_mean_errors_of_all_products_of_its_sum() -> None:
+    def cell(p: Any, x: Any) -> Any:
+        return x - x[:, :4] @ p["u"] + x @ p["w"] - p["b"]
+
+    params, x = {"w": normal(8, 8), "u": normal(4, 8, seed=1), "b": normal(8, seed=2)}, normal(50, 8, seed=3) + 1
+    packed, report = jc.ptq.quantize(cell, RULE, params, [x], STEPS)
+    low = jc.quantize_fn(cell, RULE)
+    plain, error = (np.asarray(cell(params, x) - low(p, x), np.float64) for p in ({**packed, "b": params["b"]}, packed))
+    assert np.abs(plain.mean(0)).max() > 0.05 and np.abs(error.mean(0)).max() < 1e-5
+    assert [row.bias for row in report.weights] == ["b", "b"]
+
+
 WITHOUT: dict[str, tuple[Any, str]] = {
     "none": (lambda p, x: x @ p["w"], "no bias is added to its product"),
     "scaled before": (lambda p, x: 2 * (x @ p["w"]) + p["b"], "no bias is added to its product"),
@@ -110,9 +126,12 @@ WITHOUT: dict[str, tuple[Any, str]] = {
         lambda p, x: lax.fori_loop(0, 2, lambda i, h: h @ p["w"] + p["b"], x),
         "",  # a weight and a bias that all turns share
     ),
+    "residual used": (lambda p, x: (lambda h: (h + p["b"]) * h)(x + x @ p["w"]), "no bias is added to its product"),
+    "residual returned": (lambda p, x: (lambda h: (h + p["b"], h))(x + x @ p["w"]), "no bias is added to its product"),
+    "twice in a sum": (lambda p, x: (lambda y: y + y + p["b"])(x @ p["w"]), "no bias is added to its product"),
     "stacked": (
         lambda p, x: lax.scan(lambda h, b: (h @ p["w"] + b, None), x, jnp.stack([p["b"]] * 2))[0],
-        "no bias is added to its product",
+        "its bias 'b' is not that of each layer of the stack alone",
     ),
 }  # fmt: skip
 

@@ -223,6 +223,35 @@ def test_inputs_that_are_shared_are_one_stage() -> None:
     assert report.passes == 2 and [row.path for row in report.weights] == ["q", "k", "v", "o"]
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("groups, rows", [(2, 6), (4, 4)])
+def test_a_group_of_a_convolution_is_rounded_as_a_convolution_of_its_own(groups: int, rows: int) -> None:
+    def fun(p: Any, x: Any) -> Any:
+        numbers, count = ("NHWC", "HWIO", "NHWC"), x.shape[-1] // p["w"].shape[2]
+        y = lax.conv_general_dilated(x, p["w"], (1, 1), "SAME", dimension_numbers=numbers, feature_group_count=count)
+        return y + p["b"]
+
+    rng = np.random.default_rng(0)
+    shapes = {"w": (3, 3, 4 // groups, rows), "b": (rows,)}
+    params = {name: jnp.asarray(rng.normal(size=shape), jnp.float32) for name, shape in shapes.items()}
+    x = jnp.asarray(rng.normal(size=(3, 5, 5, 4)) + rng.normal(size=(3, 5, 5, 1)), jnp.float32)
+    rule, steps = jc.Rule(weight="int4(group=all)"), [jc.ptq.clip(), jc.ptq.gptq(), jc.ptq.correct_biases()]
+    packed, report = jc.ptq.quantize(fun, rule, params, [x], steps)
+    for group, own in enumerate(np.split(np.arange(rows), groups)):
+        part = {"w": params["w"][..., own], "b": params["b"][own]}
+        alone, _ = jc.ptq.quantize(fun, rule, part, [x[..., group * (4 // groups) :][..., : 4 // groups]], steps)
+        np.testing.assert_array_equal(np.asarray(packed["w"])[..., own], alone["w"])
+        np.testing.assert_array_equal(packed["b"][own], alone["b"])
+    (row,) = report.weights
+    low = jc.quantize_fn(fun, rule)
+    y = fun({**params, "b": 0}, x)
+    errors = [np.asarray(fun(params, x) - low(some, x)) for some in (params, packed)]
+    np.testing.assert_allclose([row.before, row.after], [decibels(y, e) for e in errors], atol=1e-3)
+    _, mapped = jc.ptq.quantize(fun, rule, params, [x], [jc.ptq.smooth(), jc.ptq.gptq()])
+    assert mapped.weights[0].note == f"not by smooth: a convolution of feature_group_count={groups}"
+    assert mapped.weights[0].method == "gptq"
+
+
 # -- reports and errors ------------------------------------------------------------------------------------------------
 
 

@@ -99,6 +99,40 @@ def test_groups_of_rows_and_experts_have_their_own() -> None:
         np.testing.assert_allclose(each.gram[expert], mean_of(x[2 * expert : 2 * expert + 2]), rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.parametrize("groups, rows", [(2, 6), (4, 8), (4, 4)])
+def test_groups_of_a_convolution_have_patches_of_their_own(groups: int, rows: int) -> None:
+    w, x = normal(rows, 4 // groups, 2, 3), normal(2, 5, 6, 4, seed=1)
+    numbers = ("NHWC", "OIHW", "NHWC")
+
+    def fun(p: Any, x: Any) -> Any:
+        return lax.conv_general_dilated(
+            x, p, (2, 1), "VALID", rhs_dilation=(1, 2), dimension_numbers=numbers, feature_group_count=groups
+        )
+
+    found = only(fun, w, x)
+    v = np.asarray(x, np.float64).reshape(2, 5, 6, groups, -1)
+    places = [(i, j) for i in (0, 2) for j in (0, 1)]
+    patches = np.stack([v[:, i : i + 2, j : j + 5 : 2] for i, j in places], 1)  # (image, place, 2, 3, group, channel)
+    patches = patches.transpose(4, 0, 1, 2, 3, 5).reshape(groups, 8, -1)
+    np.testing.assert_allclose(found.gram, [mean_of(own) for own in patches], rtol=1e-5, atol=1e-6)
+    assert found.count.tolist() == [8] * groups
+
+
+def test_a_kernel_that_all_groups_share_has_one_matrix() -> None:
+    w, x = normal(2, 2, 1, 1), normal(3, 5, 5, 4, seed=1)
+    numbers = ("NHWC", "HWIO", "NHWC")
+
+    def fun(p: Any, x: Any) -> Any:
+        kernel = jnp.broadcast_to(p, (2, 2, 1, 4))
+        return lax.conv_general_dilated(x, kernel, (1, 1), "SAME", dimension_numbers=numbers, feature_group_count=4)
+
+    found = only(fun, w, x)
+    padded = np.pad(np.asarray(x), [(0, 0), (0, 1), (0, 1), (0, 0)])
+    patches = [padded[:, i : i + 5, j : j + 5] for i in (0, 1) for j in (0, 1)]
+    np.testing.assert_allclose(found.gram[0], mean_of(np.stack(patches, -1)), rtol=1e-5, atol=1e-6)
+    assert found.count.tolist() == [300]
+
+
 @pytest.mark.parametrize("reverse", [False, True])
 def test_each_turn_over_a_stack_has_its_own(reverse: bool) -> None:
     layers, x = normal(3, 4, 4), normal(9, 4, seed=1)

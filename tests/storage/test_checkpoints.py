@@ -13,6 +13,7 @@ import pytest
 from checkpoint_layouts import (
     CASES,
     F8,
+    GGUF_SIZES,
     Case,
     gguf_blocks,
     gguf_file,
@@ -151,7 +152,7 @@ def test_nvfp4_divides_and_says_when_it_cannot_be_exact(tmp_path: Path) -> None:
 
 
 @pytest.mark.in_turn(5)
-@pytest.mark.parametrize(("kind", "text"), [(2, "int4"), (8, "int8"), (12, None), (14, None)])
+@pytest.mark.parametrize(("kind", "text"), [(kind, {2: "int4", 8: "int8"}.get(kind)) for kind in GGUF_SIZES])
 def test_gguf(tmp_path: Path, kind: int, text: str | None) -> None:
     rng = np.random.default_rng(kind)
     raw, plain = gguf_blocks(kind, rng, 3, 2), rng.standard_normal((2, 5)).astype(np.float32)
@@ -295,7 +296,12 @@ def test_folders(tmp_path: Path) -> None:
         ("version 1 is not 2 or 3", b"GGUF" + (1).to_bytes(4, "little") + bytes(16)),
         ("ends within its header", gguf_file({"a": (0, (4,), bytes(16))})[:40]),
         ("more than its bytes", b"GGUF" + (3).to_bytes(4, "little") + (1 << 40).to_bytes(8, "little") + bytes(8)),
-        ("has type 13; known are", gguf_file({"a": (13, (256,), bytes(176))})),
+        ("is not a GGUF file: tensor 'a' has type 4; known are", gguf_file({"a": (4, (256,), bytes(176))})),
+        (
+            "x.gguf: tensor 'a' is Q2_K, which jchop does not read; it reads F32,",
+            gguf_file({"a": (10, (256,), bytes(84))}),
+        ),
+        ("'a': a scale is below zero", gguf_file({"a": (3, (1, 32), b"\0\xbc" + bytes(18))})),
         ("overlaps another or the end", gguf_file({"a": (0, (1 << 40,), bytes(16))})),
         ("no whole blocks of 32", gguf_file({"a": (2, (33,), bytes(36))})),
         ("not two axes", gguf_file({"a": (2, (32,), bytes(18))})),

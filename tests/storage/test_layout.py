@@ -62,7 +62,7 @@ def test_axes_that_are_not_there() -> None:
 def test_only_integers_are_indexes() -> None:
     q = jc.quantize(np.ones((4, 6), np.float32), "int8(channel=0)")
     for entry in (np.array([0.0, 1.0]), np.array([True, False, True, False])):
-        with pytest.raises(TypeError, match="must be an integer, a slice, or a vector of integers"):
+        with pytest.raises(TypeError, match="must be an integer, a slice, or an array of integers"):
             q[entry]
     assert q[np.array([0, 1])].shape == (2, 6)
 

@@ -107,6 +107,10 @@ def test_parts_along_axes_that_no_group_holds(stored: Stored, text: str) -> None
         agrees(q[2, 1:5:2], values[2, 1:5:2])
     ids = np.array([3, 0, 3, -1])
     agrees(q[ids], values[ids])
+    tokens = np.array([[3, 0, 3], [-1, 2, 1]])
+    agrees(q[tokens], values[tokens])
+    if not tiles:
+        agrees(q[1:, tokens], values[1:, tokens])
 
 
 @pytest.mark.slow
@@ -120,7 +124,13 @@ def test_dequantized_parts(stored: Stored) -> None:
 def test_parts_of_packed_rows() -> None:
     q = jc.quantize(np.asarray(numbers()), "int3(channel=0)")
     values = decoded(q)
-    for index in (np.s_[..., 3:11], np.s_[..., 5], np.s_[1, 2, ::-3], np.s_[..., 16:]):
+    for index in (
+        np.s_[..., 3:11],
+        np.s_[..., 5],
+        np.s_[1, 2, ::-3],
+        np.s_[..., 16:],
+        np.s_[..., np.eye(3, dtype=int)],
+    ):
         same(decoded(q[index]), values[index])
     assert q[1, 2, 3].shape == () and float(jc.dequantize(q[1, 2, 3])) == values[1, 2, 3]
     with pytest.raises(TypeError, match="without axes"):
@@ -158,7 +168,8 @@ def test_parts_that_cut_groups_or_do_not_exist(stored: Stored) -> None:
         (TypeError, "integer", 1.5),
         (TypeError, "integer", None),
         (TypeError, "integer", True),
-        (TypeError, "one vector", (np.array([0]), 1)),
+        (TypeError, "one array", (np.array([0]), 1)),
+        (TypeError, "one array", (np.array([[0]]), np.array([[1]]))),
     ):
         with pytest.raises(error, match=said):
             q[index]

@@ -150,7 +150,8 @@ def merge_lora(model: Any, *, requantize: bool = False) -> Any:
             Equinox. Parameters in full precision are rounded by `jchop.quantize_fn`: call its function itself.
 
     Returns:
-        The model with the layers in their own places.
+        The model with the layers in their own places. Parameters without adapters are the same, packed ones still
+        packed: `jchop.storage.dequantize_params` unpacks those of a pytree.
 
     Raises:
         ValueError: for a model without adapters.

@@ -101,7 +101,7 @@ class Graph:
 
     Args:
         parameters: by index.
-        places: of the sites, in the order of the program.
+        places: of the sites, in the order of the program; without those of convolutions in groups.
     """
 
     parameters: dict[int, Value] = field(default_factory=dict)
@@ -184,7 +184,8 @@ class _Builder:
         self._join(node)
         side, found = self.sites.of_step.get(id(step), (0, ()))
         for site in found:
-            self.graph.places.append(Place(node, side, site, tuple(site.leaf in some for some in stacked)))
+            if site.groups == 1:
+                self.graph.places.append(Place(node, side, site, tuple(site.leaf in some for some in stacked)))
         return outs
 
     def _scan(

@@ -82,6 +82,9 @@ def map_parameters(data: Data, steps: Sequence[Mapping], memory: int | None = No
         for leaf in [leaf for leaf in wanted if program.placements[leaf][0].turn is not None]:
             del wanted[leaf]
             mapped.add(leaf, f"not by {step.name}: its inputs are rotated when the function runs")
+        for leaf, site in wanted.items():
+            if site.groups > 1:
+                mapped.add(leaf, f"not by {step.name}: a convolution of feature_group_count={site.groups}")
         graphs = [graph_of(*some) for some in data.programs if some[0] is not program]
         looked = Looked(data, wanted, found, memory or 0, sums)
         job = _Job(step, program, call, graph_of(program, sites), graphs, looked, wanted, mapped)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import ml_dtypes
 import numpy as np
@@ -28,7 +29,7 @@ class Block:
         name: of the type.
         count: numbers of a block.
         size: bytes of a block.
-        read: makes a QArray of blocks, (rows, blocks of a row, size). None for a dtype.
+        read: makes a QArray of blocks, (rows, blocks of a row, size). None for a dtype, or if jchop does not read them.
         write: the reverse, or None. It raises a ValueError for a QArray that has no such form.
         dtype: of the numbers, if a block is one number.
         fits: a spec that can be written.
@@ -61,10 +62,22 @@ def _kinds(codes: np.ndarray, scale: np.ndarray) -> list[Kind]:
 # -- 32 numbers under one scale ----------------------------------------------------------------------------------------
 
 
-def _read_q4_0(blocks: np.ndarray) -> QArray:
-    scale, nibbles = _half(blocks[..., :2]), blocks[..., 2:]
-    codes = _rows(np.concatenate([nibbles & np.uint8(15), nibbles >> np.uint8(4)], -1))
-    return integer_array(codes, scale, None, 4, _kinds(codes, scale))
+def _codes(stored: np.ndarray) -> np.ndarray:
+    """Codes of 32 numbers: 16 bytes of nibbles, the low ones first, after a fifth bit of each code, if there is one."""
+    fifth, nibbles = stored[..., :-16], stored[..., -16:]
+    codes = np.concatenate([nibbles & np.uint8(15), nibbles >> np.uint8(4)], -1)
+    return _rows(codes | np.unpackbits(fifth, axis=-1, bitorder="little") << np.uint8(4) if fifth.size else codes)
+
+
+def _read_symmetric(blocks: np.ndarray, bits: int) -> QArray:
+    scale, codes = _half(blocks[..., :2]), _codes(blocks[..., 2:])
+    return integer_array(codes, scale, None, bits, _kinds(codes, scale))
+
+
+def _read_shifted(blocks: np.ndarray, bits: int) -> QArray:
+    scale, low, codes = _half(blocks[..., :2]), _half(blocks[..., 2:4]), _codes(blocks[..., 4:])
+    check(bool((scale >= 0).all()), "a scale is below zero")
+    return offset_array(codes, scale, low, IntegerFormat(bits, signed=False), _kinds(codes, scale))
 
 
 def _write_q4_0(q: QArray) -> np.ndarray:
@@ -103,16 +116,20 @@ def _signed(q: QArray, bits: int) -> tuple[np.ndarray, np.ndarray]:
 # -- 256 numbers, with integer scales of 16 or 32 numbers --------------------------------------------------------------
 
 
-def _read_q4_k(blocks: np.ndarray) -> QArray:
+def _read_shifted_k(blocks: np.ndarray, bits: int) -> QArray:
     scale, low = (_half(blocks[..., at : at + 2]).astype(np.float32)[..., None] for at in (0, 2))
-    packed, nibbles = blocks[..., 4:16], blocks[..., 16:].reshape(*blocks.shape[:2], 4, 1, 32)
+    packed, nibbles = blocks[..., 4:16], blocks[..., -128:].reshape(*blocks.shape[:2], 4, 1, 32)
     first, second, rest = packed[..., :4], packed[..., 4:8], packed[..., 8:]
     scales = np.concatenate([first & 63, rest & 15 | first >> 6 << 4], -1)
     lows = np.concatenate([second & 63, rest >> 4 | second >> 6 << 4], -1)
-    codes = _rows(np.concatenate([nibbles & np.uint8(15), nibbles >> np.uint8(4)], -2))
+    codes = np.concatenate([nibbles & np.uint8(15), nibbles >> np.uint8(4)], -2)
+    if bits == 5:  # a bit of byte k for number k of each of the eight groups
+        fifth = np.unpackbits(blocks[..., 16:48, None], axis=-1, bitorder="little").swapaxes(-1, -2)
+        codes |= fifth.reshape(codes.shape) << np.uint8(4)
+    codes = _rows(codes)
     factors, offsets = _rows(scale * scales), _rows(np.float32(0) - low * lows)
-    check(bool((factors >= 0).all()), "a scale of Q4_K is below zero")
-    return offset_array(codes, factors, offsets, IntegerFormat(4, signed=False), _kinds(codes, factors))
+    check(bool((factors >= 0).all()), "a scale is below zero")
+    return offset_array(codes, factors, offsets, IntegerFormat(bits, signed=False), _kinds(codes, factors))
 
 
 def _read_q6_k(blocks: np.ndarray) -> QArray:
@@ -128,13 +145,25 @@ def _read_q6_k(blocks: np.ndarray) -> QArray:
     return integer_array(codes, factors, None, 6, _kinds(codes, factors))
 
 
-#: The types by number, of those that are read.
+#: Name, numbers and bytes of a block of the types that are not read, by number.
+_OTHERS = {
+    9: ("Q8_1", 32, 40), 10: ("Q2_K", 256, 84), 11: ("Q3_K", 256, 110), 15: ("Q8_K", 256, 292),
+    16: ("IQ2_XXS", 256, 66), 17: ("IQ2_XS", 256, 74), 18: ("IQ3_XXS", 256, 98), 19: ("IQ1_S", 256, 50),
+    20: ("IQ4_NL", 32, 18), 21: ("IQ3_S", 256, 110), 22: ("IQ2_S", 256, 82), 23: ("IQ4_XS", 256, 136),
+    29: ("IQ1_M", 256, 56), 34: ("TQ1_0", 256, 54), 35: ("TQ2_0", 256, 66), 39: ("MXFP4", 32, 17),
+    40: ("NVFP4", 64, 36), 41: ("Q1_0", 128, 18),
+}  # fmt: skip
+#: The types by number.
 BLOCKS = {
     0: Block("F32", 1, 4, dtype=np.dtype("<f4")),
     1: Block("F16", 1, 2, dtype=np.dtype("<f2")),
-    2: Block("Q4_0", 32, 18, _read_q4_0, _write_q4_0, fits="int4(group=32,scale=float16)"),
+    2: Block("Q4_0", 32, 18, partial(_read_symmetric, bits=4), _write_q4_0, fits="int4(group=32,scale=float16)"),
+    3: Block("Q4_1", 32, 20, partial(_read_shifted, bits=4)),
+    6: Block("Q5_0", 32, 22, partial(_read_symmetric, bits=5)),
+    7: Block("Q5_1", 32, 24, partial(_read_shifted, bits=5)),
     8: Block("Q8_0", 32, 34, _read_q8_0, _write_q8_0, fits="int8(group=32,scale=float16)"),
-    12: Block("Q4_K", 256, 144, _read_q4_k),
+    12: Block("Q4_K", 256, 144, partial(_read_shifted_k, bits=4)),
+    13: Block("Q5_K", 256, 176, partial(_read_shifted_k, bits=5)),
     14: Block("Q6_K", 256, 210, _read_q6_k),
     24: Block("I8", 1, 1, dtype=np.dtype(np.int8)),
     25: Block("I16", 1, 2, dtype=np.dtype("<i2")),
@@ -142,4 +171,7 @@ BLOCKS = {
     27: Block("I64", 1, 8, dtype=np.dtype("<i8")),
     28: Block("F64", 1, 8, dtype=np.dtype("<f8")),
     30: Block("BF16", 1, 2, dtype=np.dtype(ml_dtypes.bfloat16)),
+    **{number: Block(*row) for number, row in _OTHERS.items()},
 }
+#: The numbers of those that are read.
+READ = tuple(number for number, block in BLOCKS.items() if block.read is not None or block.dtype is not None)

@@ -12,7 +12,7 @@ from typing import Any, Self
 import numpy as np
 
 from jchop.storage._array import QArray
-from jchop.storage._checkpoints.blocks import BLOCKS
+from jchop.storage._checkpoints.blocks import BLOCKS, READ
 from jchop.storage._checkpoints.table import LAYOUTS, named_in
 from jchop.storage._files.gguf import GGUFFile, is_gguf, known
 from jchop.storage._files.json import shown
@@ -86,6 +86,13 @@ class _Blocks(Checkpoint):
 
     def __init__(self, path: Path) -> None:
         self._file, self.layout, self.config = GGUFFile(path, known(BLOCKS)), GGUF, {}
+        for name, blob in self._file.tensors.items():
+            if blob.kind not in READ:
+                self.close()
+                raise ValueError(
+                    f"{path}: tensor {shown(name)} is {BLOCKS[blob.kind].name}, which jchop does not read; it reads "
+                    f"{', '.join(BLOCKS[kind].name for kind in READ)}"
+                )
         self.items = {
             name: Item(BLOCKS[blob.kind].name, blob.shape, blob.nbytes, BLOCKS[blob.kind].dtype is None)
             for name, blob in self._file.tensors.items()
