@@ -126,11 +126,11 @@ class Quantization(Runner):
     def _moved(self, part: ProductStep, args: list[Any]) -> list[Any]:
         """Numbers that move with those before their rounding; codes move alone, and a cast leaves them as they are."""
         run = partial(bind, part.eqn.primitive, part.eqn.params)
-        adapter = _adapter_of(args[0])
-        if adapter is not None and part.name in _KEEPS_ADAPTER and (not adapter.stack or part.name in _CASTS):
-            first = replace(args[0], adapter=None)
-            (out,) = self._moved(part, [first, *args[1:]])
-            return [replace(out, adapter=adapter)]
+        adapters = [_adapter_of(x) for x in args]
+        stacked = any(adapter is not None and adapter.stack for adapter in adapters)
+        if any(adapters) and part.name in _KEEPS_ADAPTER and (not stacked or part.name in _CASTS):
+            outs = self._moved(part, [replace(x, adapter=None) if isinstance(x, Twin) else x for x in args])
+            return [replace(out, adapter=adapter) for out, adapter in zip(outs, adapters, strict=True)]
         low, full = run(*map(rounded, args)), run(*(x.full if isinstance(x, Twin) else x for x in args))
         first, *rest = args
         codes: list[Coded | None] = [None] * len(low)
@@ -180,7 +180,7 @@ def _adapter_of(x: Any) -> Any:
 def _without_codes(step: ProductStep, weight: int, paths: Sequence[str], how: Roundings) -> str:
     """Why a weight has no codes, and what to do."""
     uses = step.uses[weight]
-    why = "computed with before the product"
+    why = "computed with before the product, or put in another order, or sent between devices"
     if all(use.moved for use in uses):
         why = (
             "joined with others, padded, carried by a loop, or an argument of shard_map or of a function with a "

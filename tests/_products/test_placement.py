@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import PartitionSpec as P
 
 import jchop as jc
 
@@ -144,3 +145,50 @@ def test_an_axis_that_the_operand_has_not_is_an_error_in_every_mode() -> None:
     for call in (low, low.pack, low.report):
         with pytest.raises(ValueError, match=r"weight='int8\(channel=5\)' of the parameter.*axis 5.*2 axes"):
             call(numbers(4, 4), numbers(2, 4))
+
+
+GATHERED: dict[str, Function] = {
+    "tiled": lambda w: jax.lax.all_gather(w, "d", axis=0, tiled=True),
+    "as a stack": lambda w: jax.lax.all_gather(w, "d").reshape(64, 8),
+    "in a ring": lambda w: jnp.concatenate([w, jax.lax.ppermute(w, "d", [(0, 1), (1, 0)])]),
+    "by a sum": lambda w: jax.lax.psum(
+        jax.lax.dynamic_update_slice(jnp.zeros((64, 8)), w, (32 * jax.lax.axis_index("d"), 0)), "d"
+    ),
+}
+
+
+@pytest.mark.parametrize("name", GATHERED)
+def test_a_weight_that_devices_gather_is_rounded_as_a_whole(name: str) -> None:
+    mesh = jax.make_mesh((2,), ("d",), axis_types=(jax.sharding.AxisType.Auto,), devices=jax.devices()[:2])
+    w, x = numbers(64, 8), numbers(4, 64)
+
+    def parts(w: Any, x: Any) -> Any:
+        return x @ GATHERED[name](w)
+
+    fun = jax.shard_map(parts, mesh=mesh, in_specs=P("d"), out_specs=P("d"), check_vma=False)
+    low = jc.quantize_fn(fun, jc.Rule(weight="int4(group=64)", activation="int8(group=all)"))
+    packed = low.pack(w, x)
+    report = low.report(w, x)
+    assert report.rounded_share == 1 and report.products[0].parameters == ("",)
+    np.testing.assert_array_equal(jc.dequantize(packed), rows_of(w.T, "int4(group=64)").T)
+    np.testing.assert_array_equal(low(packed, x), low(w, x))
+    np.testing.assert_array_equal(low(w, x), fun(jc.dequantize(packed), rows_of(x, "int8(group=all)")))
+    low = jc.quantize_fn(fun, jc.Rule(weight="int4(group=64)"))
+    got, wanted = (
+        jax.grad(lambda w, f=f: jnp.sum(f(w, x) ** 2))(v) for f, v in ((low, w), (fun, jc.dequantize(packed)))
+    )
+    np.testing.assert_array_equal(got, wanted)
+
+
+def test_a_weight_behind_a_barrier_with_data_is_rounded_and_keeps_its_adapter() -> None:
+    w, x = numbers(64, 8), numbers(4, 64)
+    rule = jc.Rule(weight="int4(group=16)")
+    low = jc.quantize_fn(lambda w, x: jnp.matmul(*jax.lax.optimization_barrier((x, w))), rule)
+    packed = low.pack(w, x)
+    np.testing.assert_array_equal(low(w, x), low(packed, x))
+    np.testing.assert_array_equal(low(w, x), x @ rows_of(w.T, "int4(group=16)").T)
+    plain = jc.quantize_fn(lambda w, x: x @ w, rule)
+    lora, key = jc.nn.LoraRule("*", rank=2, init="loftq"), jax.random.key(0)
+    adapted = jc.nn.add_lora(packed, lora, fun=low, inputs=(x,), key=key, original=w)
+    np.testing.assert_array_equal(low(adapted, x), plain(adapted, x))
+    assert bool((low(adapted, x) != low(packed, x)).any())

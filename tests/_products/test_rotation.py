@@ -233,6 +233,7 @@ def test_parameters_that_are_needed_as_they_are() -> None:
         "gather at .* takes it as it is": (lambda w, x: (x @ w.T, w[index]), rule, table),
         "dot_general at .* sums over other axes": (lambda w, x: x @ w.T @ w, rule, table),
         "computed with before dot_general": (lambda w, x: x @ (w.T * jnp.arange(8.0)[:, None]), rule, table),
+        "put in another order": (lambda w, x: x @ jnp.roll(w, 4, 1).T, rule, table),
         "the function returns it": (lambda w, x: (x @ w.T, w), rule, table),
         "the inputs of dot_general .* not rotated in the same way": (
             lambda p, x: x @ jnp.concatenate([p["a"], p["b"]], 1).T, rule,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import jax.numpy as jnp
@@ -46,7 +47,7 @@ class Use:
         primitive: that takes it.
         source: file and line.
         laid: how a product takes it, or a look-up.
-        moved: whether a product takes its numbers themselves, none of them computed with.
+        moved: whether a product takes its numbers themselves, none of them computed with, along the sum in their order.
         cuts: the slices of it that were taken before.
         why: why it has no scales for this use; empty if it may have.
 
@@ -174,6 +175,8 @@ class Analyst(planner.Planner):
         )  # fmt: skip
         if name in CONTROL and not is_own(scope):
             return replace(made, kind="control")
+        if name == "optimization_barrier":  # each result is its own operand
+            return replace(made, out=known, moves=True)
         data = any(fact.data for i, fact in enumerate(known) if i not in _CHOOSING.get(name, ()))
         if not any(fact.origins or fact.lost for fact in known):
             data = any(made.data)  # what data choose among constants
@@ -186,16 +189,18 @@ class Analyst(planner.Planner):
                 return replace(made, refused=product, uses=uses, out=(Fact(data=data, drawn=drawn),))
             layouts = (product.forward.left, product.forward.right)
             why = _COMPLEX if is_complex(eqn) else ""
-            uses = tuple(
-                tuple(
-                    Use(o.leaf, "product", name, source, _laid(o, layout), o.moved, o.cuts, why)
+            batch = len(product.batch[0]) if isinstance(product, Dot) else isinstance(product, Ragged)
+            uses = []
+            for i, layout in enumerate(layouts):
+                shape, matter = eqn.invars[i].aval.shape, (*layout.kept[:batch], *layout.summed)
+                use = partial(Use, kind="product", primitive=name, source=source, why=why)
+                uses.append(tuple(
+                    use(o.leaf, laid=_laid(o, layout), moved=_in_order(o, matter, shape), cuts=o.cuts)
                     for o in known[i].origins
-                )
-                for i, layout in enumerate(layouts)
-            )
+                ))  # fmt: skip
             lost = lost_of(known)
             return replace(
-                made, kind="product", product=product, uses=uses, lost=lost, out=(Fact(data=data, drawn=drawn),)
+                made, kind="product", product=product, uses=tuple(uses), lost=lost, out=(Fact(data=data, drawn=drawn),)
             )
         if name in _LOOK_UPS and not data:
             return self._looked_up(made)
@@ -273,6 +278,16 @@ def _cuts(eqn: Any, number: int, origin: Origin, old: Sequence[int], new: Sequen
         return []
     both = zip(origin.axes, starts, old, new, strict=True)
     return [(parts, start, short) for parts, start, n, short in both if parts and n != short]
+
+
+def _in_order(origin: Origin, axes: Sequence[int], shape: Sequence[int]) -> bool:
+    """Whether a value has the parameter's numbers themselves, along some axes in their order.
+
+    An axis that was cut and is as long as before was joined of pieces, perhaps in another order.
+    """
+    whole = [origin.axes[i] for i in axes if math.prod(part.size for part in origin.axes[i]) == shape[i]]
+    pairs = [(part, one) for parts in whole for part in parts for cut, *_ in origin.cuts for one in cut]
+    return origin.moved and not any(_is_within(a, (b,)) or _is_within(b, (a,)) for a, b in pairs)
 
 
 def _is_within(part: Part, parts: Axis) -> bool:

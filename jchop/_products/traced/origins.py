@@ -57,7 +57,8 @@ class Origin:
     Args:
         leaf: the index of the parameter.
         axes: the parts of each axis of the value; empty for an axis that the parameter has not.
-        moved: whether the value has the parameter's numbers themselves, none of them computed with or reversed.
+        moved: whether the value has the parameter's numbers themselves, none of them computed with or reversed, nor
+            sent between devices.
         cuts: the slices that were taken, by axis: its parts, where the slice begins, and how long it is.
     """
 
@@ -138,6 +139,12 @@ def _moved(
 ) -> tuple[Axis, ...] | None:
     if name in SAME_AXES or (name in ELEMENTWISE and shape == out):
         return axes
+    if name in COLLECTIVES and params.get("tiled", True):
+        return axes
+    if "all_gather_dimension" in params:
+        new, old = _pieces(axes, shape, params["axis_size"])
+        place = params["all_gather_dimension"]
+        return (*old[:place], new, *old[place:])
     if name == "stack":
         return (*axes[: params["axis"]], (), *axes[params["axis"] :])
     if name == "unstack":
@@ -174,6 +181,9 @@ _ELEMENTWISE = """
     rsqrt select_n sign sin sinh sqrt square sub tan tanh xor
     cumlogsumexp cummax cummin cumprod cumsum
 """
+_COLLECTIVES = """
+    all_gather all_gather_invariant all_gather_reduced all_to_all ppermute psum psum_invariant reduce_scatter
+"""
 #: Writes into an array at indexes.
 SCATTERS = frozenset(["scatter", "scatter-add", "scatter-max", "scatter-min", "scatter-mul", "scatter-sub"])
 _MOVED = "transpose squeeze expand_dims broadcast_in_dim reshape gather stack unstack tile"
@@ -181,6 +191,8 @@ _MOVED = "transpose squeeze expand_dims broadcast_in_dim reshape gather stack un
 SAME_AXES = frozenset(_SAME_AXES.split())
 #: Computes with numbers that stand at the same place, or before it along an axis; the result has their axes.
 ELEMENTWISE = frozenset(_ELEMENTWISE.split()) | SCATTERS
+#: Between devices, whose pieces of an axis may come in any order.
+COLLECTIVES = frozenset(_COLLECTIVES.split())
 #: Primitives that only move numbers.
 MOVES = SAME_AXES | frozenset(_MOVED.split())
 
@@ -251,6 +263,20 @@ def _merged(parts: Sequence[Part]) -> Axis:
         else:
             result.append(part)
     return tuple(result)
+
+
+def _pieces(axes: tuple[Axis, ...], shape: Sequence[int], devices: int) -> tuple[Axis, tuple[Axis, ...]]:
+    """The axis of the devices, and the others, if each device has a piece of one axis; empty if it is not known which.
+
+    The axes of a piece are those of the whole parameter, so that they are longer than its shape says.
+    """
+    cut = [i for i, parts in enumerate(axes) if parts and math.prod(p.size for p in parts) == shape[i] * devices]
+    if len(cut) != 1 or (slowest := axes[cut[0]][0]).size % devices:
+        return (), axes
+    own = Part(slowest.axis, slowest.size // devices, slowest.inner)
+    ahead = Part(slowest.axis, devices, own.inner * own.size)
+    rest = (own, *axes[cut[0]][1:]) if own.size != 1 else axes[cut[0]][1:]
+    return (ahead,) if devices != 1 else (), (*axes[: cut[0]], rest, *axes[cut[0] + 1 :])
 
 
 def _gathered(numbers: Any, axes: tuple[Axis, ...], sizes: Sequence[int], out: tuple[int, ...]) -> tuple[Axis, ...]:

@@ -40,7 +40,8 @@ def turn_of(rule: Rule, path: str, shape: Sequence[int], uses: Sequence[Use], is
             raise _refused(rule, path, f"{use.primitive} at {use.source or 'an unknown line'} sums over other axes")
         if not use.moved:
             where = use.source or "an unknown line"
-            raise _refused(rule, path, f"its numbers are computed with before {use.primitive} at {where}")
+            why = f"its numbers are computed with before {use.primitive} at {where}"
+            raise _refused(rule, path, f"{why}, or put in another order, or sent between devices")
     if is_result:
         raise _refused(rule, path, "the function returns it")
     layout = MatrixLayout.of(shape, stack_of(shape, first.laid), first.laid, 0)

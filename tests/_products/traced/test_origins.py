@@ -13,11 +13,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import PartitionSpec as P
 
 from jchop._products.traced.analysis import Analyst
 from jchop._products.traced.origins import DATA, DRAWN, Fact, Origin, of_parameter
 
 SHAPE = (4, 6, 10)
+MESH = jax.make_mesh((2,), ("d",), axis_types=(jax.sharding.AxisType.Auto,), devices=jax.devices()[:2])
 
 
 def fact_of(function: Callable[..., Any], *data: Any, shape: tuple[int, ...] = SHAPE) -> Fact:
@@ -33,6 +35,11 @@ def origin_of(function: Callable[..., Any], *data: Any, shape: tuple[int, ...] =
     fact = fact_of(function, *data, shape=shape)
     assert len(fact.origins) <= 1
     return fact.origins[0] if fact.origins else None
+
+
+def in_parts(function: Callable[..., Any], *cut: str | None) -> Callable[..., Any]:
+    """A function of the pieces of a parameter that two devices have, with the whole result on each."""
+    return jax.shard_map(function, mesh=MESH, in_specs=P(*cut), out_specs=P(), check_vma=False)
 
 
 def indexes_of(origin: Origin, shape: tuple[int, ...], sizes: tuple[int, ...]) -> list[np.ndarray]:
@@ -62,7 +69,21 @@ MOVES: dict[str, Callable[[Any], Any]] = {
     "cast": lambda w: w.astype(jnp.bfloat16).astype(jnp.float32),
     "jitted": jax.jit(lambda w: w.T.reshape(10, 24)),
     "checkpointed": jax.checkpoint(lambda w: w.T),
-}
+    "gathered": in_parts(lambda w: jax.lax.all_gather(w, "d", axis=1, tiled=True), None, "d"),
+    "gathered as a stack": in_parts(lambda w: jax.lax.all_gather(w, "d", axis=2), None, "d"),
+    "gathered rows of one": in_parts(lambda w: jax.lax.all_gather(w[0, :1], "d"), None, None, "d"),
+    "gathered as a stack, joined": in_parts(lambda w: jax.lax.all_gather(w.reshape(2, 60), "d").reshape(4, 60), "d"),
+    "gathered of all": in_parts(
+        lambda w: jax.lax.all_gather(jax.lax.all_to_all(w, "d", 0, 2, tiled=True), "d", axis=0, tiled=True),
+        None, None, "d",
+    ),
+    "added where others have zeros": in_parts(
+        lambda w: jax.lax.psum(
+            jax.lax.dynamic_update_slice(jnp.zeros(SHAPE), w, (2 * jax.lax.axis_index("d"), 0, 0)), "d"
+        ),
+        "d",
+    ),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", MOVES)
@@ -79,6 +100,10 @@ def test_the_axes_of_a_moved_parameter_are_those_that_its_numbers_say(name: str)
 @pytest.mark.parametrize(
     ("change", "axes"),
     [
+        (in_parts(lambda w: jax.lax.ppermute(w, "d", [(0, 1), (1, 0)]), "d"), [0, 1, 2]),
+        (in_parts(lambda w: jax.lax.psum_scatter(w, "d", scatter_dimension=1, tiled=True)), [0, 1, 2]),
+        (in_parts(lambda w: jax.lax.all_gather(w, "d")), [None, 0, 1, 2]),  # each device has the whole
+        (in_parts(lambda w: jax.lax.all_to_all(w, "d", 0, 0), "d"), None),
         (lambda w: w[1], [1, 2]),
         (lambda w: w[:, 2], [0, 2]),
         (lambda w: jax.lax.dynamic_index_in_dim(w, jnp.int32(1), 1, keepdims=False), [0, 2]),
@@ -104,6 +129,30 @@ def test_a_value_that_depends_on_data_has_no_origin() -> None:
     assert origin_of(lambda w, x: jnp.where(x > 0, x, w), jnp.zeros(SHAPE)) is None
     assert origin_of(lambda w, x: jnp.where(x > 0, w, 0.0), jnp.zeros(SHAPE)) is not None  # data that only chooses
     assert origin_of(lambda w, i: w[i], jnp.int32(1)) is not None
+
+
+def test_each_result_of_a_barrier_is_its_own_operand() -> None:
+    barrier = lambda i: lambda w, x: jax.lax.optimization_barrier((x, w.T, w[0]))[i]  # noqa: E731
+    w, row = (origin_of(lambda w, x, i=i: barrier(i)(w, x), jnp.zeros(3)) for i in (1, 2))
+    assert fact_of(barrier(0), jnp.zeros(3)) == DATA
+    assert w == origin_of(lambda w: w.T) and row == origin_of(lambda w: w[0])
+
+
+@pytest.mark.parametrize(
+    ("multiply", "moved"),
+    [
+        (lambda w, x: x @ w, True),
+        (lambda w, x: x @ jnp.roll(w, 2, 0), False),
+        (lambda w, x: x @ jnp.roll(w, 2, 1), True),  # not along the sum
+        (lambda w, x: x[:, :3] @ w.reshape(2, 3, 10)[1], True),  # a matrix of a stack within an axis
+        (lambda w, x: jnp.einsum("bk,bkn->bn", x.T, jnp.roll(w, 1, 0)[:, None]), False),  # batched
+        (lambda w, x: x @ in_parts(lambda w: jax.lax.all_gather(w, "d", tiled=True), "d")(w), False),
+    ],
+)
+def test_a_product_knows_whether_it_takes_numbers_in_their_order(multiply: Any, moved: bool) -> None:
+    closed = jax.make_jaxpr(multiply)(jnp.zeros(TABLE), jnp.zeros((1, 6)))
+    uses = [some for step in Analyst().plan(closed, [of_parameter(0, TABLE), DATA]).walk() for some in step.uses]
+    assert [use.moved for some in uses for use in some] == [moved]
 
 
 TABLE = (6, 10)
