@@ -8,7 +8,7 @@ data, because XLA's CPU backend reads subnormal inputs as zero in arithmetic and
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from typing import Any
@@ -124,6 +124,18 @@ def where(condition: Any, yes: Any, no: Any) -> jax.Array:
 def is_sharded(x: Any) -> bool:
     """Whether a value has an explicit sharding."""
     return isinstance(x, jax.Array) and any(part is not None for part in jax.typeof(x).sharding.spec)
+
+
+def varying(x: Any) -> Sequence[str]:
+    """The axes of a mesh over which a value is known to vary; the attribute depends on the version of JAX."""
+    kind = jax.typeof(x) if isinstance(x, jax.Array) else x
+    return tuple(getattr(getattr(kind, "mat", kind), "varying", None) or getattr(kind, "vma", ()))
+
+
+def varying_like(x: jax.Array, *like: jax.Array | None) -> jax.Array:
+    """A constant as the start of a loop, which varies over every axis of a mesh over which one of `like` does."""
+    axes = {axis for v in like if v is not None for axis in varying(v)} - {*varying(x)}
+    return lax.pcast(x, tuple(sorted(axes)), to="varying") if axes else x
 
 
 def _broadcast(x: Any, shape: tuple[int, ...], dtype: Any, like: Any) -> jax.Array:

@@ -12,7 +12,7 @@ from jax import lax
 from jchop._arguments import OWN_SCOPE, carrier_of, own_results
 from jchop._attention.kv_cache import KVCache, visible
 from jchop._attention.rows import Rows, numbers_there
-from jchop._bits import types_for
+from jchop._bits import types_for, varying_like
 from jchop._checks import check_bool, check_int
 from jchop._settings import compiled
 
@@ -154,6 +154,7 @@ def _attend(
 
     shape = (batch, kv_heads, heads // kv_heads, tokens)
     zeros = (jnp.full((*shape, 1), -jnp.inf, dtype), jnp.zeros((*shape, 1), dtype), jnp.zeros((*shape, size), dtype))
+    zeros = tuple(varying_like(v, *jax.tree.leaves((q, cache, where))) for v in zeros)
     first, end = _blocks(cache, where, is_causal, window, block)
     start = taken(first), zeros
     _, (_, total, summed) = lax.fori_loop(first, end, step, start)

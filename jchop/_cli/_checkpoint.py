@@ -139,8 +139,8 @@ def add_convert(commands: argparse._SubParsersAction) -> None:
         help="write a checkpoint in the layout of another program",
         formatter_class=argparse.RawDescriptionHelpFormatter,
         description="Reads a folder of safetensors files, one such file or a GGUF file; writes a new folder or file.\n"
-        "Numbers stay the same, bit for bit; an array that the layout cannot hold is an error. A killed\n"
-        "conversion to a folder goes on if the command is repeated.",
+        "Codes, scales and zero points stay the same; an array that the layout cannot hold is an error. A killed\n"
+        "conversion to a folder goes on if the command is repeated. A GGUF file gets the tensors alone.",
         epilog="examples:\n  jchop convert model-gptq model-ct --layout compressed-tensors\n"
         "  jchop convert model.gguf model --layout plain",
     )

@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 from jax.extend.core import Literal
 
+from jchop._bits import varying
 from jchop._core.arithmetic.chain import ELEMENTWISE, Link, gains, is_in_safe_range, words_of
 from jchop._core.arithmetic.operations import draws
 from jchop._core.sizes import if_known
@@ -23,7 +24,7 @@ from jchop._emulate._step import Step
 from jchop._kernels.chain import LEAST_TRIED, chain_op
 from jchop._program.bind import straight_through
 from jchop._program.repeats import Turns
-from jchop._program.seeds import Seeds, varying
+from jchop._program.seeds import Seeds
 from jchop._program.step import Plan
 from jchop._settings import compiled
 from jchop.spec import Spec

@@ -28,7 +28,7 @@ import numpy as np
 from jax import lax
 
 from jchop._arguments import OWN_SCOPE, own_results
-from jchop._bits import CARRIERS
+from jchop._bits import CARRIERS, varying_like
 from jchop._core.rounding.grid import holds
 from jchop._core.scaled.groups import Groups
 from jchop._core.xla_cpu import maximum, one_row, prevent_fma, with_two_rows
@@ -470,7 +470,8 @@ def _blocks_body(
         a, b = (Coded(v, None, given.get(f"{side}_zero")) for side, v in (("x", x), ("w", w)))
         total = _sum(a, b, size * how.width, work, how)
     else:
-        total = lax.scan(turn, jnp.zeros(how.shape(x, w), work), (cut(x), cut(w), lengths, changing))[0]
+        start = varying_like(jnp.zeros(how.shape(x, w), work), x, w, *parts)
+        total = lax.scan(turn, start, (cut(x), cut(w), lengths, changing))[0]
     for name, spread in spreads.items():
         if name in given and name not in changing:
             total = scaled(total, spread(given[name][..., 0]))

@@ -272,7 +272,8 @@ def _product_of_codes(product: Product, x: Array, w: Array, both: Any, extra: tu
 
     run: Any = partial(_sums, product, shapes, dtype)
     if any(map(is_sharded, jax.tree.leaves(both))):  # loops and slices within would each need a sharding
-        run = jax.sharding.auto_axes(run, out_sharding=jax.eval_shape(product, x, w, *extra).sharding)
+        (out,) = jax.make_jaxpr(product)(x, w, *extra).out_avals  # eval_shape gives no sharding of a mixed mesh
+        run = jax.sharding.auto_axes(run, out_sharding=out.sharding)
     with jax.named_scope(OWN_SCOPE):
         return own_results(run(*both, *extra))
 

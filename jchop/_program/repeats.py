@@ -17,10 +17,11 @@ import numpy as np
 from jax import lax
 from jax.extend.core import Literal
 
+from jchop._bits import varying
 from jchop._core.xla_cpu import is_short_float
 from jchop._program.control import as_jax, strong
 from jchop._program.same import same_constant, same_param, same_program
-from jchop._program.seeds import Seeds, varying
+from jchop._program.seeds import Seeds
 from jchop._program.step import Plan, Step
 
 Array = jax.Array

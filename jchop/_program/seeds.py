@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -13,6 +12,7 @@ import numpy as np
 from jax import lax
 from jax.core import Tracer
 
+from jchop._bits import varying
 from jchop._core.arithmetic.operations import fold_seeds
 from jchop._core.rounding.random_bits import flat_index, random_words
 from jchop._core.xla_cpu import computed_once, hidden
@@ -20,7 +20,7 @@ from jchop._settings import compiled
 
 Array = jax.Array
 
-__all__ = ["Draw", "Seeds", "varying"]
+__all__ = ["Draw", "Seeds"]
 
 #: The first number for shards; smaller numbers belong to the equations of a program.
 _SHARDS = 1 << 31
@@ -115,9 +115,3 @@ def _words(six: tuple[Array, ...], number: Array, like: Array | None, shape: tup
     first, *second = (random_words(six, low, number + jnp.uint32(high), lane) for lane in lanes)
     word = (first.astype(jnp.uint64) << 32) | second[0].astype(jnp.uint64) if second else first
     return word if like is None else word | jnp.zeros_like(like, word.dtype)
-
-
-def varying(x: Any) -> Sequence[str]:
-    """The axes of a mesh over which a value is known to vary; the attribute depends on the version of JAX."""
-    kind = jax.typeof(x) if isinstance(x, Array) else x
-    return tuple(getattr(getattr(kind, "mat", kind), "varying", None) or getattr(kind, "vma", ()))

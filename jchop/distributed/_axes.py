@@ -8,7 +8,7 @@ from typing import Any
 import jax
 from jax import lax
 
-from jchop._program.seeds import varying
+from jchop._bits import varying
 
 Array = jax.Array
 #: The name of a mesh axis, or several names, of which the last varies fastest between ranks.

@@ -9,8 +9,8 @@ from typing import Any
 import jax
 
 from jchop._arguments import checked_key
+from jchop._bits import varying
 from jchop._checks import check_bool, check_int
-from jchop._program.seeds import varying
 from jchop._settings import own_settings
 from jchop.accumulation import MatmulSpec
 from jchop.distributed._algorithms import TWO_SHOT, Algorithm, stages_of

@@ -8,8 +8,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from jchop._bits import varying
 from jchop._checks import check_int
-from jchop._program.seeds import varying
 from jchop.distributed._feedback import Transformation
 
 Array = jax.Array

@@ -11,8 +11,8 @@ import jax
 import jax.numpy as jnp
 
 from jchop._arguments import carrier_of
+from jchop._bits import varying
 from jchop._checks import as_numpy
-from jchop._program.seeds import varying
 from jchop.distributed._messages import fold
 
 Array = jax.Array

@@ -471,6 +471,10 @@ def test_codes_in_explicit_meshes(weight: str, activation: str | None) -> None:
     w, x = normal(32, 8), normal(16, 32, seed=1)
     want = jax.jit(jc.quantize_fn(lambda w, x: x @ w, rule))(w, x)
     mesh = jax.make_mesh((2, 4), ("d", "m"), axis_types=(AxisType.Explicit,) * 2)
+    mixed = jax.make_mesh((2, 4), ("d", "m"), axis_types=(AxisType.Explicit, AxisType.Auto))
+    with jax.set_mesh(mixed):
+        y = jax.jit(jc.quantize_fn(lambda w, x: x @ w, rule))(jax.device_put(w, P()), jax.device_put(x, P("d")))
+    np.testing.assert_allclose(y, want, rtol=1e-5, atol=1e-5)
     with jax.set_mesh(mesh):
         for of_w, of_x, out in ((P("m"), P("d", "m"), P("d", None)), (P(None, "m"), P("d"), P("d", "m"))):
             low = jc.quantize_fn(lambda w, x, out=out: jnp.dot(x, w, out_sharding=out), rule)
@@ -481,6 +485,39 @@ def test_codes_in_explicit_meshes(weight: str, activation: str | None) -> None:
             packed = jax.jit(low.pack)(*placed)
             np.testing.assert_array_equal(jax.jit(low)(packed, placed[1]), y)
             assert jax.jit(jax.grad(lambda w, x, low=low: low(w, x).sum()))(*placed).shape == w.shape
+
+
+@pytest.mark.parametrize("weight", ["int8(group=8)", "int4(group=4)", "mxfp8_e4m3"])
+@pytest.mark.parametrize("activation", [None, "int8(group=8)"])
+def test_codes_within_a_shard_map_of_the_user(weight: str, activation: str | None) -> None:
+    """Loops over blocks and panels begin with constants, whose types have to vary as those of the operands do."""
+    low = jc.quantize_fn(lambda w, x: x @ w, jc.Rule(weight=weight, activation=activation, product="codes"))
+    w, x = normal(64, 8), normal(16, 64, seed=1)
+    mesh = jax.make_mesh((8,), ("d",), axis_types=(AxisType.Auto,))
+    mapped = jax.shard_map(low, mesh=mesh, in_specs=(P(), P("d")), out_specs=P("d"))
+    for given in (w, low.pack(w, x)):
+        np.testing.assert_allclose(jax.jit(mapped)(given, x), jax.jit(low)(given, x), rtol=1e-5, atol=1e-5)
+    own, whole = (jax.jit(jax.grad(lambda w, f=f: (f(w, x) ** 2).sum()))(w) for f in (mapped, low))
+    np.testing.assert_allclose(own, whole, rtol=1e-4, atol=1e-4)
+
+
+def test_other_loops_within_a_shard_map_of_the_user() -> None:
+    """Over experts, and over blocks of a cache."""
+    mesh = jax.make_mesh((8,), ("d",), axis_types=(AxisType.Auto,))
+    experts = jc.quantize_fn(
+        lambda w, x: jax.lax.ragged_dot(x, w, jnp.array([1, 0, 1])),
+        jc.Rule(weight="int8(group=8)", activation="int8(group=8)", product="codes"),
+    )
+    tokens = normal(8, 20, 2, 16)
+    cache = jc.KVCache.full((8, 20, 2, 16), keys="int8(group=16)", values="int8(group=16)").update(tokens, tokens)
+    functions = {
+        "experts": (lambda x: experts(normal(3, 16, 4, seed=1), x), normal(16, 16)),
+        "cache": (lambda c: jc.dot_product_attention(normal(1, 1, 2, 16), c, block_size=8), cache),
+    }
+    for name, (fun, x) in functions.items():
+        mapped = jax.shard_map(fun, mesh=mesh, in_specs=P("d"), out_specs=P("d"))
+        whole = jnp.concatenate([fun(jax.tree.map(lambda v, i=i: jnp.split(v, 8)[i], x)) for i in range(8)])
+        np.testing.assert_allclose(jax.jit(mapped)(x), whole, rtol=1e-5, atol=1e-5, err_msg=name)
 
 
 def test_codes_refuse() -> None:

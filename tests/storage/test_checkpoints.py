@@ -174,6 +174,34 @@ def test_gguf(tmp_path: Path, kind: int, text: str | None) -> None:
             same(gguf_values(kind, blocks), numbers(stored))
 
 
+def test_plain_arrays_keep_their_dtypes_in_gguf(tmp_path: Path) -> None:
+    dtypes = (np.float64, np.float32, np.float16, np.int8, np.int16, np.int32, np.int64)
+    arrays = {np.dtype(dtype).name: np.arange(-7, 7).reshape(2, 7).astype(dtype) for dtype in dtypes}
+    save_checkpoint(arrays, tmp_path / "x.gguf", "gguf")
+    for name, value in load_checkpoint(tmp_path / "x.gguf").items():
+        assert value.dtype == name and np.array_equal(value, arrays[name])
+
+
+def test_a_group_of_all_inputs_goes_with_groups_of_as_many(tmp_path: Path) -> None:
+    """In the configuration of GPTQ; weights of several sizes have none, and nothing is left of their run."""
+    rng = np.random.default_rng(0)
+    a, b, c = (
+        jc.quantize(rng.normal(size=(32, n)).astype(np.float32), f"int4(group={group},scale=float16)")
+        for n, group in ((128, 128), (256, 128), (64, 64))
+    )
+    for tree, size in (({"a": a, "b": b}, 128), ({"a": a}, -1), ({"a": a, "c": c}, -1)):
+        tree = {f"{name}.weight": q for name, q in tree.items()}
+        target = tmp_path / "-".join(tree)
+        save_checkpoint(tree, target, "gptq")
+        config = json.loads((target / "config.json").read_text())["quantization_config"]
+        assert config["group_size"] == size and "whole" not in config
+        for name, q in load_checkpoint(target).items():
+            same(numbers(q), numbers(tree[name]))
+    with pytest.raises(ValueError, match="have one form, and these differ"):
+        save_checkpoint({"b.weight": b, "c.weight": c}, tmp_path / "new" / "odd", "gptq")
+    assert not (tmp_path / "new").exists()
+
+
 def test_layouts_convert_into_each_other(tmp_path: Path) -> None:
     """The same int4 weight through every layout that holds it, and the numbers stay."""
     x = np.random.default_rng(0).standard_normal((64, 128)).astype(np.float32)

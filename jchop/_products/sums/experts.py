@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from jchop._bits import varying_like
 from jchop._products.codes import Coded, Matrices, multiply
 
 Array = jax.Array
@@ -59,7 +60,8 @@ class Experts(Matrices):
             return jnp.where(((self.owner == i) & self.inside)[:, None], of(i), total)
 
         shape = jax.eval_shape(of, jnp.int32(0))
-        return lax.fori_loop(0, self.experts, turn, jnp.zeros(shape.shape, shape.dtype))
+        start = varying_like(jnp.zeros(shape.shape, shape.dtype), a, b, self.owner)
+        return lax.fori_loop(0, self.experts, turn, start)
 
     def left(self, rows: Array) -> Array:
         """Of a row, and zero for those of no expert."""

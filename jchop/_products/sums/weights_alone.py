@@ -18,7 +18,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from jchop._arguments import OWN_SCOPE, own_results
-from jchop._bits import CARRIERS
+from jchop._bits import CARRIERS, varying_like
 from jchop._core.arithmetic.dequantize_matmul import exact_in
 from jchop._core.rounding.codes import decode_elements
 from jchop._core.sizes import if_known
@@ -137,6 +137,7 @@ def _panels(x: Coded, w: Coded, leading: bool, dtype: Any) -> Array:
 
     whole, rest = divmod(count, size)
     first = jnp.zeros((rows, w.elements.shape[0] // columns), jnp.int32 if integers and block == count else work)
+    first = varying_like(first, *jax.tree.leaves((x, w)))
     total = lax.fori_loop(0, whole, lambda i, total: add(total, i * size, size), [first] * columns)
     total = add(total, whole * size, rest) if rest else total
     if x_scales is not None and not x_within:

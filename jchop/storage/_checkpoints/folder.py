@@ -79,7 +79,13 @@ def write_folder(
         record.plain |= done[number]["plain"]
         homes |= dict.fromkeys(done[number]["tensors"], name)
         size += done[number]["size"]
-    written = config_of(layout, config, record)
+    try:
+        written = config_of(layout, config, record)
+    except ValueError:  # another run of the same arrays would end here, too
+        for name in names:
+            (target / name).unlink(missing_ok=True)
+        _undo(target, made)
+        raise
     if len(plan) > 1:
         _write_json(target / INDEX, {"metadata": {"total_size": size}, "weight_map": homes})
     if written:

@@ -46,7 +46,7 @@ def _stored(name: str, value: Made) -> tuple[int, np.ndarray]:
     """The type of an array by number, and its bytes."""
     if not isinstance(value, QArray):
         for number, block in BLOCKS.items():
-            if block.dtype == value.dtype:
+            if block.dtype is not None and block.dtype == value.dtype:  # NumPy takes None for float64
                 return number, np.ascontiguousarray(value)
         allowed = ", ".join(str(block.dtype) for block in BLOCKS.values() if block.dtype is not None)
         raise ValueError(f"{name!r} is of dtype {value.dtype}; a GGUF file has {allowed}")

@@ -289,6 +289,25 @@ def _same(method: str, **more: Any) -> Callable[[Written, Sequence[str]], dict[s
     return config
 
 
+def _gptq(version: str) -> Callable[[Written, Sequence[str]], dict[str, Any]]:
+    """The configuration of GPTQ: one group of all inputs is -1, unless other weights have groups of as many."""
+    same = _same("gptq", checkpoint_format=version)
+
+    def config(written: Written, ignored: Sequence[str]) -> dict[str, Any]:
+        sizes = {facts["group_size"] for _, facts in written.values() if not facts["whole"]}
+        named = {}
+        for module, (row, facts) in written.items():
+            size = facts["group_size"]
+            size = -1 if facts["whole"] and sizes != {size} else size
+            named[module] = (
+                row,
+                {name: value for name, value in facts.items() if name != "whole"} | {"group_size": size},
+            )
+        return same(named, ignored)
+
+    return config
+
+
 def _recorded(written: Written, ignored: Sequence[str]) -> dict[str, Any]:
     return {"quant_method": "torchao"}
 
@@ -311,8 +330,8 @@ LAYOUTS = {
     layout.name: layout
     for layout in (
         Layout("compressed-tensors", _COMPRESSED, _compressed),
-        Layout("gptq", (transposed.GPTQ,), _same("gptq", checkpoint_format="gptq")),
-        Layout("gptq_v2", (transposed.GPTQ_V2,), _same("gptq", checkpoint_format="gptq_v2")),
+        Layout("gptq", (transposed.GPTQ,), _gptq("gptq")),
+        Layout("gptq_v2", (transposed.GPTQ_V2,), _gptq("gptq_v2")),
         Layout("awq", (transposed.AWQ,), _same("awq")),
         Layout("fp8", (deepseek.ROW, deepseek.WHOLE), _same("fp8", fmt="e4m3", activation_scheme="dynamic")),
         Layout("bitsandbytes", (bitsandbytes.ROW,), _bitsandbytes),

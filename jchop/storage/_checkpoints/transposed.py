@@ -93,7 +93,7 @@ def _write_gptq(q: QArray, exact: bool, *, added: int) -> tuple[dict[str, np.nda
         "g_idx": (np.arange(columns) // size).astype(np.int32) if index is None else index,
     }
     symmetric = bool((zero == 1 << bits - 1).all())
-    facts = {"bits": bits, "group_size": size if size < columns else -1, "sym": symmetric}
+    facts = {"bits": bits, "group_size": size, "whole": size >= columns, "sym": symmetric}
     facts["desc_act"] = index is not None
     return parts, facts
 
