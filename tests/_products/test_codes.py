@@ -337,7 +337,7 @@ def test_a_model_of_flax() -> None:
     np.testing.assert_array_equal(jc.emulate(low, "bfloat16")(w, x), want)
 
 
-@pytest.mark.parametrize("product", ["float", "codes"])
+@pytest.mark.parametrize("product", [pytest.param("float", marks=pytest.mark.slow), "codes"])
 def test_a_call_without_jit_compiles_a_product_once(product: Any, caplog: pytest.LogCaptureFixture) -> None:
     rule = jc.Rule(weight="int8(group=all)", activation="int8(group=all)", gradient="int8(group=all)", product=product)
     low = jc.quantize_fn(lambda w, x: x @ w, rule)
@@ -463,8 +463,15 @@ def test_the_codes_of_a_slice_have_the_scales_of_its_numbers(name: str) -> None:
     np.testing.assert_array_equal(jax.jit(low)(low.pack(w, x), x), y)
 
 
-@pytest.mark.parametrize("weight", ["int8(group=all)", "int4(group=4)"])
-@pytest.mark.parametrize("activation", [None, "int8(group=8)"])
+@pytest.mark.parametrize(
+    ("weight", "activation"),
+    [
+        ("int4(group=4)", "int8(group=8)"),
+        pytest.param("int8(group=all)", None, marks=pytest.mark.slow),
+        pytest.param("int8(group=all)", "int8(group=8)", marks=pytest.mark.slow),
+        pytest.param("int4(group=4)", None, marks=pytest.mark.slow),
+    ],
+)
 def test_codes_in_explicit_meshes(weight: str, activation: str | None) -> None:
     """With the sum split between devices, and the sharding of the result given; and with rows and columns split."""
     rule = jc.Rule(weight=weight, activation=activation, product="codes")
@@ -487,8 +494,14 @@ def test_codes_in_explicit_meshes(weight: str, activation: str | None) -> None:
             assert jax.jit(jax.grad(lambda w, x, low=low: low(w, x).sum()))(*placed).shape == w.shape
 
 
-@pytest.mark.parametrize("weight", ["int8(group=8)", "int4(group=4)", "mxfp8_e4m3"])
-@pytest.mark.parametrize("activation", [None, "int8(group=8)"])
+@pytest.mark.parametrize(
+    ("weight", "activation"),
+    [
+        ("int8(group=8)", "int8(group=8)"),
+        pytest.param("int4(group=4)", None, marks=pytest.mark.slow),
+        pytest.param("mxfp8_e4m3", "mxfp8_e4m3", marks=pytest.mark.slow),
+    ],
+)
 def test_codes_within_a_shard_map_of_the_user(weight: str, activation: str | None) -> None:
     """Loops over blocks and panels begin with constants, whose types have to vary as those of the operands do."""
     low = jc.quantize_fn(lambda w, x: x @ w, jc.Rule(weight=weight, activation=activation, product="codes"))
@@ -501,6 +514,7 @@ def test_codes_within_a_shard_map_of_the_user(weight: str, activation: str | Non
     np.testing.assert_allclose(own, whole, rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.slow
 def test_other_loops_within_a_shard_map_of_the_user() -> None:
     """Over experts, and over blocks of a cache."""
     mesh = jax.make_mesh((8,), ("d",), axis_types=(AxisType.Auto,))
