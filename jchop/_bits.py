@@ -132,9 +132,9 @@ def varying(x: Any) -> Sequence[str]:
     return tuple(getattr(getattr(kind, "mat", kind), "varying", None) or getattr(kind, "vma", ()))
 
 
-def varying_like(x: jax.Array, *like: jax.Array | None) -> jax.Array:
+def varying_like(x: jax.Array, *like: jax.Array) -> jax.Array:
     """A constant as the start of a loop, which varies over every axis of a mesh over which one of `like` does."""
-    axes = {axis for v in like if v is not None for axis in varying(v)} - {*varying(x)}
+    axes = {axis for v in like for axis in varying(v)} - {*varying(x)}
     return lax.pcast(x, tuple(sorted(axes)), to="varying") if axes else x
 
 

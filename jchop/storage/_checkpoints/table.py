@@ -296,13 +296,11 @@ def _gptq(version: str) -> Callable[[Written, Sequence[str]], dict[str, Any]]:
     def config(written: Written, ignored: Sequence[str]) -> dict[str, Any]:
         sizes = {facts["group_size"] for _, facts in written.values() if not facts["whole"]}
         named = {}
-        for module, (row, facts) in written.items():
-            size = facts["group_size"]
-            size = -1 if facts["whole"] and sizes != {size} else size
-            named[module] = (
-                row,
-                {name: value for name, value in facts.items() if name != "whole"} | {"group_size": size},
-            )
+        for module, (row, given) in written.items():
+            facts = dict(given)
+            if facts.pop("whole") and sizes != {facts["group_size"]}:
+                facts["group_size"] = -1
+            named[module] = row, facts
         return same(named, ignored)
 
     return config
