@@ -172,7 +172,7 @@ def _part(glob: str) -> str:
         elif char == "[":
             end = glob.find("]", i + 1 + glob.startswith("!", i))
             if end < 0:
-                raise ValueError("'[' is not closed")
+                raise ValueError("'[' is not closed before the next slash or dot")
             others, inside = glob.startswith("!", i), _CLASS.sub(r"\\\g<0>", glob[i:end].removeprefix("!"))
             found, i = f"{found}[{'^/' if others else ''}{inside}]", end + 1
         elif char == "{":
@@ -184,7 +184,7 @@ def _part(glob: str) -> str:
         else:
             found += re.escape(char)
     if depth:
-        raise ValueError("'{' is not closed")
+        raise ValueError("'{' is not closed before the next slash or dot")
     return found
 
 

@@ -204,6 +204,7 @@ FOUND: dict[str, tuple[Callable[..., Any], tuple[Any, ...], list[int]]] = {
 }
 
 
+@pytest.mark.in_turn(2)
 @pytest.mark.parametrize("name", FOUND)
 def test_turns_of_loops(name: str) -> None:
     fun, args, lengths = FOUND[name]
@@ -275,7 +276,7 @@ SPECS = ["bfloat16", "e4m3:saturate", "e5m10:stochastic", "bfloat16:stochastic"]
 LAYERS = (layers, (X, WEIGHTS[:6]), [6])  # enough for a loop; compiling them one by one takes seconds
 
 
-@pytest.mark.in_turn(52)
+@pytest.mark.slow
 @pytest.mark.parametrize("spec", SPECS)
 @pytest.mark.parametrize("name", ["layers", *FOUND])
 def test_the_same_numbers_as_one_by_one(name: str, spec: str) -> None:
@@ -326,6 +327,7 @@ def test_against_exact_rationals() -> None:
     np.testing.assert_array_equal(jax.jit(jc.emulate(steps, spec, key=KEY))(x, ys), want[0])
 
 
+@pytest.mark.slow
 def test_chains_of_a_loop_draw_their_own_words(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(_chain, "LEAST_TRIED", 1)
 
@@ -398,6 +400,7 @@ def test_batches(spec: str, unrolled: Callable[..., Any]) -> None:
     assert_same(jax.jit(inside)(xs, WEIGHTS), inside(xs, WEIGHTS))
 
 
+@pytest.mark.in_turn(2)
 @pytest.mark.parametrize("spec", ["bfloat16", "bfloat16:stochastic"])
 def test_explicit_sharding(spec: str) -> None:
     """A result of the last layer that no other reads has no value before the loop."""

@@ -57,6 +57,7 @@ def test_rules_say_how_sums_are_formed() -> None:
     assert (float(total), float(dot)) == (96, 8)
 
 
+@pytest.mark.in_turn(2)
 @pytest.mark.parametrize("mode", ["drop", "clip"])
 @pytest.mark.parametrize("name", ["add", "sub", "mul"])
 @pytest.mark.parametrize(
@@ -105,6 +106,7 @@ def test_scatters_take_one_update_after_the_other(
     np.testing.assert_array_equal(low(jnp.asarray(x), jnp.asarray(u)), want)
 
 
+@pytest.mark.slow
 def test_scatters_of_complex_numbers_are_two_scatters() -> None:
     x, u = jnp.array([0.3 - 1.1j, 2.0j]), jnp.array([1.7 + 0.3j, -0.6 + 5.0j, 0.9 - 2.0j, 3.0 + 0.1j])
     accumulate = jc.MatmulSpec(accumulate="e5m2")
@@ -116,6 +118,7 @@ def test_scatters_of_complex_numbers_are_two_scatters() -> None:
         times(x, u)
 
 
+@pytest.mark.slow
 def test_stochastic_scatters_draw_for_each_update() -> None:
     how = jc.MatmulSpec(accumulate="e5m2:stochastic")
     low = jc.emulate(lambda v: jax.ops.segment_sum(v, jnp.zeros(100, int), 1), "e8m7", accumulate=how)

@@ -51,7 +51,8 @@ def test_the_last_part() -> None:
     ("pattern", "error", "words"),
     [
         ("", TypeError, "'' must be"), (" ", TypeError, "must be"), (3, TypeError, "=3 must be"),
-        ("a[", ValueError, "not closed"), ("{a", ValueError, "not closed"), ("[z-a]", ValueError, "wrong bracket"),
+        ("a[", ValueError, "not closed"), ("!{a,b/c}", ValueError, "not closed before the next slash or dot"),
+        ("[z-a]", ValueError, "wrong bracket"),
         (r"a\.b", ValueError, "regular expression"), ("!", ValueError, "excludes nothing"),
         (".", ValueError, "no part"),
     ],

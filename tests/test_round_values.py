@@ -241,6 +241,7 @@ def test_ties_of_one_bit_of_precision_take_the_even_code():
         assert set(got / low) == {1.0, 2.0}
 
 
+@pytest.mark.slow
 @pytest.mark.smoke
 def test_zero_in_a_format_without_one_is_its_smallest_value():
     for mode in DETERMINISTIC:

@@ -78,7 +78,8 @@ class Table:
             decibels(logits, self.logits[against]), against, nbytes,
         )  # fmt: skip
         self.rows.append(row)
-        print(f"{name:30}{row.code:7.3f}{row.prose:7.3f}{row.decibels:7.1f}{nbytes:12,d}  {against}", flush=True)
+        shown = f"{row.decibels:.1f}" if np.isfinite(row.decibels) else "equal"
+        print(f"{name:30}{row.code:7.3f}{row.prose:7.3f}{shown:>7}{nbytes:12,d}  {against}", flush=True)
 
 
 def whole_way(config: Config, folder: Path, cache: str, *, steps: int, tuning: int, tokens: int) -> Way:

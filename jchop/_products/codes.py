@@ -375,8 +375,8 @@ def multiply(x: Coded, w: Coded, dtype: Any, how: Matrices = _MATRICES) -> Array
     block = min(blocks)
     if count and (max(blocks) % block and max(blocks) != count):
         raise ValueError(
-            f"product='codes': the operands have scales of {blocks[0]} and of {blocks[1]} numbers along the sum; one "
-            "length must divide the other"
+            f"the operands of a product of codes have scales of {blocks[0]} and of {blocks[1]} numbers along the sum; "
+            "one length must divide the other"
         )
     out = how.shape(x.elements, w.elements)
     if not all(math.prod(shape) for shape in (x.elements.shape, w.elements.shape, out)):

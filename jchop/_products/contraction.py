@@ -127,7 +127,11 @@ def contract(
         The product. Its derivative is straight-through in the roundings of x and w, or as their specs say.
     """
     check_operands(product, how)
-    return _contract(product, replace(how, place=NOWHERE), x, w, key, rounded, codes, left_codes, extra)
+    try:
+        return _contract(product, replace(how, place=NOWHERE), x, w, key, rounded, codes, left_codes, extra)
+    except Exception as error:
+        error.add_note(f"This is of the {how.place}.")
+        raise
 
 
 @partial(compiled, static_argnums=(0, 1), inline=True)

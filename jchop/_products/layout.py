@@ -12,6 +12,7 @@ import jax.core
 import jax.numpy as jnp
 from jax import lax
 
+from jchop._arguments import run_numpy
 from jchop._products.rotation import Hadamard
 from jchop._products.rule import StreamOffset
 from jchop._round.round_to_format import round_to_format
@@ -208,9 +209,9 @@ def check_finite(value: Any, what: str) -> None:
     Raises:
         ValueError: that counts them; `what` says whose numbers they are.
     """
-    if isinstance(value, jax.core.Tracer) or bool(jnp.isfinite(value).all()):
+    if isinstance(value, jax.core.Tracer) or run_numpy(lambda: jnp.isfinite(value).all()):
         return
-    nan, infinite = int(jnp.isnan(value).sum()), int(jnp.isinf(value).sum())
+    nan, infinite = (int(run_numpy(lambda of=of: of(value).sum())) for of in (jnp.isnan, jnp.isinf))
     raise ValueError(
         f"{what} holds {nan} NaN and {infinite} infinities among its {value.size} numbers; what is packed must be "
         "finite"

@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jchop._arguments import check_key
+from jchop._arguments import check_key, has_tracer
 from jchop._bits import types_for
 from jchop._products.layout import check_finite
 from jchop._products.placement import Placement
@@ -82,8 +82,8 @@ def quantize(
         The packed parameters, as `jchop.QuantizedFunction.pack` gives them, and a `PtqReport`.
 
     Raises:
-        TypeError, ValueError: for other arguments; as `jchop.quantize_fn`; for no batch; for NaN or infinities in the
-            data or the parameters; for less `memory` than one weight needs; if the folder `resume` has a run with
+        TypeError, ValueError: for other arguments; as `jchop.quantize_fn`; within a traced function; for no batch; for
+            NaN or infinities in the data or the parameters; for less `memory` than one weight needs; if the folder `resume` has a run with
             another function, other parameters, batches, rules, steps, memory or versions.
         OSError: if `resume` cannot be read or written.
 
@@ -119,6 +119,8 @@ def calibrated(
 
     `tell` is called with the row of each weight, and the numbers of stages that are done and that there are.
     """
+    if has_tracer(jnp.zeros(())):  # also where params and batches are arrays
+        raise ValueError("rounding with data cannot be part of a traced function, as under jax.jit or nnx.eval_shape")
     plan = as_steps([gptq()] if steps is None else steps)
     if plan.correction is not None and sequential is False:
         raise ValueError("sequential=False, but correct_error needs the errors of the layers before; leave it out")

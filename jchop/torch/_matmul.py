@@ -17,7 +17,7 @@ from jchop._settings import compiled
 from jchop.accumulation import MatmulSpec
 from jchop.formats import ElementFormat
 from jchop.spec import Spec, as_spec
-from jchop.torch._bridge import contiguous
+from jchop.torch._bridge import contiguous, dense, inverse
 from jchop.torch._library import CARRIERS, check_carrier, in_front, key_of, over_rows, run
 from jchop.torch._plan import constant
 from jchop.torch._words import drawn_words
@@ -50,8 +50,8 @@ def matmul(
         seed: an integer from 0 to 2^64 - 1, required if a rounding is stochastic; the bits come from
             ``jax.random.key(seed)``.
         generator: a generator from which the key is drawn, in place of the seed.
-        copy: whether factors that are not contiguous or not aligned may be copied. Default False: such a factor is an
-            error.
+        copy: whether factors with gaps in memory, or not aligned, may be copied. Default False: such a factor is an
+            error. Transposed factors are read in place.
 
     Returns:
         The product, of the dtype of the factors.
@@ -106,7 +106,8 @@ def _spec_of(text: str) -> MatmulSpec:
 )
 def matmul_op(a: Tensor, b: Tensor, words: Tensor, spec: str, batch: int, copy: bool) -> Tensor:
     """The product of batches of factors."""
-    return run(_product, [contiguous(x, copy) for x in (a, b)], words, spec=spec, batch=batch)
+    (a, first), (b, second) = (dense(x.detach(), copy) for x in (a, b))
+    return run(_product, [a, b], words, spec=spec, batch=batch, orders=(first, second))
 
 
 @torch.library.custom_op(
@@ -166,8 +167,11 @@ def _require_product(dtype: torch.dtype, spec: str) -> None:
         jax.eval_shape(lambda x: math.matmul(x, x, _spec_of(spec), jax.random.key(0)), x)
 
 
-@partial(compiled, static_argnames=("spec", "batch"))
-def _product(a: Array, b: Array, words: Array | None, *, spec: str, batch: int) -> Array:
+@partial(compiled, static_argnames=("spec", "batch", "orders"))
+def _product(
+    a: Array, b: Array, words: Array | None, *, spec: str, batch: int, orders: tuple[tuple[int, ...], tuple[int, ...]]
+) -> Array:
+    a, b = (x.transpose(inverse(order)) for x, order in zip((a, b), orders, strict=True))
     return over_rows(lambda a, b, words: math.matmul(a, b, _spec_of(spec), key_of(words)), batch)(a, b, words)
 
 

@@ -480,6 +480,7 @@ def test_the_quirk_is_there(quirk: Quirk, pytestconfig: pytest.Config) -> None:
 # -- the workarounds ---------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.in_turn(2)
 @pytest.mark.parametrize("shape", [(1, 24, 384), (1, 7, 800), (2, 33, 1000), (1, 5, 4001)])
 def test_one_row_of_integers_is_multiplied_exactly(shape: tuple[int, int, int], pytestconfig: pytest.Config) -> None:
     batch, n, k = shape

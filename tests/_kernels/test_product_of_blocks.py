@@ -105,6 +105,7 @@ def some(rows: list[Any], *default: int) -> list[Any]:
     return [row if i in default else pytest.param(row, marks=pytest.mark.slow) for i, row in enumerate(rows)]
 
 
+@pytest.mark.in_turn(2)
 @pytest.mark.parametrize("platform", KERNELS)
 @pytest.mark.parametrize("within", some(PARTS, 1, 5), ids=str)
 def test_integers_with_scales_and_zero_points(within, platform, rng):
@@ -257,6 +258,7 @@ def test_bad_tilings(bad):
         ProductOfBlocksGpuTiling(**{"block_m": 16, "block_n": 16, "block_k": 32, **bad})
 
 
+@pytest.mark.slow
 def test_products_of_stored_arrays_are_this_operation(rng):
     """What `jc.dot` traces for blocks; for scales of whole sums on GPUs alone."""
     x, w = (jnp.asarray(rng.normal(size=shape), jnp.float32) for shape in ((5, 96), (96, 7)))

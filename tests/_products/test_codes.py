@@ -337,6 +337,7 @@ def test_a_model_of_flax() -> None:
     np.testing.assert_array_equal(jc.emulate(low, "bfloat16")(w, x), want)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("product", [pytest.param("float", marks=pytest.mark.slow), "codes"])
 def test_a_call_without_jit_compiles_a_product_once(product: Any, caplog: pytest.LogCaptureFixture) -> None:
     rule = jc.Rule(weight="int8(group=all)", activation="int8(group=all)", gradient="int8(group=all)", product=product)
@@ -453,6 +454,7 @@ CUTS = {
 }
 
 
+@pytest.mark.in_turn(3)
 @pytest.mark.parametrize("name", CUTS)
 def test_the_codes_of_a_slice_have_the_scales_of_its_numbers(name: str) -> None:
     """Also where it begins within a group along the sum."""
@@ -463,6 +465,7 @@ def test_the_codes_of_a_slice_have_the_scales_of_its_numbers(name: str) -> None:
     np.testing.assert_array_equal(jax.jit(low)(low.pack(w, x), x), y)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("weight", "activation"),
     [
@@ -545,10 +548,11 @@ def test_codes_refuse() -> None:
     with pytest.raises(ValueError, match="its elements have no 1"):
         small = jc.FloatFormat(2, 1, bias=5, infinities=False, nans="none")
         jc.quantize_fn(lambda w, x: x @ w, jc.Rule(weight=jc.ScaledFormat(small, group=8), product="codes"))(w, x)
-    with pytest.raises(ValueError, match="one length must divide the other"):
+    with pytest.raises(ValueError, match="one length must divide the other") as error:
         jc.quantize_fn(
             lambda w, x: x @ w, jc.Rule(weight="int4(group=8)", activation="int8(group=12)", product="codes")
         )(w, x)
+    assert any("the dot_general at" in note and "test_codes.py" in note for note in error.value.__notes__)
     with pytest.raises(
         ValueError, match=r"the weight '.*' of dot_general at .*test_codes.py.* is computed with before"
     ):
@@ -588,6 +592,7 @@ def test_a_nan_stays_nan(name: str) -> None:
     assert in_row[3].all() and in_row.sum() == of_row and in_column[:, 1].all() and in_column.sum() == of_column
 
 
+@pytest.mark.slow
 def test_a_nan_of_a_gradient_stays_nan() -> None:
     low = jc.quantize_fn(lambda w, x: x @ w, jc.Rule(weight=ROW, activation=ROW, gradient=ROW, product="codes"))
     w, x, weights = normal(16, 4), normal(5, 16, seed=1), jnp.ones((5, 4)).at[2, 1].set(jnp.nan)

@@ -224,6 +224,7 @@ def test_packed_parameters_have_learned_scales() -> None:
     assert (low(packed, X[0], scales=moved) != low(PARAMS, X[0], scales=scales)).any()
 
 
+@pytest.mark.slow
 def test_a_fixed_range() -> None:
     low = jc.quantize_fn(mlp, [jc.Rule("down"), jc.Rule(activation="int8", weight="int4(group=2)")])
     fixed = low.calibrate(PARAMS, [X[0], (X[1],)], method="minmax")

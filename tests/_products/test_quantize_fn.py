@@ -307,7 +307,7 @@ LOOK_UPS = {
 NORMED = {"table": normal(10, 8), "scale": 1 + 0.1 * normal(8, seed=1), "experts": normal(10, 8, 6, seed=2)}
 
 
-@pytest.mark.in_turn(3)
+@pytest.mark.in_turn(6)
 @pytest.mark.parametrize("name", LOOK_UPS)
 @pytest.mark.parametrize("product", ["float", "codes"])
 def test_one_token_is_looked_up_as_several_are(name: str, product: Any) -> None:
@@ -413,6 +413,14 @@ def test_abstract_parameters_are_packed_abstractly() -> None:
     shapes = jax.eval_shape(lambda: PARAMS)
     packed = low.pack(shapes, jax.ShapeDtypeStruct(X.shape, X.dtype))
     chex.assert_trees_all_equal_shapes_and_dtypes(packed, low.pack(PARAMS, X))
+
+
+def test_parameters_that_a_traced_function_holds_are_packed_and_checked() -> None:
+    low = jc.quantize_fn(mlp, jc.Rule(weight="int4(group=16)"))
+    np.testing.assert_array_equal(jax.jit(lambda x: low(low.pack(PARAMS, x), x))(X), jax.jit(low)(PARAMS, X))
+    wrong = {**PARAMS, "up": PARAMS["up"].at[0, 0].set(jnp.inf)}
+    with pytest.raises(ValueError, match="'up' holds 0 NaN and 1 infinities"):
+        jax.eval_shape(lambda: low.pack(wrong, X))
 
 
 # -- errors ------------------------------------------------------------------------------------------------------------
@@ -567,6 +575,7 @@ def affine(p: Any, x: Any) -> Any:
     return jnp.tanh(x @ p["a"]) @ p["b"] + p["c"]
 
 
+@pytest.mark.in_turn(2)
 @pytest.mark.parametrize(
     ("tree", "fun"),
     [

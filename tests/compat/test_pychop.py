@@ -299,6 +299,7 @@ def test_more_exponents_than_the_array_has() -> None:
         Chop(10, 9)(jnp.asarray(x))
 
 
+@pytest.mark.slow
 def test_what_matlab_hands_over() -> None:
     """Doubles for every number, and the memory of matrices, by columns."""
     x = numbers().reshape(4, 40)
@@ -318,6 +319,7 @@ def test_what_matlab_hands_over() -> None:
         Chop(exp_bits=5.5, sig_bits=2)  # type: ignore[arg-type]
 
 
+@pytest.mark.slow
 def test_copies() -> None:
     x = np.full(50, 1.0625)
     for ch in (Chop(5, 2, rmode=5), FaultChop("q52", rmode=5), Chopf(2, 2, rmode=5)):

@@ -242,7 +242,7 @@ def test_arguments_are_checked() -> None:
 
 @pytest.mark.parametrize("spec", [None, "int8(group=all)", "int4(group=4)", "float8_e4m3fn"])
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.in_turn(4)
+@pytest.mark.in_turn(12)
 def test_dropped_tokens_do_not_show(kind: str, spec: Any) -> None:
     """A dict of the tokens of each sequence says what is held, and NumPy attends to it."""
     window, slots = (4, 6) if kind == "rolling" else (None, 16)

@@ -166,6 +166,7 @@ class Wrapped(linen.Module):
         return double(4)(x)
 
 
+@pytest.mark.in_turn(3)
 @pytest.mark.parametrize(
     ("kind", "path"),
     [

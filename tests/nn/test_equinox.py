@@ -171,6 +171,26 @@ def test_stochastic_rules_take_keys() -> None:
     assert type(packed.layers[0].weight).__name__ == "QArray"
 
 
+class Two(eqx.Module):
+    first: Any
+    second: Any
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        return self.first(x)
+
+    def other(self, x: jax.Array) -> jax.Array:
+        return self.second(x)
+
+
+def test_a_weight_that_no_method_with_examples_reaches_is_an_error() -> None:
+    model, rule, x = Two(*(eqx.nn.Linear(8, 4, key=KEY) for _ in "12")), Rule("second", weight="int8"), jnp.ones(8)
+    for mode in ("qat", "ptq"):
+        with pytest.raises(ValueError, match="weight rounds no parameter of the methods"):
+            jc.nn.quantize(model, rule, mode, inputs=(x,))
+    packed = jc.nn.quantize(model, rule, "ptq", inputs={"__call__": (x,), "other": (x,)})
+    assert isinstance(packed.second.weight, jc.QArray) and not isinstance(packed.first.weight, jc.QArray)
+
+
 def test_misuse() -> None:
     model = mlp()
     packed = jc.nn.quantize(model, RULE, "ptq", inputs=(X[0],))

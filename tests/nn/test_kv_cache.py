@@ -197,6 +197,7 @@ def test_truncation_passes_through_scan_and_vmap(kind: str) -> None:
         jax.tree.map(lambda whole, one, i=i: np.testing.assert_array_equal(whole[i], one), several, one)
 
 
+@pytest.mark.slow
 def test_pages_without_tokens_that_are_left_are_free() -> None:
     cache = jc.KVCache.paged((2, 16, HEADS, SIZE), pages=5, page_size=4).update(normal(1, 8, 2), normal(2, 8, 2))
     cache = cache.truncate([3, 5])
@@ -268,6 +269,7 @@ def test_pages_of_sequences_that_are_taken() -> None:
     assert (np.asarray(one.slot_positions) >= 0).sum() == 1  # pages of the others are free, without tokens
 
 
+@pytest.mark.slow
 def test_sequences_and_heads_are_sharded() -> None:
     mesh = jax.make_mesh(
         (2, 2), ("data", "model"), axis_types=(jax.sharding.AxisType.Auto,) * 2, devices=jax.devices()[:4]

@@ -175,6 +175,7 @@ def test_arguments_that_are_no_arrays_go_through() -> None:
     np.testing.assert_array_equal(told.apply(told.pack(variables, x, "cos", False, pair), x, "cos", True, pair), 2 * y)
 
 
+@pytest.mark.slow
 def test_packed_parameters_are_numbers_for_functions_of_trees() -> None:
     """A convolution whose groups run over its window, and a stack of layers, each with its own scales."""
 

@@ -91,6 +91,14 @@ def test_a_new_process_computes_the_same(tmp_path: Path) -> None:
         assert "drop.rngs.key" in file.entries and file.entries["norm.mean"].shape == (6,)
 
 
+def test_a_pattern_is_made_of_a_model_that_exists(tmp_path: Path) -> None:
+    plain, rule = nnx.Linear(8, 4, rngs=nnx.Rngs(0)), jc.Rule(weight="int8")
+    given = jc.nn.quantize(plain, rule, "ptq")
+    jc.nn.save(tmp_path / "x.safetensors", given)
+    like = nnx.eval_shape(lambda: jc.nn.quantize(plain, rule, "ptq"))
+    same(nnx.state(jc.nn.load(tmp_path / "x.safetensors", like)), nnx.state(given))
+
+
 @pytest.mark.slow
 def test_modules_come_back_whole_and_the_pattern_stays(tmp_path: Path) -> None:
     path, given = tmp_path / "x.safetensors", model(seed=3)

@@ -40,6 +40,7 @@ def each(stack: Any, x: jax.Array) -> jax.Array:
     return nnx.vmap(lambda layer, x: layer(x), in_axes=(0, None))(stack, x)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "text"),
     [

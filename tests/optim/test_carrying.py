@@ -139,6 +139,7 @@ def test_a_parameter_that_is_stored_in_another_shape_is_packed_again() -> None:
         optim.apply_updates({"w": packed}, {"w": jnp.zeros((27, 8))})
 
 
+@pytest.mark.in_turn(2)
 @pytest.mark.parametrize("spec", ["nvfp4", "int8(channel=1):stochastic"])
 def test_layers_of_a_stack_keep_their_own_scales(spec: str) -> None:
     """Two layers are equal, and scales of all layers together would lose the third."""

@@ -66,6 +66,7 @@ def brute_force(x: np.ndarray, levels: np.ndarray, group: int = 256) -> tuple[np
     return codes.reshape(x.shape), (levels[codes] * scale).reshape(x.shape)
 
 
+@pytest.mark.slow
 def test_adamw8bit_follows_the_published_formula(rng: np.random.Generator) -> None:
     """Codes are those of a search over all levels, and two steps those of the formula in binary64."""
     lr, b1, b2, eps, decay = 1e-3, 0.9, 0.999, 1e-8, 1e-2
@@ -147,6 +148,7 @@ def test_small_second_moments_make_no_large_updates(make: Any) -> None:
     assert 0.5e-2 < largest < 4e-2
 
 
+@pytest.mark.slow
 def test_a_map_without_zero_keeps_a_moment_of_zero_next_to_zero() -> None:
     tx = optim.adamw4bit(1e-3, min_size=1)
     params = jnp.zeros((2, 256))
@@ -487,6 +489,7 @@ def test_a_state_does_not_begin_from_packed_parameters() -> None:
         tx.init(jc.storage.dequantize_params(params))
 
 
+@pytest.mark.in_turn(3)
 @pytest.mark.parametrize(
     "tx",
     [

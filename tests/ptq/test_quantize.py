@@ -341,6 +341,8 @@ def test_stochastic_rounding_takes_a_key() -> None:
 def test_bad_arguments() -> None:
     params, x, _ = outliers()
     rule = jc.Rule(weight="int4(group=32)")
+    with pytest.raises(ValueError, match="cannot be part of a traced function"):
+        jax.eval_shape(lambda: jc.ptq.quantize(dense, rule, params, [x]))
     with pytest.raises(ValueError, match="batches has no batch"):
         jc.ptq.quantize(dense, rule, params, [])
     with pytest.raises(ValueError, match="batches has no batch"):

@@ -103,7 +103,7 @@ def test_strong_damping_rounds_to_nearest() -> None:
     np.testing.assert_array_equal(plain.qvalue, swept.qvalue)
 
 
-@pytest.mark.in_turn(3)
+@pytest.mark.slow
 @pytest.mark.parametrize("text", ["int4(group=16)", "nf4(group=16)", "mxfp4"])
 def test_the_loss_is_the_damped_error(text: str) -> None:
     w, gram = problem()

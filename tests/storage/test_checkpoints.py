@@ -39,7 +39,7 @@ def same(got: np.ndarray, wanted: np.ndarray) -> None:
     np.testing.assert_array_equal(got, wanted)
 
 
-@pytest.mark.in_turn(3)
+@pytest.mark.in_turn(6)
 @pytest.mark.parametrize("name", CASES)
 def test_read_as_the_definition_has_it(tmp_path: Path, name: str) -> None:
     case = CASES[name]

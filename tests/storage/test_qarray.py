@@ -450,6 +450,7 @@ def test_checkpoints_of_orbax(tmp_path: Path) -> None:
     jax.tree.map(same, restored, tree)
 
 
+@pytest.mark.slow
 def test_functions_of_numpy_take_the_numbers() -> None:
     x = np.random.default_rng(0).normal(size=(4, 64)).astype(np.float32)
     for spec in ("int4(group=32)", "int8", "e4m3", "bfloat16"):

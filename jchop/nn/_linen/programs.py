@@ -105,6 +105,8 @@ class Program:
         """The result of the module under the rules, with the arguments of Linen's `apply`, ``method`` too.
 
         A call with ``mutable=["scale_stats"]`` updates ranges and histories, and returns them with the result.
+        A rule whose weight rounds nothing in this call is no error, since another method may use the parameter;
+        `pack` refuses it.
 
         Args:
             variables: variables of the module, packed or not, with the scales that rules keep.

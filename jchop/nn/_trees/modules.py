@@ -18,6 +18,7 @@ from jchop._products.scale_from import LSQ
 from jchop._products.scales.sites import Scales
 from jchop._products.traced.call import is_held
 from jchop._products.traced.report import ProgramReport
+from jchop._products.traced.resolved import check_weights
 from jchop.nn._nnx.layers import Mode, check_modes
 from jchop.nn._nnx.programs import Inputs, is_method, methods_of
 
@@ -80,6 +81,8 @@ def quantize_module(model: Any, rules: Sequence[Rule], mode: Mode, inputs: Input
         begun = low.start(plain, args, {}, from_data=False)
         scales = Scales({**begun.learned, **scales.learned}, {**begun.stats, **scales.stats})
         low.report(plain, args, {})  # the errors of rules come here, not in the first call
+    if functions:
+        check_weights([low.resolved(plain, args, {}) for low, args in functions])
     scales = Scales({**scales.learned, **before.learned}, {**scales.stats, **before.stats})
     if mode != "qat":
         for low, args in functions:  # packed for the first method that rounds it

@@ -32,7 +32,7 @@ def test_every_result_is_the_true_one_rounded_once(name: str, text: str) -> None
     assert wrong(name, text) == NONE_WRONG
 
 
-@pytest.mark.in_turn(30)
+@pytest.mark.slow
 @pytest.mark.parametrize("name", FUNCTIONS)
 def test_some_results_are_the_true_ones_rounded_once(name: str) -> None:
     assert wrong(name, "bfloat16", EVERY) == NONE_WRONG

@@ -62,6 +62,7 @@ EACH = [
 ]
 
 
+@pytest.mark.in_turn(3)
 @pytest.mark.parametrize(("text", "mode", "dtype"), EACH)
 def test_every_bit(text, mode, dtype):
     spec, x = jc.parse(text + mode), jnp.asarray(hard_numbers()).astype(dtype)

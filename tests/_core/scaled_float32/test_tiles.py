@@ -60,6 +60,7 @@ def tensor_of(plan: Plan) -> jax.Array | None:
     return jnp.int32(TENSOR.view(np.int32)) if plan.rule.tensor_scale else None
 
 
+@pytest.mark.in_turn(3)
 @pytest.mark.parametrize("text", SHORT)
 def test_the_same_bits_next_to_middles(text, rng):
     plan = plan_of(text)
