@@ -60,6 +60,11 @@ def check_choice(name: str, value: object, allowed: tuple[str, ...]) -> str:
     return value
 
 
+def listed(value: Any) -> Iterable[Any]:
+    """A value on its own, such as a text, as a list of it; other iterables as they come."""
+    return [value] if isinstance(value, str) or not isinstance(value, Iterable) else value
+
+
 # -- texts of formats and specs ----------------------------------------------------------------------------------------
 
 #: Limits of a text: characters outside of codebooks, characters in all, nested brackets.

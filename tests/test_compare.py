@@ -6,6 +6,7 @@ import json
 import math
 from fractions import Fraction
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -158,6 +159,13 @@ def test_it_is_data_a_page_and_a_picture() -> None:
 def test_what_it_refuses(x: list, options: dict, message: str) -> None:
     with pytest.raises((ValueError, TypeError), match=message):
         jc.compare(x, **options)
+
+
+@pytest.mark.parametrize("one", ["e5m2", jc.parse("e5m2:up"), jc.FloatFormat(5, 2), jc.parse("int8").format])
+def test_one_format_is_a_list_of_it(one: Any) -> None:
+    assert jc.compare(X, one) == jc.compare(X, [one])
+    with pytest.raises(TypeError, match=r"formats=.*must be a Spec.*the text of this dtype is 'bfloat16'"):
+        jc.compare(X, jnp.bfloat16)  # type: ignore[arg-type]
 
 
 def test_a_traced_array_is_refused() -> None:

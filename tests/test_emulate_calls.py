@@ -70,7 +70,7 @@ class Holder:
 def test_a_decorator_is_the_call() -> None:
     assert third(X).tolist() == jc.emulate(third.__wrapped__, "e5m2")(X).tolist()
     assert (third.__name__, third.__doc__, third.__module__) == ("third", "A third.", __name__)
-    assert list(inspect.signature(third).parameters) == ["x", "by"]
+    assert list(inspect.signature(third).parameters) == ["x", "by", "key"]
     assert float(jax.jit(third)(1.0)) == float(third(1.0, by=3.0)) == 0.3125
     drawn = jc.emulate("e5m2:stochastic", key=KEY)(lambda x: x / 3)
     assert drawn(X).tolist() == jc.emulate(lambda x: x / 3, "e5m2:stochastic", key=KEY)(X).tolist()
@@ -105,6 +105,62 @@ def test_methods() -> None:
 def test_arguments_mixed_up(call: Callable[[], Any], words: str) -> None:
     with pytest.raises(TypeError, match=words):
         call()
+
+
+def noisy(x: Any, key: Any = None) -> Any:
+    return x if key is None else x + jax.random.uniform(key)
+
+
+def noisy_by_name(x: Any, *, key: Any) -> Any:
+    return noisy(x, key)
+
+
+@pytest.mark.parametrize("fun", [noisy, jax.jit(noisy), lambda x, key: noisy(x, key), noisy_by_name])
+def test_a_key_by_name_that_only_the_function_could_use(fun: Any) -> None:
+    """It is an error, not noise that is silently lost."""
+    low = jc.emulate(fun, "bfloat16")
+    for call in (low, jax.jit(low)):
+        with pytest.raises(TypeError, match=r"no rounding is stochastic, and fun=.*; pass fun's own key by position"):
+            call(1.0, key=KEY)
+
+
+def test_reports_refuse_such_a_key() -> None:
+    low = jc.emulate(noisy, "bfloat16")
+    for call in (jc.blame, functools.partial(jc.emulate.report, trace_values=True)):
+        with pytest.raises(TypeError, match="no rounding is stochastic, and fun=noisy"):
+            call(low, 1.0, key=KEY)
+
+
+def test_a_key_by_name_is_that_of_the_roundings() -> None:
+    """Beside a key of the function by position, in every arithmetic; and for functions that have no such parameter."""
+    one, other = jax.random.split(KEY)
+    for spec in ("bfloat16", "bfloat16:stochastic"):
+        low = jc.emulate(noisy, spec, key=KEY)
+        assert float(low(1.0, one, key=KEY)) == float(low(1.0, one)) > 1
+        assert float(low(1.0, one)) != float(low(1.0, other))
+    assert float(low(1.0, key=KEY)) == 1  # so it is documented
+    for fun in (lambda x, **key: x + len(key), lambda x, /, **rest: x + len(rest), jnp.asarray):
+        assert float(jc.emulate(fun, "bfloat16")(1.0, key=KEY)) == 1
+    assert float(jc.emulate(lambda key, /, x: noisy(x, key), "bfloat16")(one, 0.0, key=KEY)) > 0
+    with pytest.raises(TypeError, match=r"missing 1 .* argument: 'key'; pass fun's own key by position"):
+        jc.emulate(lambda x, key: noisy(x, key), "bfloat16:stochastic")(1.0, key=KEY)
+    with pytest.raises(TypeError, match=r"missing 1 .* argument: 'key'(\n|$)"):
+        jc.emulate(lambda x, key: noisy(x, key), "bfloat16:stochastic", key=KEY)(1.0)
+
+
+@pytest.mark.parametrize(
+    ("fun", "shown"),
+    [
+        (lambda x, **rest: x, "(x, *, key=None, **rest)"),
+        (noisy, "(x: 'Any', key: 'Any' = None) -> 'Any'"),
+        (Holder.scaled.__wrapped__, "(self, x: 'Any', *, key=None) -> 'Any'"),
+    ],
+)
+def test_the_signature_has_the_key(fun: Any, shown: str) -> None:
+    low = jc.emulate(fun, "bfloat16")
+    assert str(inspect.signature(low)) == str(inspect.signature(jax.jit(low))) == shown
+    assert str(inspect.signature(copy.deepcopy(low))) == shown
+    assert not hasattr(jc.emulate(max, "bfloat16"), "__signature__")  # as the function itself has none
 
 
 # -- calls that are not traced again -----------------------------------------------------------------------------------

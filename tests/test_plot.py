@@ -329,6 +329,12 @@ def test_value_grids_draw_the_values_of_each_format() -> None:
     assert axes.get_yticklabels()[0].get_text() == "float4_e2m1fn\n4 bits"
 
 
+def test_one_format_is_a_list_of_it() -> None:
+    for one in ("e5m2", parse("e5m2").format):
+        assert len(jc.plot.value_grids(one).axes[0].collections) == 1
+        assert jc.plot.rounding_error(one, 1.0, 2.0).axes[0].lines[0].get_label() == "float8_e5m2"
+
+
 def test_rounding_error_is_that_of_the_definition() -> None:
     """Multiples of 1/16 within 8, rounded by Python's round, which takes ties to even."""
     axes = jc.plot.rounding_error(["fixed4.4:saturate"], -10.0, 10.0, relative=False, points=801).axes[0]

@@ -14,7 +14,7 @@ import numpy as np
 
 from jchop._arguments import as_array
 from jchop._bits import CARRIERS
-from jchop._checks import check_choice
+from jchop._checks import check_choice, listed
 from jchop._core.rounding.grid import holds
 from jchop._round.round_to_format import round_to_format
 from jchop._text import Part, Tables
@@ -166,7 +166,7 @@ def _plain(value: Any) -> Any:
 
 def compare(
     x: Any,
-    formats: Iterable[Spec | ElementFormat | ScaledFormat | str] | None = None,
+    formats: Iterable[Spec | ElementFormat | ScaledFormat | str] | Spec | ElementFormat | ScaledFormat | None = None,
     key: jax.Array | None = None,
     *,
     scale: Literal["none", "fit"] = "none",
@@ -181,8 +181,8 @@ def compare(
         x: numbers of any shape but empty: an array of JAX or NumPy, or a list. float16 and bfloat16 are rounded as
             float32, which is exact; integers and booleans as float64. Formats with values that float32 lacks round
             float32 numbers as float64.
-        formats: specs, formats, or texts. Default: 16-bit and 8-bit floats, int8 and int4 with one scale for the
-            tensor, each row or each group, nf4, MX formats and nvfp4.
+        formats: specs, formats, or texts, or one of them. Default: 16-bit and 8-bit floats, int8 and int4 with one
+            scale for the tensor, each row or each group, nf4, MX formats and nvfp4.
         key: a typed key, needed by the stochastic modes; each format draws the same bits.
         scale: ``"none"`` (default), or ``"fit"``: a format without scales gets x times the largest power of two under
             which no number lies beyond its largest value, and the result is divided by it. The product is computed in
@@ -207,7 +207,8 @@ def compare(
     """
     check_choice("scale", scale, SCALES)
     array = _numbers(x)
-    specs = [as_spec(f, "formats", scaled=True) for f in (default_formats(array.ndim) if formats is None else formats)]
+    names = default_formats(array.ndim) if formats is None else listed(formats)
+    specs = [as_spec(name, "formats", scaled=True) for name in names]
     if not specs:
         raise ValueError("formats must name at least one format")
     finite = np.isfinite(array)

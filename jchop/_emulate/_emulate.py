@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import warnings
 from collections.abc import Callable, Mapping
 from functools import update_wrapper
@@ -99,12 +100,13 @@ def emulate(
             `jax.grad`. Default None.
 
     Returns:
-        The function, with one more keyword argument, ``key``, which is not passed to `fun`. Results have the dtypes of
-        the results of `fun`. Without `fun`, a decorator.
+        The function, with one more keyword argument, ``key``, which is not passed to `fun`: a ``key`` of `fun` itself
+        is passed by position. Results have the dtypes of the results of `fun`. Without `fun`, a decorator.
 
     Raises:
         TypeError: for a `fun` that is not a function, arguments in another order, no spec, or rules, an accumulation or
-            a key of another type; when called, for traced arguments with ``stop_at``.
+            a key of another type; when called, for traced arguments with ``stop_at``, or for the keyword argument
+            ``key`` if no rounding draws from it and `fun` has a parameter ``key`` without a value.
         FloatingPointError: when called, for the event ``stop_at``.
         ValueError: for ``max_turns`` below 1; when called, for a carrier too narrow for `spec`, a stochastic spec
             without a key, or a rule that matches nothing.
@@ -173,6 +175,8 @@ class Emulated:
         self.fun, self.settings, self.key = fun, settings, key
         self.programs = Programs(fun, settings)
         update_wrapper(self, fun, updated=())
+        if (own := _signature(fun)) is not None:
+            self.__signature__ = _with_key(own)
 
     def __get__(self, instance: Any, owner: type | None = None) -> Any:
         """A method of an instance, as for plain functions."""
@@ -180,8 +184,8 @@ class Emulated:
 
     def __call__(self, *args: Any, key: Array | None = None, **kwargs: Any) -> Any:
         """`fun` of the arguments; `key` replaces the key of `emulate`."""
-        seeds = seeds_of(self.settings, self.key if key is None else key)
-        program = self.programs.of(args, kwargs)
+        seeds = self.seeds(key, args, kwargs)
+        program = self._program(key, args, kwargs)
         # A program may compute a NaN that it never uses, as jnp.var does, so jax_debug_nans checks the results only.
         with jax.disable_jit(False), jax.debug_nans(False), jax.named_scope(OWN_SCOPE):
             if self.settings.stop_at is None:
@@ -191,6 +195,53 @@ class Emulated:
             out = jax.tree.unflatten(program.tree, typed(results, program.source.outvars))
             out = jax.tree.map(lambda x: x if is_stored(x) else own_results(x), out, is_leaf=is_stored)
         return jax.tree.map(jnp.copy, out) if jax.config.jax_debug_nans else out  # type: ignore[attr-defined]
+
+    def seeds(self, key: Array | None, args: Any, kwargs: Any) -> Seeds | None:
+        """The seeds of a call with these arguments; `key` replaces the key of `emulate`."""
+        if key is not None and not self.settings.stochastic and _takes_key(self.fun, args, kwargs):
+            raise TypeError(f"key: no rounding is stochastic, and fun={_name(self.fun)} does not get it; {_OWN_KEY}")
+        return seeds_of(self.settings, self.key if key is None else key)
+
+    def _program(self, key: Array | None, args: Any, kwargs: Any) -> Program:
+        try:
+            return self.programs.of(args, kwargs)
+        except TypeError as error:
+            if key is not None and _takes_key(self.fun, args, kwargs) and "'key'" in str(error):
+                raise TypeError(f"{error}; {_OWN_KEY}") from error
+            raise
+
+
+_OWN_KEY = "pass fun's own key by position, or as lambda x: fun(x, key=...); key= is the key of the roundings"
+
+
+def _signature(fun: Any) -> inspect.Signature | None:
+    try:
+        return inspect.signature(fun)
+    except (TypeError, ValueError):  # some builtin functions have none
+        return None
+
+
+def _with_key(own: inspect.Signature) -> inspect.Signature:
+    """The signature of an emulated function; a `key` of the function itself leaves no room for another."""
+    if "key" in own.parameters:
+        return own
+    parameters = list(own.parameters.values())
+    end = len(parameters) - any(p.kind is p.VAR_KEYWORD for p in parameters)
+    parameters.insert(end, inspect.Parameter("key", inspect.Parameter.KEYWORD_ONLY, default=None))
+    return own.replace(parameters=parameters)
+
+
+def _takes_key(fun: Any, args: Any, kwargs: Any) -> bool:
+    """Whether a function has a parameter `key` that these arguments leave free."""
+    own = _signature(fun)
+    key = None if own is None else own.parameters.get("key")
+    if own is None or key is None or key.kind not in (key.POSITIONAL_OR_KEYWORD, key.KEYWORD_ONLY):
+        return False
+    try:
+        own.bind(*args, **kwargs, key=None)
+    except TypeError:
+        return False
+    return True
 
 
 def run(program: Program, spec: Spec | None, seeds: Seeds | None) -> list[Any]:

@@ -12,7 +12,7 @@ import jax
 import numpy as np
 from flax import nnx
 
-from jchop._checks import check_choice
+from jchop._checks import check_choice, listed
 from jchop._decibels import decibels, shown
 from jchop._products.rule import Rule
 from jchop._text import Part, Tables
@@ -99,7 +99,7 @@ class Sensitivity(Tables):
 def sensitivity(
     model: nnx.Module,
     batches: Iterable[Any],
-    formats: Sequence[Spec | ElementFormat | ScaledFormat | str],
+    formats: Sequence[Spec | ElementFormat | ScaledFormat | str] | Spec | ElementFormat | ScaledFormat,
     *,
     tensors: Sequence[str] = ("weight",),
     run: Callable[[Any, Any], Any] | None = None,
@@ -115,7 +115,8 @@ def sensitivity(
     Args:
         model: a module of Flax NNX that is not quantized; it is not changed.
         batches: inputs of the model, as of `calibrate`.
-        formats: what the layer is rounded to; scaled formats have their scales along the inputs of a layer.
+        formats: what the layer is rounded to, one or several; scaled formats have their scales along the inputs of a
+            layer.
         tensors: the tensors of the layer that are rounded: ``"weight"``, ``"activation"``, or both. Default
             ``("weight",)``.
         run: function that calls the model on a batch and returns arrays. Default ``model(batch)``.
@@ -141,7 +142,7 @@ def sensitivity(
     if not isinstance(model, nnx.Module):
         raise TypeError(f"model={model!r} must be a module of Flax NNX")
     chosen = tuple(check_choice("tensors", name, _TENSORS) for name in tensors)
-    specs = [as_spec(fmt, scaled=True) for fmt in formats]
+    specs = [as_spec(fmt, scaled=True) for fmt in listed(formats)]
     data = list(batches)
     layers = _layers(model, chosen)
     for name, given in (("tensors", chosen), ("formats", specs), ("batches", data), ("model", layers)):

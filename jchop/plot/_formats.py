@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from jchop._checks import as_numpy, check_int
+from jchop._checks import as_numpy, check_int, listed
 from jchop._round.round_to_format import round_to_format
 from jchop.formats import ElementFormat
 from jchop.plot._style import BARS, LOST, NORMAL, element_of, label_of, need_matplotlib, new_figure
@@ -21,11 +21,11 @@ if TYPE_CHECKING:
 _MOST_VALUES, _MOST_BITS = 1 << 16, 8
 
 
-def value_grids(formats: Sequence[ElementFormat | str], *, title: str = "Values of formats") -> Figure:
+def value_grids(formats: Sequence[ElementFormat | str] | ElementFormat, *, title: str = "Values of formats") -> Figure:
     """The positive values of several formats, a row of lines for each, on one logarithmic axis.
 
     Args:
-        formats: formats of at most 16 bits, or their texts.
+        formats: formats of at most 16 bits, or their texts, or one of them.
         title: the title above. Default ``"Values of formats"``.
 
     Raises:
@@ -39,7 +39,7 @@ def value_grids(formats: Sequence[ElementFormat | str], *, title: str = "Values 
         5
     """
     need_matplotlib()
-    found = [element_of(fmt) for fmt in formats]
+    found = [element_of(fmt) for fmt in listed(formats)]
     if not found:
         raise ValueError("formats must name at least one format")
     rows = [_positive(fmt) for fmt in found]
@@ -67,7 +67,7 @@ def _positive(fmt: ElementFormat) -> np.ndarray:
 
 
 def rounding_error(
-    specs: Sequence[Spec | ElementFormat | str],
+    specs: Sequence[Spec | ElementFormat | str] | Spec | ElementFormat,
     start: float,
     stop: float,
     *,
@@ -81,7 +81,7 @@ def rounding_error(
     `jchop.round_to_format`; it has a gap at an x whose result is not finite.
 
     Args:
-        specs: deterministic specs of plain formats, formats, or texts.
+        specs: deterministic specs of plain formats, formats, or texts, or one of them.
         start: the least x.
         stop: the largest x, above `start`; both finite.
         relative: whether to show (rounded - x) / abs(x), default, or rounded - x; a zero x has no relative error.
@@ -99,7 +99,7 @@ def rounding_error(
         ['float8_e4m3fn', 'float8_e5m2', 'fixed4.4']
     """
     need_matplotlib()
-    found = [as_spec(spec) for spec in specs]
+    found = [as_spec(spec) for spec in listed(specs)]
     if not found:
         raise ValueError("specs must have at least one spec")
     if not (math.isfinite(start) and math.isfinite(stop) and start < stop):

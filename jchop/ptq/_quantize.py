@@ -83,8 +83,8 @@ def quantize(
 
     Raises:
         TypeError, ValueError: for other arguments; as `jchop.quantize_fn`; within a traced function; for no batch; for
-            NaN or infinities in the data or the parameters; for less `memory` than one weight needs; if the folder `resume` has a run with
-            another function, other parameters, batches, rules, steps, memory or versions.
+            NaN or infinities in the data or the parameters; for less `memory` than one weight needs; if the folder
+            `resume` has a run with another function, other parameters, batches, rules, steps, memory or versions.
         OSError: if `resume` cannot be read or written.
 
     Example:

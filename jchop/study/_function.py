@@ -58,8 +58,8 @@ class FunctionRow:
         error: the relative error in the 2-norm, ``||y - r|| / ||r||``; infinite if a y is not finite, or r is zero
             and y is not; NaN if no result is a float, or the run failed.
         error_std: its standard deviation over the runs (population); 0 for one run, NaN if an error is infinite.
-        worst_absolute: the largest magnitude of y - r in any run.
-        lost: the share of numbers that became infinite or NaN.
+        worst_absolute: the largest magnitude of y - r in any run; NaN as for `error`.
+        lost: the share of numbers that became infinite or NaN; NaN as for `error`.
         changed: the share of integers and booleans among the results that are others; NaN if there are none.
         note: why there is no result: the error, or the budget; empty if there is one.
     """
@@ -210,8 +210,8 @@ def _merit(row: FunctionRow) -> float:
 def run_function(
     fun: Callable[..., Any],
     *args: Any,
-    formats: Iterable[str | ElementFormat | Spec] = FUNCTION_FORMATS,
-    modes: Iterable[str | Rounding] = FUNCTION_MODES,
+    formats: Iterable[str | ElementFormat | Spec] | ElementFormat | Spec = FUNCTION_FORMATS,
+    modes: Iterable[str | Rounding] | Rounding = FUNCTION_MODES,
     seeds: int = 3,
     seed: int = 0,
     budget_seconds: float | None = None,
@@ -222,16 +222,17 @@ def run_function(
     Args:
         fun: a function that JAX can trace.
         *args: its arguments.
-        formats: formats, Specs or texts, without scales. Overflow rule, flush and random bits of a Spec are kept;
-            `modes` define the rounding. Default: ten formats of 4 to 19 bits.
-        modes: rounding modes or their texts. Default: ``nearest_even`` and ``stochastic``.
+        formats: formats, Specs or texts, or one of them, without scales. Overflow rule, flush and random bits of a Spec
+            are kept; `modes` define the rounding. Default: ten formats of 4 to 19 bits.
+        modes: rounding modes or their texts, or one of them. Default: ``nearest_even`` and ``stochastic``.
         seeds: number of keys over which a stochastic mode is averaged. Default 3.
         seed: seed of the keys. Default 0.
         budget_seconds: no format is begun after this time; rows that are missing have a note. Default None: no limit.
         progress: function of (stage, done, total, note), called during the study.
 
     Returns:
-        A `FunctionStudy`. A function that cannot run in a format, because the dtype of its arguments does not hold the
+        A `FunctionStudy`. Results that are integers or booleans have no error; ``changed`` tells how many are others. A
+        function that cannot run in a format, because the dtype of its arguments does not hold the
         format or for another reason, has a row with the error as its note.
 
     Raises:

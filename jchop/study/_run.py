@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jchop._checks import check_bool, check_choice, check_int
+from jchop._checks import check_bool, check_choice, check_int, listed
 from jchop._files import require_extra
 from jchop._round.round_to_format import round_to_format
 from jchop.formats import ElementFormat, ScaledFormat
@@ -44,8 +44,8 @@ _VERSIONS = ("jchop", "jax", "jaxlib", "numpy", "flax", "optax", "scikit-learn",
 def run(
     dataset: str = "digits",
     *,
-    formats: Iterable[str | ElementFormat | ScaledFormat | Spec] = FORMATS,
-    modes: Iterable[str | Rounding] = MODES,
+    formats: Iterable[str | ElementFormat | ScaledFormat | Spec] | ElementFormat | ScaledFormat | Spec = FORMATS,
+    modes: Iterable[str | Rounding] | Rounding = MODES,
     seeds: int = 10,
     epochs: int | None = None,
     activations: bool = False,
@@ -62,10 +62,10 @@ def run(
 
     Args:
         dataset: ``"digits"`` (a convolutional network), ``"breast-cancer"`` or ``"wine"`` (a multilayer perceptron).
-        formats: formats, Specs or texts. Overflow rule, flush and random bits of a Spec are kept; `modes` define the
-            rounding. A scaled format has groups of one length, or one scale for all. Results come in the order of bits;
-            names of one format share a row.
-        modes: rounding modes or their texts.
+        formats: formats, Specs or texts, or one of them. Overflow rule, flush and random bits of a Spec are kept;
+            `modes` define the rounding. A scaled format has groups of one length, or one scale for all. Results come in
+            the order of bits; names of one format share a row.
+        modes: rounding modes or their texts, or one of them.
         seeds: number of rounding seeds over which a stochastic mode is averaged; a deterministic mode is evaluated
             once.
         epochs: passes over the training data; default by data set, see `jchop.study.DATASETS`.
@@ -137,11 +137,11 @@ def run(
     )
 
 
-def specs_of(formats: Iterable[Any], modes: Iterable[str | Rounding]) -> list[tuple[tuple[str, ...], Spec]]:
+def specs_of(formats: Any, modes: Any) -> list[tuple[tuple[str, ...], Spec]]:
     """(names, Spec) of every cell, formats outermost and narrow ones first, names of one format together."""
-    roundings = list(dict.fromkeys(as_rounding(mode) for mode in modes))
+    roundings = list(dict.fromkeys(as_rounding(mode) for mode in listed(modes)))
     names: dict[Spec, list[str]] = {}
-    for value in formats:
+    for value in listed(formats):
         spec = as_spec(value, "formats", scaled=True)
         if spec.rounding is not Rounding.NEAREST_EVEN and not spec.random_bits:
             raise ValueError(f"formats: {value} names a rounding; use modes= (--modes) instead")

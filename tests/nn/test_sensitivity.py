@@ -77,6 +77,11 @@ def test_what_is_exact_or_lost_is_said() -> None:
     assert lost.rows[0].snr == -math.inf and "lost" in str(lost)
 
 
+def test_one_format_is_a_list_of_it() -> None:
+    one = jc.nn.sensitivity(model(), [X], "e5m2")
+    assert one.formats == ("float8_e5m2",) and one == jc.nn.sensitivity(model(), [X], ["e5m2"])
+
+
 @pytest.mark.parametrize(
     ("given", "error", "said"),
     [

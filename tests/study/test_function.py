@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -101,6 +102,20 @@ def test_integers_are_told_by_the_share_that_changed() -> None:
     assert first.endswith("share changed against the carrier's arithmetic") and found.rows[0].changed > 0.1
     told = "for at most 10 % changed: half (16 bits); 1 % changed: half (16 bits)"
     assert told in found.reading() == last and found.plot().axes[0].get_ylabel() == "share changed"
+
+
+def test_results_without_a_float_have_no_error() -> None:
+    row = study.run_function(jnp.argmax, X, formats=["half"], modes=["rne"]).rows[0]
+    assert (row.runs, row.changed, row.note) == (1, 0, "")
+    assert all(math.isnan(value) for value in (row.error, row.error_std, row.worst_absolute, row.lost))
+
+
+@pytest.mark.parametrize("one", ["e5m2", jc.FloatFormat(5, 2), jc.parse("e5m2:saturate")])
+@pytest.mark.parametrize("mode", ["rne", jc.Rounding.UP])
+def test_one_format_or_mode_is_a_list_of_it(one: Any, mode: Any) -> None:
+    found = study.run_function(lambda x: x / 3, X, formats=one, modes=mode)
+    same = study.run_function(lambda x: x / 3, X, formats=[one], modes=[mode])
+    assert found.to_csv() == same.to_csv() and len(found.rows) == 1
 
 
 def test_a_format_that_cannot_run_has_a_note() -> None:

@@ -16,7 +16,7 @@ import jax.core
 import numpy as np
 
 from jchop._checks import check_bool, check_choice, check_int
-from jchop._emulate._emulate import Emulated, enter, seeds_of
+from jchop._emulate._emulate import Emulated, enter
 from jchop._emulate._known import is_number
 from jchop._emulate._reports.beside import SILENT, Beside, StoppedError
 from jchop._emulate._reports.measure import Event, Measure
@@ -262,7 +262,7 @@ def report(
     if any(isinstance(v, jax.core.Tracer) for v in program.values):
         raise TypeError("trace_values=True needs arguments that are not traced: call report outside of jax.jit")
     stopped, spec = "", fun.settings.spec
-    seeds = seeds_of(fun.settings, fun.key if key is None else key)
+    seeds = fun.seeds(key, args, kwargs)
     try:
         beside.whole(program, spec, enter(program, spec, seeds), names_of(args, kwargs))
     except StoppedError as stop:

@@ -54,11 +54,11 @@ def as_operator(name: str, function: Callable[..., Any], n: int, dtype: Any) -> 
         return (jax.tree.unflatten(tree, leaves) if leaves else function)(v)
 
     with types_for(dtype):
-        closed = jax.make_jaxpr(apply)(leaves, jax.ShapeDtypeStruct((n,), dtype))
-    images = closed.out_avals
-    if len(images) != 1 or images[0].shape != (n,) or not jnp.issubdtype(images[0].dtype, jnp.floating):
-        got = ", ".join(map(str, images))
-        raise ValueError(f"{name} gives {got} for a vector of shape {(n,)}; it must give one, of floats")
+        closed, result = jax.make_jaxpr(apply, return_shape=True)(leaves, jax.ShapeDtypeStruct((n,), dtype))
+    images, alone = closed.out_avals, jax.tree_util.treedef_is_leaf(jax.tree.structure(result))
+    if not alone or len(images) != 1 or images[0].shape != (n,) or not jnp.issubdtype(images[0].dtype, jnp.floating):
+        got = ("" if alone else f"a {type(result).__name__} of ") + (", ".join(map(str, images)) or "nothing")
+        raise ValueError(f"{name} gives {got} for a vector of shape {(n,)}; it must give one such vector, of floats")
     operator = Operator(str(closed.jaxpr), tuple(_held(closed.jaxpr, whole=False)), closed.jaxpr, len(closed.consts))
     return operator, [*closed.consts, *leaves]
 
