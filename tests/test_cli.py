@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import json
 import os
 import re
 import subprocess
@@ -213,9 +214,10 @@ def test_round_keeps_the_type_of_a_file(capsys: pytest.CaptureFixture[str], tmp_
     facts = {line.split("  ")[1].strip(): line.split("  ")[-1].strip() for line in text[1:-1]}
     assert facts["elements"] == "6, shape (2, 3)"
     assert facts["changed"] == "3"
-    assert facts["overflows"] == "1 to inf or nan, 0 to a finite value"
+    assert facts["finite overflows"] == "1 to inf or nan, 0 to a finite value"
     assert facts["underflows"] == "1 to zero"
-    assert facts["nan in the input"] == "1"
+    assert facts["inf in the input"] == "0, 0 to nan, 0 to a finite value"
+    assert facts["nan in the input"] == "1, 0 to a finite value"
     assert facts["largest rel. error"] == "1 (overflows apart)"
     assert text[-1] == f"wrote {target}"
 
@@ -225,6 +227,25 @@ def test_round_counts_a_complex_number_once(capsys: pytest.CaptureFixture[str], 
     text = "\n".join(lines(capsys, "round", str(tmp_path / "x.npy"), "--to", "e5m2"))
     counts = re.findall(r"(elements|changed|overflows|underflows|nan in the input) +(\d+)", text)
     assert [int(count) for _, count in counts] == [5, 3, 1, 1, 1]
+
+
+@pytest.mark.parametrize(
+    ("to", "to_nan", "to_finite", "nans_to_finite"),
+    [("e5m2", 0, 0, 0), ("e4m3fn", 3, 0, 0), ("e2m1fn", 0, 3, 0), ("int8(group=2)", 0, 3, 1)],
+)
+def test_round_counts_what_became_of_infinities_and_nan(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, to: str, to_nan: int, to_finite: int, nans_to_finite: int
+) -> None:
+    x = np.array([np.inf, -np.inf, 1e9, np.inf, np.nan, 1.0])
+    np.save(path := tmp_path / "x.npy", x)
+    found = json.loads("\n".join(lines(capsys, "round", str(path), "--to", to, "--json")))
+    names = ("infinities", "infinities to nan", "infinities to finite", "nans", "nans to finite", "underflows")
+    assert [found[name] for name in names] == [3, to_nan, to_finite, 1, nans_to_finite, 0]
+    same = np.isclose(x, np.asarray(round_to_format(x, to)), rtol=0, atol=0, equal_nan=True)
+    assert found["changed"] == np.count_nonzero(~same)
+    text = "\n".join(lines(capsys, "round", str(path), "--to", to))
+    assert f"inf in the input    3, {to_nan} to nan, {to_finite} to a finite value" in text
+    assert f"nan in the input    1, {nans_to_finite} to a finite value" in text
 
 
 def test_round_counts_saturation(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
@@ -361,6 +382,7 @@ def test_compare_shows_progress_on_a_terminal(
         (["round", "{tmp}/many.npz", "--to", "e5m2"], "holds the arrays 'arr_0', 'arr_1', 'arr_2' and 1 more; allowed"),
         (["round", "{tmp}/broken.npz", "--to", "e5m2"], "holds no arrays that numpy.load can read"),
         (["info", "e4m3fn:saturate"], "':saturate' belongs to a spec; pass the format alone, 'e4m3fn'"),
+        (["compare", "x.npy", "--tensor", "w"], "--tensor 'w' belongs to a .safetensors file; x.npy has one array"),
         (["compare", "x.npy", "--formats", ","], "--formats ',' must name at least one format"),
         (["round", "{tmp}/numbers.txt", "--to", "e5m2"], "numbers in a text file are read from standard input"),
         (["round", "1", "--to", "fp8"], "close: float8_e5m2, float8_e4m3, float8_e4m3fn;"),

@@ -23,6 +23,10 @@ def loss(x, y):
     return jnp.sum((x - y) ** 2) / 3
 
 
+def keyword_loss(x, *, y):
+    return loss(x, y)
+
+
 def spread(x):
     return x / jnp.max(x)
 
@@ -88,6 +92,28 @@ def test_json_is_that_of_blame(folder: Path, capsys: pytest.CaptureFixture[str])
     assert [printed[name] for name in names] == [getattr(found, name) for name in names]
     rows = [(row["primitive"], row["contribution"]) for row in printed["rows"]]
     assert rows == [(row.primitive, row.contribution) for row in found.rows]
+
+
+@pytest.mark.parametrize(
+    ("command", "field"),
+    [
+        ("blame --to e4m3", "error"),
+        ("study --formats e4m3 --modes nearest_even", "rows"),
+        ("tune --tolerance 1 --menu e4m3,e5m2", "errors"),
+    ],
+)
+def test_arguments_by_keyword_alone(folder: Path, command: str, field: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """They are taken by name, or in their order after the others."""
+    np.savez(folder / "list.npz", *(np.load(folder / "data.npz")[name] for name in ("x", "y")))
+    name, *options = command.split()
+    found = []
+    for function, data in (("loss", "data.npz"), ("keyword_loss", "data.npz"), ("keyword_loss", "list.npz")):
+        assert main([name, f"blamed_model:{function}", "--data", data, *options, "--json"]) == 0
+        found.append(json.loads(capsys.readouterr().out)[field])
+    assert found[0] and found[0] == found[1] == found[2]
+    np.savez(folder / "many.npz", *np.ones((3, 8), np.float32))
+    said = error(capsys, name, "blamed_model:keyword_loss", "--data", "many.npz", *options)
+    assert "keyword_loss() takes 1 positional argument but 2" in said
 
 
 @pytest.mark.slow

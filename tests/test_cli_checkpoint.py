@@ -59,6 +59,8 @@ def test_errors(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
         assert f"OUT {old} exists; --force replaces it" in error(capsys, *argv) and old.read_bytes() == b"old"
     run(capsys, "convert", source, old, "--layout", "plain", "--force")
     assert set(load_checkpoint(old)) == set(load_checkpoint(source))
+    argv = ["convert", str(source), str(tmp_path / "new.safetensors"), "--layout", "plain", "--shard", "3"]
+    assert f"--shard 3 belongs to a folder; OUT {argv[2]} is one file" in error(capsys, *argv)
     (tmp_path / "empty").mkdir()
     assert "the folder has no model.safetensors" in error(capsys, "inspect", str(tmp_path / "empty"))
 
@@ -73,7 +75,7 @@ def test_a_refused_run_leaves_no_folder(capsys: pytest.CaptureFixture[str], tmp_
     (old / "notes.txt").write_text("mine")
     for target in (new, old):
         refused = ("convert", str(odd), str(target), "--layout", "compressed-tensors")
-        assert "weight' alone" in error(capsys, *refused)
+        assert "weight' alone, of axes (out, in). The layouts jchop and plain hold any name" in error(capsys, *refused)
         refused = ("quantize", str(source), str(target), "--rule", "*=int8(group=5,axis=7)")
         assert "tensor 'w' of shape" in error(capsys, *refused)
     assert not new.parent.exists() and set(contents(old)) == {"notes.txt"}

@@ -77,6 +77,9 @@ def test_round_as_json_has_exact_numbers(capsys: pytest.CaptureFixture[str]) -> 
     assert third["rel. error"] == float((Fraction("0.3125") - Fraction("0.3")) / Fraction("0.3"))
     assert (huge["rounded"], huge["abs. error"], huge["rel. error"]) == (57344, "1e+400", 1)
     assert (nan["rounded"], nan["code"], tenth["value"]) == ("nan", "0x7e", long)
+    found = printed(capsys, "round", "1.5", "2", "0.1", str(2**53 + 1), str(2**70 + 1), "inf", "--to", "e5m2", "--json")
+    assert isinstance(found, dict)
+    assert [row["value"] for row in found["numbers"]] == [1.5, 2, "0.1", 2**53 + 1, str(2**70 + 1), "inf"]
     found = printed(capsys, "round", "0.1", "--to", "binary32", "--carrier", "float32", "--json")
     assert isinstance(found, dict) and found["numbers"][0]["rounded"] == float(np.float32(0.1))
     found = printed(capsys, "round", "0.1", "--to", "int8", "--json")

@@ -54,6 +54,42 @@ def test_quantize_reports_and_writes(capsys: pytest.CaptureFixture[str], source:
     jax.tree.map(np.testing.assert_array_equal, out["mlp.kernel"], jc.quantize(x, "int4(group=32,scale=bfloat16)"))
 
 
+@pytest.mark.parametrize(
+    ("spec", "mixed", "whole"),
+    [
+        ("int4(group=32)", "2 inf to finite, 1 nan to finite", "64 nan to finite"),
+        ("float8_e4m3fn", "2 inf to nan, 1 nan kept", "64 nan kept"),
+        ("float8_e5m2", "2 inf kept, 1 nan kept", "64 nan kept"),
+    ],
+)
+def test_quantize_notes_what_became_of_nan_and_infinities(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, spec: str, mixed: str, whole: str
+) -> None:
+    x = np.ones((2, 32), np.float32)
+    x[0, 3], x[1, 4], x[1, 5] = np.nan, np.inf, -np.inf
+    tree = {"all": x * np.nan, "some": x, "none": np.ones((2, 32), np.float32)}
+    jc.save_safetensors(source := tmp_path / "a.safetensors", tree)
+    text, _ = run(capsys, "quantize", source, tmp_path / "b.safetensors", "--rule", f"*={spec}", "--json")
+    rows = {row["tensor"]: row for row in json.loads("\n".join(text))[:-1]}
+    assert [rows[name]["note"] for name in ("some", "all", "none")] == [mixed, whole, None]
+    same = "to" not in whole
+    assert [rows["all"][name] for name in ("SNR dB", "max error")] == (["exact", 0] if same else [None, None])
+    assert rows["none"]["SNR dB"] == "exact"
+    jc.storage.save_checkpoint(tree, tmp_path / "in", "plain")
+    _, said = run(capsys, "quantize", tmp_path / "in", tmp_path / "out", "--rule", f"*={spec}")
+    notes = [line for line in said.splitlines() if line.startswith("note")]
+    assert notes == [f"note: all: {whole}", f"note: some: {mixed}"]
+
+
+def test_an_array_without_elements_has_no_bits(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    empty = np.ones((0, 32), np.float32)
+    jc.save_safetensors(path := tmp_path / "a.safetensors", {"a": empty, "b": jc.quantize(empty, "nvfp4")})
+    jc.storage.save_checkpoint({"a": empty, "b": empty}, folder := tmp_path / "in", "plain")
+    rows = json.loads("\n".join(run(capsys, "inspect", path, "--json")[0]))[:-1]
+    rows += json.loads("\n".join(run(capsys, "inspect", folder, "--json")[0]))["arrays"]
+    assert [row["bits"] for row in rows] == [None] * 4
+
+
 @pytest.mark.parametrize("dtype", [np.float32, np.float64])
 def test_compare_unpacks_quantized_arrays(capsys: pytest.CaptureFixture[str], tmp_path: Path, dtype: type) -> None:
     """Their codes and scales are no arrays of their own."""

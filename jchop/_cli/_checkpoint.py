@@ -16,12 +16,12 @@ import numpy as np
 from jchop._bits import CARRIERS
 from jchop._cli._text import Percents, check_new, printable, records, table
 from jchop._paths import matches_path
-from jchop.storage import QArray, quantize
+from jchop.storage import QArray, dequantize, quantize
 from jchop.storage._checkpoints.folder import SHARD
 from jchop.storage._checkpoints.opened import NAMES, OWN, PLAIN, Checkpoint, open_checkpoint
 from jchop.storage._checkpoints.public import convert
 from jchop.storage._checkpoints.table import beside_weights
-from jchop.storage._stream import Rule, check_unused
+from jchop.storage._stream import Rule, check_unused, fates_of
 
 
 def is_checkpoint(path: Path, layout: str) -> bool:
@@ -33,6 +33,8 @@ def is_checkpoint(path: Path, layout: str) -> bool:
 
 
 def run_convert(options: argparse.Namespace) -> None:
+    if options.shard is not None and options.target.suffix.lower() in (".safetensors", ".gguf"):
+        raise ValueError(f"--shard {options.shard >> 20} belongs to a folder; OUT {options.target} is one file")
     if not options.target.is_dir():
         check_new("OUT", options.target, options.force)
     kept = convert(
@@ -41,7 +43,7 @@ def run_convert(options: argparse.Namespace) -> None:
         options.layout,
         read_as=options.source_layout,
         exact=not options.inexact,
-        shard_bytes=options.shard,
+        shard_bytes=options.shard or SHARD,
         progress=Percents("convert"),
     )
     _say_kept(kept)
@@ -65,6 +67,7 @@ def quantize_folder(source: Path, target: Path, rules: Sequence[Rule], seed: int
         raise ValueError("--seed has no effect on a folder, whose rules round without draws")
     with open_checkpoint(source, "auto") as opened:
         chosen = _chosen(opened, rules)
+    notes: list[str] = []
 
     def change(name: str, value: QArray | np.ndarray) -> QArray | np.ndarray:
         rule = chosen.get(name)
@@ -72,12 +75,18 @@ def quantize_folder(source: Path, target: Path, rules: Sequence[Rule], seed: int
             return value
         try:
             with jax.enable_x64(True):
-                return quantize(value, rule.spec)
+                packed = quantize(value, rule.spec)
+                fates = fates_of(value, np.asarray(dequantize(packed)))
         except (ValueError, TypeError) as error:
             raise ValueError(f"tensor {name!r} of shape {list(value.shape)}: {error}") from None
+        if fates:
+            notes.append(f"note: {name}: {counted(fates)}")
+        return packed
 
     texts = repr([(rule.pattern, str(rule.spec)) for rule in rules])
     _say_kept(convert(source, target, OWN, change=change, options=texts, progress=Percents("quantize")))
+    for note in notes if sys.stderr is not None else ():
+        print(printable(note), file=sys.stderr)
     with open_checkpoint(target, OWN) as written:
         _show(written, target, as_json)
 
@@ -101,8 +110,7 @@ def contents(source: Checkpoint, as_json: bool) -> str:
     totals: Counter[str] = Counter()
     for name, item in source.items.items():
         shape = " x ".join(map(str, item.shape)) or "scalar"
-        bits = 8 * item.nbytes / max(math.prod(item.shape), 1)
-        rows.append((name, shape, item.format, f"{item.nbytes:,}", f"{bits:.4g}"))
+        rows.append((name, shape, item.format, f"{item.nbytes:,}", bits_of(item.nbytes, item.shape)))
         totals[item.format] += item.nbytes
     if as_json:
         found = {"layout": source.layout, "arrays": records(rows, "<<<>>"), "bytes": dict(totals.most_common())}
@@ -110,6 +118,16 @@ def contents(source: Checkpoint, as_json: bool) -> str:
     lines = [f"layout: {source.layout}", table(rows, "<<<>>"), ""]
     lines += [f"{count:,} bytes  {format}" for format, count in totals.most_common()]
     return "\n".join(printable(line) if "\n" not in line else line for line in lines)
+
+
+def bits_of(nbytes: int, shape: Sequence[int]) -> str:
+    """The bits of an element in a table; an array without elements has none."""
+    return f"{8 * nbytes / math.prod(shape):.4g}" if math.prod(shape) else "-"
+
+
+def counted(fates: Counter[str]) -> str:
+    """The counts of `fates_of` in a note."""
+    return ", ".join(f"{count} {fate}" for fate, count in fates.items())
 
 
 def _say_kept(kept: bool) -> None:
@@ -151,7 +169,5 @@ def add_convert(commands: argparse._SubParsersAction) -> None:
     command.add_argument("--layout", required=True, choices=NAMES, help="the layout of OUT")
     command.add_argument("--from", dest="source_layout", default="auto", choices=("auto", *NAMES), help="that of IN")
     command.add_argument("--inexact", action="store_true", help="let numbers of NVFP4 differ in their last bit")
-    command.add_argument(
-        "--shard", metavar="MIB", type=_bytes, default=SHARD, help="MiB of arrays in a file; default 256"
-    )
+    command.add_argument("--shard", metavar="MIB", type=_bytes, help="MiB of arrays in a file of a folder; default 256")
     command.set_defaults(run=run_convert)

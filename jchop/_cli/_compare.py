@@ -61,15 +61,17 @@ def _compared(name: str, array: np.ndarray, formats: Sequence[Any], key: Any, sc
     return replace(parts[0], rows=tuple(row for part in parts for row in part.rows))
 
 
-def _tensors(path: Path, pattern: str) -> Iterator[tuple[str, np.ndarray]]:
+def _tensors(path: Path, pattern: str | None) -> Iterator[tuple[str, np.ndarray]]:
     """The array of a .npy file, or those of a safetensors file that match and are numbers, packed ones unpacked."""
-    check_pattern("--tensor", pattern)
     if path.suffix.lower() == ".npy":
+        if pattern is not None:
+            raise ValueError(f"--tensor {pattern!r} belongs to a .safetensors file; {path} has one array")
         with NpyFile(path, str(path)) as file:
             yield path.name, file.read([0] * len(file.shape), file.shape)
         return
     if path.suffix.lower() != ".safetensors":
         raise ValueError(f"FILE {path} must end in .npy or .safetensors")
+    pattern = check_pattern("--tensor", "*" if pattern is None else pattern)
     with open_checkpoint(path, "auto") as file:
         numbers = [
             name
@@ -105,9 +107,7 @@ def add_compare(commands: argparse._SubParsersAction) -> None:
     )
     command.add_argument("file", metavar="FILE", type=Path, help="a .npy or .safetensors file")
     command.add_argument("--formats", nargs="+", metavar="SPEC", help="default: 8 to 14 formats in use")
-    command.add_argument(
-        "--tensor", metavar="PATTERN", default="*", help="the tensors of a safetensors file; default all"
-    )
+    command.add_argument("--tensor", metavar="PATTERN", help="the tensors of a safetensors file; default all")
     command.add_argument(
         "--scale",
         choices=SCALES,

@@ -34,7 +34,8 @@ def imports_from_here() -> Iterator[None]:
 def load_function(argument: str, text: str) -> Callable[..., Any]:
     """The function of ``module:function``; modules of the current folder are found, too.
 
-    A call raises ValueError if JAX cannot trace the function, or the function raises an error.
+    It takes arguments that are by keyword alone as positional ones, too, after the others. A call raises ValueError if
+    JAX cannot trace the function, or the function raises an error.
 
     Args:
         argument: name of the argument of the command, for errors.
@@ -59,12 +60,15 @@ def load_function(argument: str, text: str) -> Callable[..., Any]:
     if not callable(found):
         raise ValueError(f"{argument} {text!r} is {type(found).__name__}, and no function")
 
+    places, keywords = _keywords(found)
+
     @functools.wraps(found)
     def traced(*args: Any, **kwargs: Any) -> Any:
         from jax.errors import JAXIndexError, JAXTypeError
 
         try:
-            return found(*args, **kwargs)
+            named = dict(zip(keywords, args[places:], strict=False))
+            return found(*args[:places], *args[places + len(keywords) :], **named, **kwargs)
         except (JAXIndexError, JAXTypeError) as error:
             told = str(error).splitlines()[0].rstrip(".")
             raise ValueError(
@@ -76,6 +80,18 @@ def load_function(argument: str, text: str) -> Callable[..., Any]:
             raise ValueError(f"{argument} {text!r} raised {type(error).__name__}{_place_of(error)}{said}") from None
 
     return traced
+
+
+def _keywords(function: Callable[..., Any]) -> tuple[int, list[str]]:
+    """How many arguments come before those by keyword alone, and the names of these."""
+    try:
+        parameters = inspect.signature(function).parameters.values()
+    except (TypeError, ValueError):  # as of functions in C
+        return 0, []
+    keywords = [each.name for each in parameters if each.kind is each.KEYWORD_ONLY]
+    if any(each.kind is each.VAR_POSITIONAL for each in parameters):  # which takes all that is positional
+        return 0, []
+    return sum(each.kind in (each.POSITIONAL_ONLY, each.POSITIONAL_OR_KEYWORD) for each in parameters), keywords
 
 
 def _place_of(error: Exception) -> str:

@@ -7,7 +7,7 @@ import math
 from collections.abc import Sequence
 from pathlib import Path
 
-from jchop._cli._checkpoint import contents, is_checkpoint, quantize_folder
+from jchop._cli._checkpoint import bits_of, contents, counted, is_checkpoint, quantize_folder
 from jchop._cli._text import Percents, check_new, check_suffix, key_of, printable, seed, show
 from jchop._paths import check_pattern
 from jchop.spec import as_spec
@@ -68,10 +68,12 @@ def _report(reports: Sequence[Report]) -> list[tuple[str, ...]]:
         ("tensor", "shape", "from", "to", "bytes before", "bytes after", "SNR dB", "max error", "note")
     ]
     for report in reports:
-        errors = ("-", "-") if report.copied else (_decibels(report.sqnr), f"{report.largest:.3g}")
-        note = f"{report.lost} finite to inf or nan" if report.lost else ""
+        known = not (report.copied or math.isnan(report.sqnr))
+        errors = (_decibels(report.sqnr), f"{report.largest:.3g}") if known else ("-", "-")
         sizes = (f"{report.before:,}", f"{report.after:,}")
-        rows.append((report.name, _shape(report.shape), report.dtype, report.to, *sizes, *errors, note))
+        rows.append(
+            (report.name, _shape(report.shape), report.dtype, report.to, *sizes, *errors, counted(report.fates))
+        )
     before, after = (sum(getattr(report, name) for report in reports) for name in ("before", "after"))
     rows.append(("all", "", "", "", f"{before:,}", f"{after:,}", "", "", _share(after, before)))
     return rows
@@ -85,7 +87,7 @@ def _contents(file: TensorFile) -> list[tuple[str, ...]]:
     for name, entry in file.entries.items():
         owner = owners.get(name)
         if owner is None:
-            bits = f"{8 * entry.dtype.itemsize}"
+            bits = bits_of(entry.nbytes, entry.shape)
             rows.append((name, _shape(entry.shape), entry.dtype.name, f"{entry.nbytes:,}", bits, "-"))
         elif owner not in shown:
             shown.add(owner)
@@ -93,8 +95,7 @@ def _contents(file: TensorFile) -> list[tuple[str, ...]]:
             parts = [file.entries[part] for part in part_names(owner, fields)]
             shape = parts[0].shape[:-1] + (() if fields["size"] is None else (fields["size"],))
             size = sum(part.nbytes for part in parts)
-            bits = f"{8 * size / max(math.prod(shape), 1):.4g}"
-            rows.append((owner, _shape(shape), fields["dtype"], f"{size:,}", bits, fields["spec"]))
+            rows.append((owner, _shape(shape), fields["dtype"], f"{size:,}", bits_of(size, shape), fields["spec"]))
     total = sum(entry.nbytes for entry in file.entries.values())
     rows.append(("all", "", "", f"{total:,}", "", f"{len(rows) - 1} arrays in {len(file.entries)} tensors"))
     return rows

@@ -30,6 +30,7 @@ from jchop._cli._text import (
     short,
     shortest,
     table,
+    whole,
 )
 from jchop._files import write_atomically
 from jchop.formats import ElementFormat
@@ -110,8 +111,8 @@ def _round_numbers(options: argparse.Namespace, spec: Spec, key: Any) -> None:
     rows = _comparison(numbers, values, rounded, element)
     if options.json:
         found = [
-            dict(zip(_HEAD, (word, plain(float(result)), code, bits, *map(_exact, errors)), strict=True))
-            for word, result, code, bits, *errors in rows
+            dict(zip(_HEAD, (_number(n.exact, text), plain(float(x)), code, bits, *map(_exact, errors)), strict=True))
+            for n, (text, x, code, bits, *errors) in zip(numbers, rows, strict=True)
         ]
         print(json.dumps({"to": str(spec), "carrier": str(values.dtype), "numbers": found}, indent=1, allow_nan=False))
         return
@@ -230,6 +231,14 @@ def _as_typed(number: _Typed, value: np.generic) -> str:
     return text if np.isfinite(value) and Fraction(text) == number.exact else number.word
 
 
+def _number(exact: Fraction | float, text: str) -> Any:
+    """A typed number in JSON: a float64, or an integer of at most 64 bits; else its text."""
+    if isinstance(exact, float):
+        return plain(exact)
+    near, digits = _float(exact, odd=False), whole(exact)
+    return near if near == exact else int(digits) if digits else text
+
+
 def _exact_errors(exact: Fraction | float, result: float) -> tuple[Fraction | float, Fraction | float]:
     """Absolute and relative error; 0 if the number did not change, including infinities and zeros."""
     if exact == result:
@@ -303,20 +312,28 @@ class _Summary:
     lost: int = 0
     saturated: int = 0
     underflows: int = 0
+    infinities: int = 0
+    infinities_to_nan: int = 0
+    infinities_to_finite: int = 0
     nans: int = 0
+    nans_to_finite: int = 0
 
     def see(self, values: np.ndarray, rounded: np.ndarray) -> None:
         """Adds a chunk."""
         exact, result = (_real_parts(x).astype(np.float64) for x in (values, rounded))
-        finite, nan = np.isfinite(exact), np.isnan(exact)
-        lost = finite & ~np.isfinite(result)
-        self.changed += _count((exact != result) & ~nan)
+        finite, infinite, nan = np.isfinite(exact), np.isinf(exact), np.isnan(exact)
+        stays, lost = np.isfinite(result), finite & ~np.isfinite(result)
+        self.changed += _count((exact != result) & ~(nan & np.isnan(result)))
         self.lost += _count(lost)
         if self.fmt is not None:
             outside = finite & ((exact > _float(self.fmt.max, odd=False)) | (exact < _float(self.fmt.min, odd=False)))
             self.saturated += _count(outside & ~lost)
-        self.underflows += _count((exact != 0) & (result == 0))
+        self.underflows += _count(finite & (exact != 0) & (result == 0))
+        self.infinities += _count(infinite)
+        self.infinities_to_nan += _count(infinite & np.isnan(result))
+        self.infinities_to_finite += _count(infinite & stays)
         self.nans += _count(nan)
+        self.nans_to_finite += _count(nan & stays)
         exact, result = exact[finite & ~lost], result[finite & ~lost]
         with np.errstate(invalid="ignore", divide="ignore", over="ignore"):
             absolute = np.abs(result - exact)
@@ -325,7 +342,7 @@ class _Summary:
         self.relative = max(self.relative, float(relative.max(initial=0.0, where=np.isfinite(relative))))
 
     def as_dict(self) -> dict[str, Any]:
-        """The statistics; overflows are counted by their result, not finite or finite."""
+        """The statistics; overflows are those of finite numbers, by their result, not finite or finite."""
         return {
             "changed": self.changed,
             "largest absolute error": self.absolute,
@@ -333,7 +350,11 @@ class _Summary:
             "overflows": self.lost,
             "saturated": self.saturated,
             "underflows": self.underflows,
+            "infinities": self.infinities,
+            "infinities to nan": self.infinities_to_nan,
+            "infinities to finite": self.infinities_to_finite,
             "nans": self.nans,
+            "nans to finite": self.nans_to_finite,
         }
 
     def text(self, shape: tuple[int, ...]) -> str:
@@ -344,9 +365,13 @@ class _Summary:
             ("changed", str(self.changed)),
             ("largest abs. error", short(self.absolute) + but),
             ("largest rel. error", short(self.relative) + but),
-            ("overflows", f"{self.lost} to inf or nan, {self.saturated} to a finite value"),
+            ("finite overflows", f"{self.lost} to inf or nan, {self.saturated} to a finite value"),
             ("underflows", f"{self.underflows} to zero"),
-            ("nan in the input", str(self.nans)),
+            (
+                "inf in the input",
+                f"{self.infinities}, {self.infinities_to_nan} to nan, {self.infinities_to_finite} to a finite value",
+            ),
+            ("nan in the input", f"{self.nans}, {self.nans_to_finite} to a finite value"),
         ]
         return table([("  " + name, value) for name, value in rows], "<<", rule=False)
 

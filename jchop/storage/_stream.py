@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import zlib
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -47,7 +48,11 @@ class Rule:
 
 @dataclass
 class Report:
-    """The result for one tensor. Errors are over finite elements; `square` and `error` are sums of squares."""
+    """The result for one tensor.
+
+    Errors are over the elements that are and stay finite; `square` and `error` are sums of squares. `fates` counts the
+    others.
+    """
 
     name: str
     dtype: str
@@ -58,24 +63,45 @@ class Report:
     square: float = 0.0
     error: float = 0.0
     largest: float = 0.0
-    lost: int = 0
+    fates: Counter[str] = field(default_factory=Counter)
     copied: bool = False
 
     @property
     def sqnr(self) -> float:
-        """Signal-to-quantization-noise ratio in dB; infinite if no element changed."""
-        return decibels(self.square, self.error)
+        """Signal-to-quantization-noise ratio in dB; infinite if no element changed, NaN if only `fates` has changes."""
+        changed = any(" to " in fate for fate in self.fates)
+        return math.nan if changed and not self.error else decibels(self.square, self.error)
 
     def add(self, exact: np.ndarray, stored: np.ndarray) -> None:
         """Adds the errors of a chunk."""
         x, y = exact.astype(np.float64).ravel(), stored.astype(np.float64).ravel()
+        self.fates += fates_of(x, y)
         finite = np.isfinite(x) & np.isfinite(y)
-        self.lost += int(np.count_nonzero(np.isfinite(x) & ~np.isfinite(y)))
         x, y = x[finite], y[finite]
         self.square += float(x @ x)
         y -= x
         self.error += float(y @ y)
         self.largest = max(self.largest, float(np.abs(y).max(initial=0.0)))
+
+
+_KINDS = {"finite": np.isfinite, "inf": np.isinf, "nan": np.isnan}
+
+
+def fates_of(exact: np.ndarray, stored: np.ndarray) -> Counter[str]:
+    """How many elements are not finite before or after, by what became of them.
+
+    Example:
+        >>> dict(fates_of(np.array([np.nan, np.inf, -np.inf, 1.0]), np.array([7.0, np.inf, -np.inf, 1.0])))
+        {'inf kept': 2, 'nan to finite': 1}
+    """
+    found: Counter[str] = Counter()
+    if np.isfinite(exact).all() and np.isfinite(stored).all():
+        return found
+    for (before, was), (after, became) in itertools.product(_KINDS.items(), repeat=2):
+        count = int(np.count_nonzero(was(exact) & became(stored)))
+        if count and not before == after == "finite":
+            found[f"{before} kept" if before == after else f"{before} to {after}"] = count
+    return found
 
 
 @dataclass(frozen=True)

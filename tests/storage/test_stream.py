@@ -69,7 +69,8 @@ def test_chunks_are_the_whole(tmp_path: Path, text: str, shape: tuple[int, ...])
     error = (values - x)[finite]
     for report in reports:
         assert (report.before, report.after) == (x.nbytes, whole["x"].nbytes)
-        assert report.largest == np.abs(error).max() and report.lost == 0
+        assert report.largest == np.abs(error).max() and not any(fate.startswith("finite") for fate in report.fates)
+        assert sum(report.fates.values()) == np.count_nonzero(~finite)
         assert report.sqnr == pytest.approx(10 * np.log10((x[finite].astype(np.float64) ** 2).sum() / (error**2).sum()))
 
 
@@ -148,8 +149,14 @@ def test_reports() -> None:
     report = Report("x", "float32", (3,), "e2m1fn", 12, 2)
     assert report.sqnr == np.inf
     report.add(np.array([3.0, 4.0, np.inf, 1e9]), np.array([3.0, 3.0, 6.0, np.inf]))
-    assert (report.square, report.error, report.largest, report.lost) == (25.0, 1.0, 1.0, 1)
+    assert (report.square, report.error, report.largest) == (25.0, 1.0, 1.0)
+    assert report.fates == {"finite to inf": 1, "inf to finite": 1}
     assert report.sqnr == pytest.approx(10 * np.log10(25))
+    kept = Report("x", "float32", (2,), "bfloat16", 8, 4)
+    kept.add(np.array([np.nan, -np.inf]), np.array([np.nan, -np.inf]))
+    assert kept.sqnr == np.inf and kept.fates == {"nan kept": 1, "inf kept": 1}
+    kept.add(np.array([np.nan, np.inf, 1.0]), np.array([7.0, np.nan, 1.0]))
+    assert np.isnan(kept.sqnr) and kept.fates == {"nan kept": 1, "inf kept": 1, "nan to finite": 1, "inf to nan": 1}
 
 
 @pytest.mark.slow
