@@ -340,6 +340,7 @@ def weighted(specs: Any) -> float:
     return sum(spec.format.bits * (9 if path == "one" else 1) for path, spec in specs.items())
 
 
+@pytest.mark.in_turn(2)
 @pytest.mark.parametrize("metric", ["relative", "absolute", "largest"])
 def test_infinities_and_nan_of_the_carrier_are_no_errors(metric: Any) -> None:
     x = jnp.array([-1.0, 0.0, 2.0, 3.0])  # NaN, -inf, and numbers

@@ -40,7 +40,7 @@ from jchop._program.stopped import text_of_stop
 from jchop.formats import FloatFormat
 from jchop.spec import Spec
 
-__all__ = ["ELEMENTWISE", "SILENT", "Beside", "Pair", "StoppedError", "is_unchanged", "note_of_stop"]
+__all__ = ["CHOOSING", "ELEMENTWISE", "SILENT", "Beside", "Pair", "StoppedError", "is_unchanged", "note_of_stop"]
 
 #: A value of the emulated program, and the reference's value for it.
 Pair = tuple[Any, Any]
@@ -50,6 +50,8 @@ LONG = 64
 SILENT = frozenset({"structural", "extremum", "untouched", "compared", "control", "own"})
 #: The kinds of equations whose results depend only on the operands at the same index.
 ELEMENTWISE = frozenset({"exact", "power", "elementary", "converted", "extremum", "neighbour"})
+#: The kinds of equations whose results are some of the operands' numbers.
+CHOOSING = frozenset({"structural", "extremum"})
 
 
 class StoppedError(Exception):

@@ -17,10 +17,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from jchop._checks import check_int
-from jchop._emulate._emulate import Emulated, enter, seeds_of
+from jchop._emulate._emulate import Emulated, enter
 from jchop._emulate._interpret import Eager
 from jchop._emulate._known import is_number
-from jchop._emulate._reports.beside import Pair
+from jchop._emulate._reports.beside import SILENT, Pair
 from jchop._emulate._reports.places import home, label_of, names_of, spec_of, walk
 from jchop._emulate._reports.reference import Carrier
 from jchop._emulate._reports.tape import Share, Tape
@@ -45,7 +45,8 @@ class BlameRow:
 
     Args:
         scope: the path of `jax.named_scope` and `jax.jit` names; empty outside of all.
-        primitive: its name; ``"argument [0]['w']"`` and ``"constant"`` for values that are rounded on entry.
+        primitive: its name; ``"argument [0]['w']"`` for an argument that is rounded on entry; ``"constant"`` for a
+            constant that is rounded on entry, or where it is moved or enters a call, branch or loop.
         spec: the rounding of the results, as text.
         equations: their number in the program.
         results: the count of results, in all turns of loops.
@@ -148,13 +149,15 @@ def blame(
     the output by the result, from transposed derivatives of each equation, each the mean of that at the emulated
     operands and that at the carrier's; of a function of numbers, the secant, if the two operands are far apart or a
     derivative is infinite there. Where both are equal, an infinite derivative counts as 0, as it multiplies no error.
-    The contributions of a program of products and sums then add up to the error of the output. `unexplained` is the
-    rest. A bound such as Σ|aᵢ||δᵢ| has no signs and is often a hundred times too large.
+    If a maximum or a sort chooses another operand than the carrier's, the mean has weights that make it a secant. The
+    contributions of a program of products, sums and such choices then add up to the error of the output. `unexplained`
+    is the rest, as of functions with curvature and of jumps. A bound such as Σ|aᵢ||δᵢ| has no signs and is often a
+    hundred times too large.
 
     Loops and branches follow the emulated program, and so do choices (`jnp.where`) within `while` loops; a row adds up
     all turns, and ``turns`` has each. Inside `jax.shard_map` all shards run at once, on one device, and a row adds up
-    all shards. An equation that only moves values makes no error. The values of all operations are kept in memory. It
-    runs operation by operation, outside of `jax.jit`.
+    all shards. An equation that only moves values makes no error, but may round a constant. The values of all
+    operations are kept in memory. It runs operation by operation, outside of `jax.jit`.
 
     Args:
         low: a function from `jchop.emulate`.
@@ -194,23 +197,25 @@ def blame(
     if any(isinstance(v, jax.core.Tracer) for v in program.values):
         raise TypeError("blame needs arguments that are not traced: call it outside of jax.jit")
     outer = here()
-    steps = list(walk(program.plan, 1, outer))
-    tape.sources.update((id(step), source) for step, _, source in steps)
-    results = _run(low, program, tape, names_of(args, kwargs), key, most is not None)
+    start = home(low.fun, outer)
+    # Of a constant result, `emulate` makes an equation in this call.
+    steps = [(step, start if source == outer else source) for step, _, source in walk(program.plan, 1, outer)]
+    tape.sources.update((id(step), source) for step, source in steps)
+    seeds = low.seeds(key, args, kwargs)
+    results = _run(low, program, tape, names_of(args, kwargs), seeds, most is not None)
     error, value, reference, cotangents = _seeded(program, results, output)
     shares = tape.shares(results, cotangents)
     for note in dict.fromkeys(tape.notes):
         warnings.warn(note, RuntimeWarning, stacklevel=2)
-    rows = [*_given_rows(shares, str(low.settings.spec), home(low.fun, outer), error), *_rows(steps, shares, error)]
+    rows = [*_given_rows(shares, str(low.settings.spec), start, error), *_rows(steps, shares, error)]
     rows.sort(key=lambda row: -abs(row.contribution))
     unexplained = error - math.fsum(row.contribution for row in rows)
     return Blame(tuple(rows), error, value, reference, unexplained, tuple(dict.fromkeys(tape.notes)))
 
 
 def _run(
-    low: Emulated, program: Program, tape: Tape, names: Sequence[str], key: Array | None, limited: bool
+    low: Emulated, program: Program, tape: Tape, names: Sequence[str], seeds: Seeds | None, limited: bool
 ) -> list[Pair]:
-    seeds = seeds_of(low.settings, low.key if key is None else key)
     entered = values, constants, inside = enter(program, low.settings.spec, seeds)
     if not limited:
         tape.check = partial(_check_turns, program, entered)
@@ -313,11 +318,12 @@ def _given_rows(shares: dict[Any, Share], spec: str, source: str, error: float) 
             yield _row("", name, spec, 1, [share], source, error)
 
 
-def _rows(steps: Sequence[tuple[Step, int, str]], shares: dict[Any, Share], error: float) -> Iterator[BlameRow]:
+def _rows(steps: Sequence[tuple[Step, str]], shares: dict[Any, Share], error: float) -> Iterator[BlameRow]:
     groups: dict[tuple[str, str, str, str], list[Share]] = {}
-    for step, _, source in steps:
+    for step, source in steps:
         if id(step) in shares:
-            groups.setdefault((step.scope, label_of(step), spec_of(step), source), []).append(shares[id(step)])
+            name = "constant" if step.kind in SILENT else label_of(step)  # a move rounds nothing else
+            groups.setdefault((step.scope, name, spec_of(step), source), []).append(shares[id(step)])
     for (scope, name, spec, source), members in groups.items():
         yield _row(scope, name, spec, len(members), members, source, error)
 

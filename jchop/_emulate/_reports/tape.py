@@ -11,10 +11,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 from jax.extend.core import Literal
 
 from jchop._emulate._known import is_number
-from jchop._emulate._reports.beside import ELEMENTWISE, SILENT, Beside, Pair
+from jchop._emulate._reports.beside import CHOOSING, ELEMENTWISE, SILENT, Beside, Pair
 from jchop._emulate._reports.shards import Axes, at_row, bound, untyped
 from jchop._emulate._step import Step
 from jchop._program.control import as_jax
@@ -224,7 +225,8 @@ class Tape(Beside):
             return result
         eqn = untyped(step, axes).eqn
         params = tuple(sorted(eqn.params.items()))
-        equation = _Equation(eqn.primitive, params, tuple(moved), tuple(numbers), axes, step.kind in ELEMENTWISE)
+        kinds = (step.kind in ELEMENTWISE, step.kind in CHOOSING)
+        equation = _Equation(eqn.primitive, params, tuple(moved), tuple(numbers), axes, *kinds)
         given = [cotangents[i] for i in numbers]
         try:
             pulled = _pulled(equation, low, wide, given)
@@ -252,6 +254,7 @@ class _Equation:
         numbers: the places of the results that are numbers.
         axes: of the mesh, which operands and results have first.
         elementwise: whether each result depends only on the operands at the same index.
+        choosing: whether each result is one of the operands' numbers.
     """
 
     primitive: Any
@@ -260,6 +263,7 @@ class _Equation:
     numbers: tuple[int, ...]
     axes: Axes
     elementwise: bool
+    choosing: bool
 
     def results(self, args: list[Any], values: Sequence[Any]) -> list[Any]:
         """The results that are numbers, with other values for the operands that move."""
@@ -269,18 +273,28 @@ class _Equation:
         out = bound(self.axes, self.primitive, dict(self.params), every)
         return [out[i] for i in self.numbers]
 
-    def at(self, args: list[Any], cotangents: list[Any]) -> tuple[list[Any], Sequence[Any]]:
-        """The results, and the cotangents of the operands that move."""
-        out, pull = jax.vjp(lambda *values: self.results(args, values), *(args[i] for i in self.moved))
-        return out, pull(cotangents)
+    def sorts(self, x: Any) -> bool:
+        """Whether the only result that counts is the sorted operand `x`."""
+        sorts = self.primitive.name == "top_k" or dict(self.params).get("num_keys") == 1
+        return sorts and self.moved == self.numbers == (0,) and not jnp.iscomplexobj(x)
 
 
 @partial(compiled, static_argnums=0)
 def _pulled(equation: _Equation, low: list[Any], wide: list[Any], cotangents: list[Any]) -> list[Any]:
     """The mean of an equation's transposed derivatives at both ends, or a secant."""
-    (out, one), (reference, two) = equation.at(low, cotangents), equation.at(wide, cotangents)
-    mean = [(x + y) / 2 for x, y in zip(one, two, strict=True)]
     moved, numbers = equation.moved, equation.numbers
+    ends = [(lambda *values, side=side: equation.results(side, values)) for side in (low, wide)]
+    sides = [[side[i] for i in moved] for side in (low, wide)]
+    out, reference = (end(*side) for end, side in zip(ends, sides, strict=True))
+    weights: Sequence[Any] = [1] * len(numbers)
+    if equation.choosing:
+        ends = _moves(equation, low[0], wide[0]) if equation.sorts(low[0]) else ends
+        weights = _weights(ends, sides, out, reference)
+    one, two = (
+        jax.vjp(end, *side)[1]([w * x for w, x in zip(parts, cotangents, strict=True)])
+        for end, side, parts in zip(ends, sides, (weights, [2 - w for w in weights]), strict=True)
+    )
+    mean = [(x + y) / 2 for x, y in zip(one, two, strict=True)]
     x, y = low[moved[0]], wide[moved[0]]
     if equation.elementwise and len(moved) == len(numbers) == 1 and x.shape == out[0].shape:
         far = jnp.abs(x - y) > _FAR * jnp.maximum(jnp.abs(x), jnp.abs(y))
@@ -289,6 +303,41 @@ def _pulled(equation: _Equation, low: list[Any], wide: list[Any], cotangents: li
     if equation.elementwise:  # a result that does not count has operands that do not, at infinite slopes too
         mean = [jnp.where(cotangents[0] == 0, 0, x) if x.shape == cotangents[0].shape else x for x in mean]
     return mean
+
+
+def _weights(ends: Sequence[Any], sides: Sequence[Any], out: Sequence[Any], reference: Sequence[Any]) -> list[Any]:
+    """For each result, twice the weight of the first of two choices beside the second, with which they are a secant.
+
+    Such weights exist for a maximum: its change lies between those of the operands that the two programs choose.
+    """
+    changes = tuple(map(_change, *sides))
+    along = (jax.jvp(end, tuple(side), changes)[1] for end, side in zip(ends, sides, strict=True))
+    weights = []
+    for x, y, one, two in zip(out, reference, *along, strict=True):
+        weight = 2 * jnp.real((_change(x, y) - two) / (one - two))
+        weights.append(jnp.where(jnp.isfinite(weight), jnp.clip(weight, 0, 2), 1))
+    return weights
+
+
+def _moves(equation: _Equation, x: Any, y: Any) -> list[Callable[[Any], list[Any]]]:
+    """Two moves of the operand of a sort or `top_k`, between whose changes that of each result lies.
+
+    Of the operands that have the places up to k in the carrier, the last in the emulated order; and of those that have
+    the places from k on, the first. Both are the result at place k if no operands change places.
+    """
+    params, top = dict(equation.params), equation.primitive.name == "top_k"
+    axis = params["axis" if top else "dimension"] + len(equation.axes)
+    order = jnp.argsort(y, axis, descending=top)
+    x = jnp.take_along_axis(x, order, axis)
+    x, place = -x if top else x, lax.broadcasted_iota(order.dtype, x.shape, axis)
+    last = lax.cummax(jnp.where(x >= lax.cummax(x, axis), place, 0), axis)
+    first = lax.cummin(jnp.where(x <= lax.cummin(x, axis, reverse=True), place, place.size), axis, reverse=True)
+
+    def move(values: Any, places: Any) -> list[Any]:
+        places = jnp.take_along_axis(order, lax.slice_in_dim(places, 0, params.get("k"), axis=axis), axis)
+        return [jnp.take_along_axis(values, places, axis)]
+
+    return [partial(move, places=last), partial(move, places=first)]
 
 
 @partial(compiled, static_argnums=0)
