@@ -183,8 +183,8 @@ def _without_codes(step: ProductStep, weight: int, paths: Sequence[str], how: Ro
     why = "computed with before the product, or put in another order, or sent between devices"
     if all(use.moved for use in uses):
         why = (
-            "joined with others, padded, carried by a loop, or an argument of shard_map or of a function with a "
-            "derivative of its own"
+            "joined with others, padded, chosen by a branch, carried by a loop, or an argument of shard_map or of a "
+            "function with a derivative of its own"
         )
     path = next((paths[use.leaf] for use in uses if use.leaf < len(paths)), "*")
     return (

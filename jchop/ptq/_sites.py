@@ -58,6 +58,10 @@ class Stage:
     turn: tuple[int, ...] = ()
 
 
+#: The lengths of the loops around a product that run over a parameter, by its index.
+_Lengths = dict[int, tuple[int, ...]]
+
+
 @dataclass(frozen=True)
 class _Loop:
     stacked: frozenset[int]
@@ -136,7 +140,7 @@ def find_sites(program: Any) -> Sites:
     return found
 
 
-def _walk(plan: Plan, program: Any, first: dict[int, Laid], found: Sites, loops: dict[int, int], inside: str) -> None:
+def _walk(plan: Plan, program: Any, first: dict[int, Laid], found: Sites, loops: _Lengths, inside: str) -> None:
     parts = found.parts
     for step in plan.steps:
         if step.product is not None:
@@ -147,8 +151,8 @@ def _walk(plan: Plan, program: Any, first: dict[int, Laid], found: Sites, loops:
             if step.name == "scan":
                 fixed, carried = carry_count(step.eqn.params)
                 stacked = frozenset(o.leaf for fact in step.known[fixed + carried :] for o in fact.origins)
-                more = {leaf: loops.get(leaf, 0) + 1 for leaf in stacked}
                 turns = range(step.eqn.params["length"])
+                more = {leaf: (*loops.get(leaf, ()), len(turns)) for leaf in stacked}
                 loop = _Loop(stacked, tuple(reversed(turns) if step.eqn.params["reverse"] else turns), [])
                 found.parts = loop.parts
                 _walk(step.inner[0], program, first, found, {**loops, **more}, reason)
@@ -166,7 +170,7 @@ def _closed(step: Any) -> str:
 
 
 def _at(
-    step: ProductStep, program: Any, first: dict[int, Laid], found: Sites, loops: dict[int, int], inside: str
+    step: ProductStep, program: Any, first: dict[int, Laid], found: Sites, loops: _Lengths, inside: str
 ) -> Iterator[tuple[int, Any]]:
     """The sites of one product, each with the variable that is its input."""
     sides = [i for i in (0, 1) if step.uses and step.uses[i]]
@@ -176,7 +180,7 @@ def _at(
             reason = inside or _refused(step, side, use, first)
             site = None
             if not reason:
-                site = _site(step, side, use, program.shapes[use.leaf], loops.get(use.leaf, 0))
+                site = _site(step, side, use, program.shapes[use.leaf], loops.get(use.leaf, ()))
                 reason = site if isinstance(site, str) else ""
             if reason or not isinstance(site, Site):
                 found.left_out.setdefault(use.leaf, reason)
@@ -208,7 +212,7 @@ def _refused(step: ProductStep, side: int, use: Use, first: dict[int, Laid]) -> 
     return ""
 
 
-def _site(step: ProductStep, side: int, use: Use, shape: tuple[int, ...], turns: int) -> Site | str:
+def _site(step: ProductStep, side: int, use: Use, shape: tuple[int, ...], turns: Sequence[int]) -> Site | str:
     product, laid = step.product, use.laid
     assert product is not None and laid is not None
     batch = len(product.batch[0]) if isinstance(product, Dot) else 1 if isinstance(product, Ragged) else 0
@@ -230,6 +234,10 @@ def _site(step: ProductStep, side: int, use: Use, shape: tuple[int, ...], turns:
     layout = None if partly else MatrixLayout.of(shape, stack, Laid(axes, laid.summed), batches)
     if layout is None:
         return partial
-    if turns not in (0, stack):
+    if len(turns) not in (0, stack):
         return "it is a stack of stacks, and not all of them are turns of a loop"
-    return Site(use.leaf, laid, batch, layout, stack, turns, groups)
+    used = {part.axis for parts in (*laid.kept, laid.summed) for part in parts}
+    cut = any(part.axis not in used for parts, *_ in use.cuts for part in parts)
+    if turns and (cut or tuple(turns) != shape[:stack]):
+        return "its loop runs over a part of the stack, or over several stacks"
+    return Site(use.leaf, laid, batch, layout, stack, len(turns), groups)

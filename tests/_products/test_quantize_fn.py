@@ -575,6 +575,62 @@ def affine(p: Any, x: Any) -> Any:
     return jnp.tanh(x @ p["a"]) @ p["b"] + p["c"]
 
 
+def two_levels(p: Any, x: Any) -> Any:
+    """Layers in blocks of two, and those that are left."""
+    inner = lambda x, stack: jax.lax.scan(lambda x, w: (jnp.tanh(x @ w), None), x, stack)  # noqa: E731
+    x, _ = jax.lax.scan(inner, x, p["stack"][:4].reshape(2, 2, 8, 8))
+    return inner(x, p["stack"][4:])[0]
+
+
+def swapped(p: Any, x: Any) -> Any:
+    return jax.lax.fori_loop(0, 3, lambda i, c: (c[1], c[0], jnp.tanh(c[2] @ c[0])), (p["a"], p["b"], x))[2]
+
+
+MATRICES = {"a": normal(8, 8), "b": normal(8, 8, seed=1)}
+STACK = {"stack": normal(5, 8, 8, seed=2)}
+FOLLOWED: dict[str, tuple[Any, Any]] = {
+    "cond": (lambda p, x: x @ jax.lax.cond(x[0, 0] > 0, lambda: p["a"], lambda: p["b"]), MATRICES),
+    "cond of one": (
+        lambda p, x: x @ jax.lax.cond(x[0, 0] > 0, lambda w: w, lambda w: w.T / 2, p["a"]),
+        {"a": MATRICES["a"]},
+    ),
+    "switch": (lambda p, x: x @ jax.lax.switch(jnp.int32(x[0, 0] > 0), [lambda: p["a"], lambda: p["b"]]), MATRICES),
+    "carried": (swapped, MATRICES),
+    "map": (lambda p, x: x @ jax.lax.map(jnp.tanh, p["stack"])[1], STACK),
+    "scan": (lambda p, x: x @ jax.lax.scan(lambda c, w: (c, w.T), 0, p["stack"])[1][1], STACK),
+    "batches": (lambda p, x: jax.lax.map(lambda w: x @ w, p["stack"], batch_size=2), STACK),
+    "blocks": (two_levels, STACK),
+}
+
+
+@pytest.mark.in_turn(2)
+@pytest.mark.parametrize("name", FOLLOWED)
+def test_parameters_come_out_of_branches_and_loops(name: str) -> None:
+    fun, params = FOLLOWED[name]
+    low, x = jc.quantize_fn(fun, jc.Rule(weight="int4(group=4)")), normal(3, 8, seed=3)
+    packed = low.pack(params, x)
+    assert low.report(params, x).rounded_share == 1
+    assert all(isinstance(value, jc.QArray) for value in packed.values())
+    want = jax.jit(fun)({name: jc.dequantize(value) for name, value in packed.items()}, x)
+    np.testing.assert_array_equal(jax.jit(low)(params, x), want)
+    np.testing.assert_array_equal(jax.jit(low)(packed, x), want)
+
+
+def test_a_weight_that_data_change_counts_as_not_rounded() -> None:
+    def fast(p: Any, x: Any) -> Any:
+        return jax.lax.scan(lambda w, row: (w + jnp.outer(row, row), row @ w), p["fast"], x @ p["slow"])[1]
+
+    for weight in ("int4(group=all)", "e4m3"):
+        report = jc.quantize_fn(fast, jc.Rule(weight=weight)).report({"fast": jnp.eye(8), "slow": jnp.eye(8)}, X[:, :8])
+        assert report.rounded_share == 0.5 and report.parameters[0].reason == "data change it"
+
+
+def test_a_parameter_that_is_only_added_in_a_loop_is_named() -> None:
+    rule = jc.Rule(weight="e4m3", bias="e4m3")
+    with pytest.raises(ValueError, match=r"weight has no effect.*'w' reaches add at .*test_quantize_fn.py:\d+ alone"):
+        jc.quantize_fn(lambda p, x: jnp.polyval(p["w"], x), rule)({"w": jnp.ones(8)}, jnp.ones(2))
+
+
 @pytest.mark.in_turn(2)
 @pytest.mark.parametrize(
     ("tree", "fun"),

@@ -156,7 +156,15 @@ def test_a_weight_that_all_turns_share_has_one() -> None:
     assert found.count.tolist() == [27]
 
 
+def through(x: Any, stack: Any) -> Any:
+    return lax.scan(lambda h, w: (jnp.tanh(h @ w), None), x, stack)[0]
+
+
 LEFT_OUT: dict[str, tuple[Any, tuple[int, ...], str]] = {
+    "the last layers": (lambda p, x: through(x, p[1:]), (4, 6, 6), "a part of the stack"),
+    "two loops": (lambda p, x: through(through(x, p[:2]), p[2:]), (4, 6, 6), "a part of the stack"),
+    "another order": (lambda p, x: through(x, jnp.roll(p, 1, 0)), (4, 6, 6), "a part of the stack"),
+    "twice": (lambda p, x: through(x, jnp.concatenate([p, p])), (4, 6, 6), "over several stacks"),
     "computed": (lambda p, x: x @ (2 * p), (6, 2), "computed with before the product"),
     "reversed": (lambda p, x: x @ p[::-1], (6, 2), "computed with before the product"),
     "part": (lambda p, x: x[:, :3] @ p[:3], (6, 2), "takes a part of an axis"),

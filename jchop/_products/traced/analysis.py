@@ -146,10 +146,14 @@ class Analyst(planner.Planner):
     def common(self, knowns: Iterable[Fact | None]) -> Fact:
         """What is known of values each of which is one of several. Parameters that data replace are in `changed`."""
         facts = [known or NOTHING for known in knowns]
-        if any(fact.data for fact in facts):
-            for origin in (origin for fact in facts for origin in fact.origins):
-                self.changed.setdefault(origin.leaf, Use(origin.leaf, "other", self._name, self._last, why=_CHANGED))
-        return joined(facts)
+        both = joined(facts)
+        if not both.data:
+            return both
+        leaves = (origin.leaf for fact in facts for origin in fact.origins)
+        uses = [Use(leaf, "other", self._name, self._last, why=_CHANGED) for leaf in leaves]
+        for use in uses:
+            self.changed.setdefault(use.leaf, use)
+        return replace(both, lost=(*both.lost, *(replace(use, kind="product") for use in uses)))
 
     def one_turn(self, known: Fact) -> Fact:
         """What is known of one of a stack."""
@@ -178,7 +182,7 @@ class Analyst(planner.Planner):
         if name == "optimization_barrier":  # each result is its own operand
             return replace(made, out=known, moves=True)
         data = any(fact.data for i, fact in enumerate(known) if i not in _CHOOSING.get(name, ()))
-        if not any(fact.origins or fact.lost for fact in known):
+        if not any(fact.origins or (fact.lost and not fact.data) for fact in known):
             data = any(made.data)  # what data choose among constants
         drawn = any(fact.drawn for fact in known)
         if name in _PRODUCTS and _is_sum_of_floats(eqn):

@@ -75,7 +75,7 @@ class Fact:
     Args:
         data: whether its numbers depend on the arguments that are no parameters.
         origins: the parameters that it comes from; none if it depends on data.
-        lost: parameters that it is computed from, none of whose axes are its own; none if it depends on data.
+        lost: parameters that it is computed from, or is in the first turn of a loop, none of whose axes are its own.
         drawn: whether its numbers depend on keys that are arguments.
     """
 
@@ -101,12 +101,15 @@ def of_parameter(leaf: int, shape: Sequence[int]) -> Fact:
 
 
 def joined(facts: Sequence[Fact]) -> Fact:
-    """What is known of a value that is one of several."""
-    first, *rest = facts
+    """What is known of a value that is one of several, as one that `select_n` chooses."""
     if any(fact.data for fact in facts):
-        return DATA
-    kept = tuple(o for o in first.origins if all(o in fact.origins for fact in rest))
-    return replace(first, origins=kept, lost=lost_of(facts), drawn=any(fact.drawn for fact in facts))
+        return replace(DATA, lost=lost_of(facts))
+    kept: dict[int, Origin] = {}
+    for origin in (o for fact in facts for o in fact.origins):
+        held = kept.setdefault(origin.leaf, origin)
+        if held != origin or held.cuts != origin.cuts:
+            kept[origin.leaf] = replace(held, moved=False, cuts=tuple(dict.fromkeys((*held.cuts, *origin.cuts))))
+    return Fact(origins=tuple(kept.values()), lost=lost_of(facts), drawn=any(fact.drawn for fact in facts))
 
 
 def lost_of(facts: Sequence[Fact]) -> tuple[Any, ...]:
@@ -121,7 +124,7 @@ def unstacked(fact: Fact) -> Fact:
 
 def stacked(fact: Fact) -> Fact:
     """What is known of a stack of values."""
-    return replace(fact, origins=())
+    return replace(fact, origins=tuple(replace(o, axes=((), *o.axes)) for o in fact.origins))
 
 
 # -- from one value to the next ---------------------------------------------------------------------------------------
@@ -164,7 +167,11 @@ def _moved(
         placed = dict(zip(params["broadcast_dimensions"], axes, strict=True))
         return tuple(placed.get(i, ()) for i in range(len(out)))
     if name == "reshape" and params.get("dimensions") is None:
-        return _reshaped(axes, shape, out)
+        if (whole := _reshaped(axes, shape, out)) is not None:
+            return whole
+        # A piece of a stack, such as its first layers, is cut anew along the stack: the other axes stay what they are.
+        uncut = tuple(a if math.prod(p.size for p in a) == n else () for a, n in zip(axes, shape, strict=True))
+        return _reshaped(uncut, shape, out) if any(uncut) else None
     if name == "gather":
         return _gathered(params["dimension_numbers"], axes, params["slice_sizes"], out)
     return None

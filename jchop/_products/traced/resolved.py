@@ -443,6 +443,9 @@ def _reached(
         elif numbers[leaves[0]] not in (None, number):
             why = f", whose rule is that of {paths[leaves[0]]!r}"
         return f"the parameter {paths[mine]!r} reaches {step.name} at {step.source or 'an unknown line'}{why}"
+    for leaf, n in enumerate(numbers):
+        if n == number and (use := _first(uses.get(leaf, ()))) is not None:
+            return f"the parameter {paths[leaf]!r} reaches {use.primitive} at {use.source or 'an unknown line'} alone"
     return "no parameter that it matches reaches anything"
 
 
@@ -476,6 +479,8 @@ def _first(uses: Sequence[Use]) -> Use | None:
 def _why_left(rule: Rule, uses: Sequence[Use]) -> str:
     """Why a parameter is not rounded as a weight though its rule would; empty if nothing prevents it."""
     use = _first(uses)
+    if use is not None and use.is_lost and use.why:
+        return use.why
     if use is None or (use.kind != "other" and (rule.weight is None or use.kind == "sum")):
         return ""
     if holds_several(uses):
