@@ -22,6 +22,7 @@ from jchop.optim._leaves import (
     sum_rounded_like,
     transformation,
 )
+from jchop.optim._pack import QuantizedState
 from jchop.spec import Spec, as_spec
 
 Array = jax.Array
@@ -70,8 +71,8 @@ def low_precision(
         An Optax transformation; its ``update`` needs the parameters. Its state is a `LowPrecisionState`.
 
     Raises:
-        TypeError, ValueError: for a value that is not a spec, or a stochastic spec without a key; and when traced, for
-            parameters of a dtype that cannot hold the results.
+        TypeError, ValueError: for a value that is not a spec, or a stochastic spec without a key; for `momentum` if the
+            state of `inner` is packed; and when traced, for parameters of a dtype that cannot hold the results.
 
     References:
         Zhang et al., QPyTorch: A Low-Precision Arithmetic Simulation Framework, arXiv 1910.04540; Wang et al., Training
@@ -95,7 +96,10 @@ def low_precision(
 
     def init(params: Any) -> LowPrecisionState:
         held = None if to_accumulator is None else jax.tree.map(_wide, params)
-        return LowPrecisionState(inner.init(params), held, start)
+        inner_state = inner.init(params)
+        if to_momentum is not None and _has_packed(inner_state):
+            raise ValueError(f"momentum={str(to_momentum)!r} rounds arrays, and inner packs its state: leave one out")
+        return LowPrecisionState(inner_state, held, start)
 
     def rounded_gradient(key: Array | None, g: Any) -> Array:
         scaled = (g * gradient_scale).astype(g.dtype)
@@ -128,6 +132,11 @@ def low_precision(
 
 def _wide(p: Any) -> Array:
     return jnp.asarray(p).astype(sum_dtype(p))
+
+
+def _has_packed(state: Any) -> bool:
+    nodes = jax.tree.leaves(state, is_leaf=lambda x: isinstance(x, QuantizedState))
+    return any(isinstance(node, QuantizedState) and node.packing.entries for node in nodes)
 
 
 def _stored(key: Array | None, held: Array, p: Any, spec: Spec) -> Array:

@@ -66,6 +66,33 @@ def test_a_layer_is_what_it_says() -> None:
     assert torch.equal(layer(x), plain(x))
 
 
+@pytest.mark.parametrize(
+    ("prefix", "chop"), [("Quantized", ChopSTE(5, 4)), ("IQuantized", ChopiSTE(8, symmetric=True))]
+)
+def test_activations_round_their_input_too(prefix: str, chop: Any) -> None:
+    """The forward passes of Pychop 0.6.2: round(f(round(x))); other layers compute round(f(x))."""
+    torch.manual_seed(0)
+    x = torch.randn(2, 64)
+    both = {
+        "ELU": nn.ELU(), "GELU": nn.GELU(), "LeakyReLU": nn.LeakyReLU(), "ReLU": nn.ReLU(), "SiLU": nn.SiLU(),
+        "Sigmoid": nn.Sigmoid(), "Softmax": nn.Softmax(-1), "Tanh": nn.Tanh(), "Dropout": nn.Dropout(),
+        "PReLU": nn.PReLU(1, chop(torch.tensor([0.3])).item()),
+    }  # fmt: skip
+    for name, plain in (both | {"AvgPool1d": nn.AvgPool1d(2), "LayerNorm": nn.LayerNorm(64)}).items():
+        args = {"AvgPool1d": (2,), "LayerNorm": (64,), "PReLU": (1, 0.3)}.get(name, ())
+        for training in (True, False):
+            layer = getattr(layers, prefix + name)(*args, chop).train(training)  # Pychop's last argument is the chop
+            plain.train(training)
+            torch.manual_seed(1)
+            y = layer(x)
+            torch.manual_seed(1)
+            wanted = chop(plain(chop(x) if name in both else x))
+            assert torch.equal(y, wanted), name
+            torch.manual_seed(1)
+            other = chop(plain(x if name in both else chop(x)))
+            assert name in ("ReLU", "Dropout") or not torch.equal(y, other), name
+
+
 @pytest.mark.slow
 def test_every_layer_runs_and_trains() -> None:
     """Each class of the original, with the layer's own arguments; parameters stay what they are and get gradients."""

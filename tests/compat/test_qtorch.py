@@ -23,12 +23,20 @@ def without_specials(exp: int, man: int) -> oracle.FloatSet:
 @pytest.mark.slow
 def test_value_sets() -> None:
     x = np.arange(-30, 30, 0.05).astype(np.float32)
-    for exp, man in ((2, 2), (2, 3), (3, 2)):
+    for exp, man in ((2, 2), (2, 3), (3, 2), (3, 0)):
         wanted = exact.rounded(x, without_specials(exp, man), "nearest_away", "saturate")
         exact.assert_same(float_quantize(x, exp, man, rounding="nearest"), wanted)
     top = np.array([131008, 131071.5, 1e30, -1e30, np.inf, -np.inf, np.nan, -0.0, 65519], np.float32)
     wanted = np.array([131008, 131008, 131008, -131008, 131008, -131008, np.nan, -0.0, 65504.0])
     exact.assert_same(float_quantize(top, 5, 10, "nearest"), wanted)
+
+
+def test_powers_of_two() -> None:
+    x = np.array([0, 0.124, 0.125, 0.374, 0.375, 0.7, 0.75, 1.49, 1.5, -3, 6, 11, 12, 25, -100], np.float32)
+    wanted = [0, 0, 0.25, 0.25, 0.5, 0.5, 1, 1, 2, -4, 8, 8, 16, 16, -16]  # QPyTorch's results
+    assert float_quantize(x, 3, 0, rounding="nearest").tolist() == wanted
+    assert float_quantize(x, 2, 0, "nearest").tolist() == [0, 0, 0, 0, 0, 1, 1, 1, 2, -4, 4, 4, 4, 4, -4]
+    assert set(float_quantize(np.full(200, 0.75, np.float32), 2, 0, key=KEY).tolist()) == {0, 1}
 
 
 @pytest.mark.slow
@@ -96,7 +104,7 @@ def test_refused() -> None:
     x = np.ones(2, np.float32)
     for error, said, call in (
         (ValueError, "exp=9", lambda: FloatingPoint(9, 2)),
-        (ValueError, "man=0", lambda: float_quantize(x, 5, 0)),
+        (ValueError, "man=-1", lambda: float_quantize(x, 5, -1)),
         (ValueError, "rounding='up'", lambda: float_quantize(x, 5, 2, "up")),
         (ValueError, "pass a typed key", lambda: float_quantize(x, 5, 2)),
         (TypeError, "clamp=1", lambda: FixedPoint(5, 4, clamp=1)),  # type: ignore[arg-type]

@@ -167,6 +167,8 @@ def test_the_accumulator_moves_where_the_weight_cannot() -> None:
 
 
 def test_what_is_refused() -> None:
+    with pytest.raises(ValueError, match="momentum='float8_e5m2' rounds arrays, and inner packs its state"):
+        optim.low_precision(optax.chain(optim.adamw8bit(0.1)), momentum="e5m2").init(jnp.ones((64, 64)))
     with pytest.raises(ValueError, match="key=None"):
         optim.low_precision(optax.sgd(0.1), weight="e5m2", momentum="e5m2:stochastic")
     with pytest.raises(TypeError, match="gradient=3"):

@@ -1,8 +1,8 @@
 """Pychop's layers for torch, and its post-training quantization: ``from jchop.compat.pychop.layers import *``.
 
 ``Quantized*`` and ``IQuantized*`` are the layers of `torch.nn` of these names with ``chop=``: they round their
-parameters and their output in the forward pass, and gradients pass straight through. The paper's classes take bits
-instead, and round their parameters and their input:
+parameters and their output in the forward pass, and gradients pass straight through. Activations, softmax and dropout
+also round their input. The paper's classes take bits instead, and round their parameters and their input:
 
 * ``QuantizedLinear(10, 5, exp_bits=5, sig_bits=10, rmode=1)``: floating point. Both numbers may follow the sizes, as in
   ``QuantizedLinear(10, 5, 5, 10)``; in other layers this needs ``rmode=``, because otherwise they are arguments of
@@ -13,9 +13,9 @@ instead, and round their parameters and their input:
 The paper's recurrent layers, and floating-point attention, have the batch first. ``*Attention``, ``*AvgPool`` and
 ``*Layer`` are MultiheadAttention, AvgPool2d, and a layer that rounds its input.
 
-Unlike Pychop's, layers with parameters in ``forward`` (norms, recurrent layers) keep the parameters of the optimizer,
-so that they train. The computation inside recurrent and attention layers is torch's, without rounding. The initial
-parameters are torch's. For Flax models use `jchop.nn`.
+Unlike Pychop's, layers with parameters in ``forward`` (norms, recurrent layers, PReLU) keep the parameters of the
+optimizer, so that they train, and convolutions follow ``padding_mode``. The computation inside recurrent and attention
+layers is torch's, without rounding. The initial parameters are torch's. For Flax models use `jchop.nn`.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ import torch  # noqa: E402
 from torch import nn  # noqa: E402
 
 from jchop.compat.pychop._integers import Chopi  # noqa: E402
-from jchop.compat.pychop._quantizers import Chop, Chopf  # noqa: E402
+from jchop.compat.pychop._quantizers import Chop, Chopf, Quantizer  # noqa: E402
 from jchop.compat.pychop._words import WORDS  # noqa: E402
 from jchop.compat.pychop.ptq import (  # noqa: E402
     dynamic_post_quantization,
@@ -92,6 +92,8 @@ _TORCH = {name: name for name in _LAYERS} | _OTHER_NAMES
 _SIZES = {"Identity": 0, "Linear": 2, "RNN": 2, "LSTM": 2, "GRU": 2, "MultiheadAttention": 2, "LayerNorm": 1} | {
     f"{name}{axes}d": size for name, size in (("Conv", 3), ("BatchNorm", 1)) for axes in (1, 2, 3)
 }
+#: Layers that also round their input under ``chop=``: activations, softmax and dropout, and the layer of this alone.
+_INPUT_TOO = ("Dropout", "ELU", "GELU", "LeakyReLU", "PReLU", "ReLU", "SiLU", "Sigmoid", "Softmax", "Tanh", "Identity")
 _RECURRENT = ("RNN", "LSTM", "GRU")
 #: The inputs of a layer by name; its first arguments are the same.
 _INPUTS = {"MultiheadAttention": ("query", "key", "value")}
@@ -118,15 +120,19 @@ class _Rounding(nn.Module):
     of: ClassVar[str]
 
     def __init__(self, *args: Any, chop: Any = None, **options: Any) -> None:
+        if chop is None and args and isinstance(args[-1], Quantizer | Chopi):  # the last argument in Pychop
+            args, chop = args[:-1], args[-1]
         args = _bits_named(self.of, args, options) if self.prefix == "Quantized" else args
         quantizer = WORDS[self.prefix].quantizer(chop, options)
         papers = quantizer is not chop
         if papers and (self.of in _RECURRENT or (self.of, self.prefix) == ("MultiheadAttention", "Quantized")):
             options.setdefault("batch_first", True)
+        if self.of == "Softmax" and not args:
+            options.setdefault("dim", -1)  # as in Pychop; torch has no default
         super().__init__(*args, **options)
         self.chop = quantizer
-        self.rounds_input = papers or self.of == "Identity"
-        self.rounds_output = not self.rounds_input or (self.prefix == "IntQuantized" and self.of != "Identity")
+        self.rounds_input = papers or self.of in _INPUT_TOO
+        self.rounds_output = self.of != "Identity" and (not papers or self.prefix == "IntQuantized")
 
     def forward(self, *args: Any, **options: Any) -> Any:
         """The layer's forward pass, with rounding.

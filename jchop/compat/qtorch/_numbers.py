@@ -51,7 +51,7 @@ class FloatingPoint(Number):
 
     Args:
         exp: bits of the exponent, 1 to 8.
-        man: bits of the fraction, 1 to 23.
+        man: bits of the fraction, 0 to 23.
 
     Example:
         >>> from jchop.compat.qtorch import FloatingPoint
@@ -64,7 +64,7 @@ class FloatingPoint(Number):
 
     def __post_init__(self) -> None:
         check_int("exp", self.exp, 1, _FULL)
-        check_int("man", self.man, 1, 23)
+        check_int("man", self.man, 0, 23)
 
     def spec(self, rounding: str, *, clipped: bool = False) -> Spec:
         """The spec; with eight exponent bits the top exponent is that of float32, for infinities and NaN.
