@@ -3,29 +3,56 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import jax
 import numpy as np
 from flax import nnx
+from flax.nnx.tracers import TraceState
 
 from jchop._decibels import decibels
 from jchop._products.rule import Rule
-from jchop.nn._nnx.attach import laid_and_rounded
+from jchop.nn._nnx.attach import laid_and_rounded, layout_of
 from jchop.nn._nnx.kinds import Kind
 from jchop.nn._nnx.layers import layers_of
 from jchop.nn._nnx.surgery import quantize
 
-__all__ = ["Ratios", "calls_of", "ratios_of", "weight_ratio", "weights_of"]
+__all__ = ["Call", "Ratios", "calls_of", "ratios_of", "weight_ratio", "weights_of"]
 
 Array = jax.Array
 
 
 @dataclass(frozen=True)
+class Call:
+    """One call of a layer.
+
+    Args:
+        path: of the layer.
+        method: the name of the method: ``"attend"`` of an Embed, else ``"__call__"``.
+        args: its arguments.
+        kwargs: its arguments by keyword.
+        result: what it gave.
+    """
+
+    path: str
+    method: str
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    result: Any
+
+    def of(self, layers: Mapping[str, Any]) -> Any:
+        """What another layer gives for the same call; `layers` has it by its path."""
+        return getattr(layers[self.path], self.method)(*self.args, **self.kwargs)
+
+
+@dataclass(frozen=True)
 class Ratios:
     """10 log10(Σ x² / Σ (x - z)²) in dB of the tensors x of a layer and the rounded ones z; infinite if z is exact.
+
+    It is nan of inputs and results if `calls_of` does not give the calls of the layer.
 
     Args:
         weights: of its weights.
@@ -56,8 +83,10 @@ def weight_ratio(module: Any, kind: Kind, rule: Rule | None) -> float:
 
 def calls_of(
     model: nnx.Module, run: Callable[[Any], Any], paths: Iterable[str], probes: Sequence[Array] | None = None
-) -> tuple[Any, list[tuple[str, Any, Any, Any]]]:
-    """What `run` gives for a copy of the model, and the calls of its layers: path, arguments, keywords and result.
+) -> tuple[Any, list[Call], set[str]]:
+    """What `run` gives for a copy of the model, the calls of its layers, and the layers whose calls cannot be kept.
+
+    Those are called within a transformation of JAX, which hands out no arrays, or are stacks, called layer by layer.
 
     Args:
         model: a model, which is not changed.
@@ -66,25 +95,36 @@ def calls_of(
         probes: an array for each call, which is added to its result.
     """
     copy = nnx.merge(*nnx.split(model), copy=True)
-    calls: list[tuple[str, Any, Any, Any]] = []
-    wanted = set(paths)
-    for path, module, _ in list(layers_of(copy)):
+    calls: list[Call] = []
+    hidden: set[str] = set()
+    wanted, here = set(paths), TraceState()
+
+    def note(call: Call, stack: bool) -> Any:
+        if stack or not here.is_valid():
+            hidden.add(call.path)
+            return call.result
+        calls.append(call)
+        return call.result if probes is None else call.result + probes[len(calls) - 1]
+
+    for path, module, kind in list(layers_of(copy)):
         if path in wanted:
-            _watch(module, path, calls, probes)
-    return run(copy), calls
+            stack = kind is not None and any(layout_of(module, kind, name)[1] for name in weights_of(module, kind))
+            _watch(module, path, partial(note, stack=stack))
+    return run(copy), calls, hidden
 
 
-def _watch(module: Any, path: str, calls: list[Any], probes: Sequence[Array] | None) -> None:
-    """Has a layer note its calls, and add the next probe to each result."""
+def _watch(module: Any, path: str, note: Callable[[Call], Any]) -> None:
+    """Has a layer note its calls, and return what `note` gives."""
     base = type(module)
 
-    def __call__(self: Any, *args: Any, **kwargs: Any) -> Any:
-        y = base.__call__(self, *args, **kwargs)
-        number = len(calls)
-        calls.append((path, args, kwargs, y))
-        return y if probes is None else y + probes[number]
+    def watched(method: str) -> Any:
+        def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+            return note(Call(path, method, args, kwargs, getattr(base, method)(self, *args, **kwargs)))
 
-    module.__class__ = type(base.__name__, (base,), {"__call__": __call__})
+        return call
+
+    methods = {name: watched(name) for name in ("__call__", "attend") if hasattr(base, name)}
+    module.__class__ = type(base.__name__, (base,), methods)
 
 
 def ratios_of(
@@ -106,12 +146,15 @@ def ratios_of(
         {path: module for path, module, _ in layers_of(quantize(model, each))} for each in (rules, inputs_only)
     )
     sums = {path: np.zeros(3) for path in chosen}
+    unknown: set[str] = set()
     count = 0
     for batch in batches:
         count += 1
-        for path, args, kwargs, y in calls_of(model, lambda copy, batch=batch: copy(batch), chosen)[1]:
-            errors = [_squares(low[path](*args, **kwargs), y) for low in (inside, under)]
-            sums[path] += (_squares(y, None), *errors)
+        _, calls, hidden = calls_of(model, lambda copy, batch=batch: copy(batch), chosen)
+        for call in calls:
+            errors = [_squares(call.of(low), call.result) for low in (inside, under)]
+            sums[call.path] += (_squares(call.result, None), *errors)
+        unknown |= hidden
     if not count:
         raise ValueError("batches: there must be at least one")
     layers = {path: (module, kind) for path, module, kind in layers_of(model)}
@@ -119,7 +162,8 @@ def ratios_of(
     for path, (power, of_inputs, of_results) in sums.items():
         module, kind = layers[path]
         assert kind is not None
-        results = (decibels(power, of_inputs), decibels(power, of_results)) if power else (math.nan, math.nan)
+        measured = power and path not in unknown
+        results = (decibels(power, of_inputs), decibels(power, of_results)) if measured else (math.nan, math.nan)
         found[path] = Ratios(weight_ratio(module, kind, chosen[path]), *results)
     return found
 

@@ -53,6 +53,7 @@ class LayerRow:
             a rule.
         activation_snr: the same of its results with its inputs alone rounded.
         output_snr: the same of its results with all its roundings, on the inputs that the model without rules gives it.
+            Both are nan if the model calls it within a transformation of JAX.
     """
 
     path: str

@@ -23,7 +23,7 @@ from jchop.nn._nnx.attach import packed_shape
 from jchop.nn._nnx.kinds import Kind
 from jchop.nn._nnx.layers import layers_of
 from jchop.nn._nnx.surgery import quantize
-from jchop.nn._ratios import calls_of, weight_ratio, weights_of
+from jchop.nn._ratios import Call, calls_of, weight_ratio, weights_of
 from jchop.nn._report import bytes_of
 from jchop.spec import Spec
 
@@ -46,8 +46,9 @@ class TunedLayer:
         bits: the bits of a weight, with its part of the scales.
         score: its part in the total score.
         weight_snr: signal over error of its weights in dB; infinite if they are exact.
-        activation_snr: the same of its inputs, rounded to the rule's activation; infinite without one.
-        output_snr: the same of its results on the data, of the same inputs.
+        activation_snr: the same of its inputs, rounded to the rule's activation; infinite without one. It is nan if the
+            loss does not call the layer, or calls it within a transformation of JAX.
+        output_snr: the same of its results on the data, of the same inputs; nan as `activation_snr`.
     """
 
     path: str
@@ -74,7 +75,7 @@ class LayerTuning(Tables):
         loss_before: the loss of the model itself.
         uniform: of each format of the menu as text, the bits and the loss if every layer has it.
         front: (bits, score) of the best choices, from cheap to exact.
-        notes: sentences about the choice.
+        notes: sentences about the choice, and about parameters and layers that it leaves out.
     """
 
     rules: tuple[Rule, ...]
@@ -146,12 +147,13 @@ def tune(
     The Fisher score of a layer in a format is the sum of (∂L/∂y)²·(ŷ − y)² over its results y on the data, with ŷ the
     results of the rounded layer of the same inputs: the second-order change of a loss whose curvature is the square
     of its gradient. The scores of the layers add up, and a dynamic program finds the best sum under the budget exactly.
+    A score holds the roundings of its own layer alone. The score of an `nnx.Embed` holds its lookups and its products.
     The loss of the model is then measured under the rules, and in each single format. A note names the single
     formats within the budget that have a lower loss. Near a minimum of the loss a gradient says little: use labels that
     the model itself draws, with which the square of the gradient is the curvature of the divergence from the model.
 
     Args:
-        model: a module of Flax NNX, made of layers of Flax.
+        model: a module of Flax NNX.
         data: batches: tuples of arguments of `loss` after the model.
         menu: two formats or more for the weights: specs, formats, scaled formats or text; a `Rule` with the default
             path, for more tensors than the weights; None leaves a layer as it is.
@@ -162,14 +164,17 @@ def tune(
             which takes a run for each layer and format. Default ``"fisher"``.
         groups: patterns ([](patterns.md)) of layers that must agree: the layers that match a pattern and have the same
             parent are one group, as ``"attention/{query,key,value}"`` or ``"experts/*"``. Default: none.
-        layers: a pattern for the layers that get a format. Default ``"*"``: every layer with weights of a product.
+        layers: a pattern for the layers that get a format. Default ``"*"``: every layer with weights of a product, that
+            is dense layers, convolutions, transposed ones too, embeddings, and `nnx.LoRA`. Norms and modules that are
+            no layers of Flax get no format, and their parameters have no part in the budget. A note names them.
 
     Returns:
         A `LayerTuning`, with ``rules`` for `quantize`.
 
     Raises:
         TypeError, ValueError: for an argument of another type or value, a group that matches no layer, a model without
-            layers, or a budget below the cheapest choice.
+            layers, a budget below the cheapest choice, or a Fisher score of a layer that the loss calls within a
+            transformation of JAX, such as the scan of an `nnx.RNN`: ``score="loss"`` is for those.
 
     Example:
         >>> import jax, jax.numpy as jnp, jchop as jc
@@ -188,7 +193,7 @@ def tune(
         raise TypeError(f"loss={loss!r} must be a function of the model and a batch")
     check_choice("score", score, SCORES)
     batches = _checked_data(data)
-    found = _layers(model, layers, groups)
+    found, left = _layers(model, layers, groups)
     costs = [[_bytes(layer, option) for option in options] for layer in found]
     count = sum(_count(layer) for layer in found)
     budget = _budget(bits, bytes, count)
@@ -200,7 +205,18 @@ def tune(
         return cache[tuple(chosen)]
 
     none = _loss(loss, model, batches)
-    scores, ratios = _fisher(model, loss, batches, found, options)
+    # First, since errors about rules of the whole model have the paths of the layers.
+    uniform = {
+        _text(option): (8 * sum(row[j] for row in costs) / count, measured([j] * len(found)))
+        for j, option in enumerate(options)
+    }
+    scores, ratios, unseen, idle = _fisher(model, loss, batches, found, options)
+    if unseen and score == "fisher":
+        raise ValueError(
+            f"score='fisher': the calls of {_some(sorted(map(repr, unseen)))} are within a transformation of JAX, as a "
+            "scan, jit or remat, or of a stack of layers, so the gradients of their results cannot be had. Use "
+            "score='loss', or leave them out by layers="
+        )
     if score == "loss":
         carrier = [-1] * len(found)
         scores = [
@@ -216,10 +232,10 @@ def tune(
         )
     chosen = [best.options[layer.group] for layer in found]
     notes = _notes(chosen, measured, costs, budget, options)
-    uniform = {
-        _text(option): (8 * sum(row[j] for row in costs) / count, measured([j] * len(found)))
-        for j, option in enumerate(options)
-    }
+    if left:
+        notes += (f"without a format, and not in the budget: {_some(left)}",)
+    if idle:
+        notes += (f"not called by the loss, so without a ratio: {_some(sorted(map(repr, idle)))}",)
     rows = tuple(
         TunedLayer(
             layer.path,
@@ -281,19 +297,23 @@ def _budget(bits: float | None, bytes_: int | None, count: int) -> int:
     return math.floor(float(value) * count / 8 + 1e-9) if bytes_ is None else int(value)
 
 
-def _layers(model: nnx.Module, layers: str, groups: Sequence[str]) -> list[_Layer]:
-    """The layers with weights of a product, each with the number of its group."""
+def _layers(model: nnx.Module, layers: str, groups: Sequence[str]) -> tuple[list[_Layer], list[str]]:
+    """The layers with weights of a product, each with the number of its group; and the others, as text."""
     check_pattern("layers", layers)
     if isinstance(groups, str) or not isinstance(groups, Sequence):
         raise TypeError(f"groups={groups!r} must be a list of patterns")
-    every = [
-        _Layer(path, module, kind)
-        for path, module, kind in layers_of(model)
-        if kind is not None and kind.product is not None and weights_of(module, kind)
-    ]
+    every, left = [], []
+    for path, module, kind in layers_of(model):
+        if kind is not None and not weights_of(module, kind):
+            continue
+        if kind is not None and kind.operation:
+            every.append(_Layer(path, module, kind))
+        elif matches_path(layers, path):  # the scale of a norm, or parameters that no layer of Flax holds
+            left.append(f"{path!r} ({type(module).__name__})")
     found = [layer for layer in every if matches_path(layers, layer.path)]
     if not found:
-        raise ValueError(f"layers={layers!r} matches no layer{nearest_paths([layers], [one.path for one in every])}")
+        near = f", only {_some(left)}" if left else nearest_paths([layers], [one.path for one in every])
+        raise ValueError(f"layers={layers!r} matches no layer with weights of a product{near}")
     numbers: dict[Any, int] = {}
     for pattern in groups:
         check_pattern("groups", pattern)
@@ -303,7 +323,12 @@ def _layers(model: nnx.Module, layers: str, groups: Sequence[str]) -> list[_Laye
         pattern = next((one for one in groups if matches_path(one, layer.path)), None)
         key = layer.path if pattern is None else (pattern, layer.path.rpartition("/")[0])
         layer.group = numbers.setdefault(key, len(numbers))
-    return found
+    return found, left
+
+
+def _some(names: Sequence[str]) -> str:
+    more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+    return ", ".join(names[:3]) + more
 
 
 def _count(layer: _Layer) -> int:
@@ -384,32 +409,43 @@ def _fisher(
     batches: Sequence[tuple[Any, ...]],
     found: Sequence[_Layer],
     options: Sequence[Rule | None],
-) -> tuple[list[list[float]], list[list[tuple[float, float]]]]:
-    """The scores of layers and formats, and the signal over error of inputs and results in dB."""
-    rounded = [None if option is None else _layers_under(model, found, option) for option in options]
-    without = [None if rule is None else _layers_under(model, found, rule) for rule in map(_inputs_only, options)]
+) -> tuple[list[list[float]], list[list[tuple[float, float]]], set[str], set[str]]:
+    """The scores of layers and formats, the signal over error of inputs and results in dB, and layers without these.
+
+    First those whose calls are unknown, then those that have no calls.
+    """
+    rounded, without = _alone(found, options), _alone(found, [_inputs_only(option) for option in options])
     shape = (len(found), len(options))
     scores, noise, noise_of_inputs = np.zeros(shape), np.zeros(shape), np.zeros(shape)
     power = np.zeros(len(found))
+    called: set[str] = set()
+    unseen: set[str] = set()
+    numbers = {layer.path: i for i, layer in enumerate(found)}
     for batch in batches:
-        seen = _calls(model, loss, batch, found)
-        for i, layer in enumerate(found):
-            for args, kwargs, y, gradient in seen[layer.path]:
-                power[i] += float(jnp.sum(jnp.square(y)))
-                for j, (low, inputs) in enumerate(zip(rounded, without, strict=True)):
-                    if low is None:
-                        continue
-                    error = low[layer.path](*args, **kwargs) - y
-                    scores[i, j] += float(jnp.sum(jnp.square(gradient) * jnp.square(error)))
-                    noise[i, j] += float(jnp.sum(jnp.square(error)))
-                    if inputs is not None:
-                        error = inputs[layer.path](*args, **kwargs) - y
-                        noise_of_inputs[i, j] += float(jnp.sum(jnp.square(error)))
+        calls, gradients, hidden = _calls(model, loss, batch, list(numbers))
+        for call, gradient in zip(calls, gradients, strict=True):
+            i, y = numbers[call.path], call.result
+            power[i] += float(jnp.sum(jnp.square(y)))
+            for j, (low, inputs) in enumerate(zip(rounded, without, strict=True)):
+                if low is None:
+                    continue
+                error = call.of(low) - y
+                scores[i, j] += float(jnp.sum(jnp.square(gradient) * jnp.square(error)))
+                noise[i, j] += float(jnp.sum(jnp.square(error)))
+                if inputs is not None:
+                    noise_of_inputs[i, j] += float(jnp.sum(jnp.square(call.of(inputs) - y)))
+        called |= {call.path for call in calls}
+        unseen |= hidden
     ratios = [
-        [(decibels(power[i], noise_of_inputs[i, j]), decibels(power[i], noise[i, j])) for j in range(len(options))]
-        for i in range(len(found))
+        [
+            (decibels(power[i], noise_of_inputs[i, j]), decibels(power[i], noise[i, j]))
+            if layer.path in called - unseen
+            else (math.nan, math.nan)
+            for j in range(len(options))
+        ]
+        for i, layer in enumerate(found)
     ]
-    return (scores / len(batches)).tolist(), ratios
+    return (scores / len(batches)).tolist(), ratios, unseen, set(numbers) - called - unseen
 
 
 def _inputs_only(option: Rule | None) -> Rule | None:
@@ -417,39 +453,34 @@ def _inputs_only(option: Rule | None) -> Rule | None:
     return None if option is None or option.activation is None else Rule(activation=option.activation)
 
 
-def _layers_under(model: nnx.Module, found: Sequence[_Layer], option: Rule) -> dict[str, Any]:
-    """The layers of the model with one rule for all, by path."""
-    rules = [replace(option, path=f"/{layer.path}/" if layer.path else "/") for layer in found]
-    return {path: module for path, module, _ in layers_of(quantize(model, rules))}
+def _alone(found: Sequence[_Layer], options: Sequence[Rule | None]) -> list[dict[str, Any] | None]:
+    """The layers under each option, by path; each alone: a layer inside it, as that of LoRA, has a score of its own."""
+    return [
+        None if option is None else {one.path: quantize(one.module, replace(option, path="/")) for one in found}
+        for option in options
+    ]
 
 
 def _calls(
-    model: nnx.Module, loss: Loss, batch: tuple[Any, ...], found: Sequence[_Layer]
-) -> dict[str, list[tuple[Any, Any, Array, Array]]]:
-    """Of each layer its calls: arguments, keywords, results, and the gradient of the loss by the results."""
-    paths = [layer.path for layer in found]
-
-    def run(probes: list[Array] | None) -> tuple[Any, list[tuple[str, Any, Any, Any]]]:
-        return calls_of(model, lambda copy: loss(copy, *batch), paths, probes)
-
+    model: nnx.Module, loss: Loss, batch: tuple[Any, ...], paths: list[str]
+) -> tuple[list[Call], list[Array], set[str]]:
+    """The calls of layers, the gradient of the loss by the result of each, and the layers whose calls are unknown."""
     shapes: list[Any] = []
 
     def outline() -> Any:
-        out, calls = run(None)
-        shapes.extend((y.shape, y.dtype) for _, _, _, y in calls)
+        out, calls, _ = calls_of(model, lambda copy: loss(copy, *batch), paths)
+        shapes.extend((call.result.shape, call.result.dtype) for call in calls)
         return out
 
     jax.eval_shape(outline)
-    zeros = [jnp.zeros(*shape) for shape in shapes]
-    called: list[str] = []
+    seen: list[Call] = []
+    unseen: set[str] = set()
 
     def whole(probes: list[Array]) -> Any:
-        out, calls = run(probes)
-        called[:] = [path for path, *_ in calls]
-        return out, [call[1:] for call in calls]
+        out, calls, hidden = calls_of(model, lambda copy: loss(copy, *batch), paths, probes)
+        seen[:] = calls
+        unseen.update(hidden)
+        return out, [(call.args, call.kwargs, call.result) for call in calls]
 
-    gradients, calls = jax.grad(whole, has_aux=True)(zeros)
-    seen: dict[str, list[tuple[Any, Any, Array, Array]]] = {layer.path: [] for layer in found}
-    for path, (args, kwargs, y), gradient in zip(called, calls, gradients, strict=True):
-        seen[path].append((args, kwargs, y, gradient))
-    return seen
+    gradients, arrays = jax.grad(whole, has_aux=True)([jnp.zeros(*shape) for shape in shapes])
+    return [Call(call.path, call.method, *each) for call, each in zip(seen, arrays, strict=True)], gradients, unseen

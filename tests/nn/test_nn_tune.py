@@ -11,10 +11,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
+from layer_references import LAYERS
 
 import jchop as jc
 from jchop._paths import matches_path
 
+WHOLE = ["int4(group=all)", "int8(group=all)"]
 MENU = ["int3", "int4", "int8"]
 
 
@@ -101,6 +103,125 @@ def test_groups_agree_and_other_tensors_have_ratios(problem: Any) -> None:
     assert found.bits <= 24 and {"carrier"} < {row.option for row in found.rows}
     low = next(row for row in found.rows if row.option != "carrier")
     assert low.output_snr < low.activation_snr < 60 and len(found.rules) < 3
+
+
+class Net(nnx.Module):
+    def __init__(self, layer: Any) -> None:
+        self.layer = layer
+
+    def __call__(self, x: Any) -> Any:
+        return self.layer(x)
+
+
+def drawn(model: Any) -> Any:
+    """The model with parameters that are not at the zero or one that layers start from."""
+    draw = np.random.default_rng(0)
+    shapes = nnx.state(model, nnx.Param)
+    nnx.update(model, jax.tree.map(lambda v: jnp.asarray(draw.normal(0.25, 0.5, v.shape), v.dtype), shapes))
+    return model
+
+
+def packed_in(model: Any) -> set[str]:
+    """The paths of the modules with parameters that `quantize` packs."""
+    low = jc.nn.quantize(model, jc.nn.Rule(weight="int8(group=all)"), "ptq")
+    return {"/".join(map(str, path[:-1])) for path, _ in nnx.to_flat_state(nnx.state(low, jc.nn.QuantizedParam))}
+
+
+def half_squares(model: Any, x: jax.Array, y: jax.Array) -> jax.Array:
+    return jnp.sum((model(x) - y) ** 2) / 2
+
+
+FEW = ("Linear", "ConvTranspose", "LayerNorm", "LoRALinear", "RNN")
+
+
+@pytest.mark.parametrize(
+    "name", [name if name in FEW else pytest.param(name, marks=pytest.mark.slow) for name in LAYERS]
+)
+def test_every_layer_that_is_packed_has_a_row_or_is_named(name: str) -> None:
+    layer, draw = LAYERS[name], np.random.default_rng(1)
+    model = drawn(Net(layer.make(nnx.Rngs(0))))
+    x = jnp.asarray(draw.integers(0, 7, layer.shape) if name == "Embed" else draw.normal(size=layer.shape), "float32")
+    x = x.astype("int32") if name == "Embed" else x
+
+    def loss(model: Any, x: Any) -> Any:
+        return jnp.mean(jnp.sin(layer.run(model.layer, x)))
+
+    if "Norm" in name:
+        with pytest.raises(ValueError, match=rf"layers='\*' matches no layer .*, only 'layer' \({name}\)"):
+            jc.nn.tune(model, [(x,)], WHOLE, loss=loss, bits=30)
+        return
+    if name == "RNN":
+        with pytest.raises(ValueError, match=r"the calls of 'layer/cell/dense_h', 'layer/cell/dense_i' are within"):
+            jc.nn.tune(model, [(x,)], WHOLE, loss=loss, bits=30)
+    rows = jc.nn.tune(model, [(x,)], WHOLE, loss=loss, bits=30, score="loss" if name == "RNN" else "fisher").rows
+    assert {row.path for row in rows} == packed_in(model)
+    assert all(row.score if name == "RNN" else row.score > 0 for row in rows)
+    assert all(np.isnan(row.output_snr) if name == "RNN" else 20 < row.output_snr < 80 for row in rows)
+
+
+@pytest.mark.parametrize(
+    ("make", "shape"),
+    [
+        (lambda r: nnx.ConvTranspose(4, 8, (3,), (2,), rngs=r), (200, 5, 4)),
+        (lambda r: nnx.LoRALinear(4, 8, lora_rank=3, rngs=r), (800, 4)),
+        (lambda r: nnx.LoRA(4, 3, 8, base_module=nnx.Linear(4, 8, rngs=r), rngs=r), (800, 4)),
+    ],
+    ids=["ConvTranspose", "LoRALinear", "LoRA"],
+)
+def test_scores_of_the_last_layer_are_twice_its_part_in_a_divergence(make: Any, shape: tuple[int, ...]) -> None:
+    """With labels y + n, n normal, the mean of (∂L/∂y)²·(ŷ - y)² is (ŷ - y)², and the divergence is half of it."""
+    model = drawn(Net(make(nnx.Rngs(0))))
+    x = jax.random.normal(jax.random.key(1), shape)
+    y = model(x)
+    labels = y + jax.random.normal(jax.random.key(2), y.shape)
+    found = jc.nn.tune(model, [(x, labels)], WHOLE, loss=half_squares, bits=30)
+    assert {row.path for row in found.rows} == packed_in(model)
+    for row in found.rows:
+        alone = jc.nn.quantize(model, jc.nn.Rule(f"/{row.path}/", weight=row.option))
+        assert row.score == pytest.approx(2 * float(half_squares(alone, x, y)), rel=0.15)
+        noise = jnp.sum((alone(x) - y) ** 2)
+        if row.path == "layer":  # others give a part of the result
+            assert row.output_snr == pytest.approx(float(10 * jnp.log10(jnp.sum(y**2) / noise)), abs=0.05)
+
+
+class Tied(nnx.Module):
+    def __init__(self, rngs: nnx.Rngs) -> None:
+        self.embed = nnx.Embed(7, 6, rngs=rngs)
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        return self.embed.attend(jax.lax.stop_gradient(jnp.tanh(self.embed(x))))
+
+
+def test_both_products_of_an_embedding_count() -> None:
+    model, x, y = Tied(nnx.Rngs(0)), jnp.arange(7), jnp.zeros((7, 7))
+    found = jc.nn.tune(model, [(x, y)], WHOLE, loss=half_squares, bits=16)
+    table = model.embed.embedding[...]
+    h = jnp.tanh(table)
+    error = h @ (jc.round_to_format(table, found.rows[0].option) - table).T
+    assert found.rows[0].score == pytest.approx(float(jnp.sum((h @ table.T) ** 2 * error**2)), rel=1e-3)
+
+
+class Mixed(nnx.Module):
+    def __init__(self, rngs: nnx.Rngs) -> None:
+        self.up, self.norm = nnx.ConvTranspose(4, 8, (3,), rngs=rngs), nnx.LayerNorm(8, rngs=rngs)
+        self.head, self.spare = nnx.Linear(8, 4, rngs=rngs), nnx.Linear(4, 4, rngs=rngs)
+        self.shift = nnx.Param(jnp.zeros(4))
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        return self.head(self.norm(self.up(x))) + self.shift
+
+
+def test_notes_name_what_has_no_format_and_what_is_not_called() -> None:
+    model, data = Mixed(nnx.Rngs(0)), [(jnp.ones((2, 5, 4)), jnp.zeros((2, 5, 4)))]
+    found = jc.nn.tune(model, data, WHOLE, loss=squares, bits=30)
+    assert [row.path for row in found.rows] == ["head", "spare", "up"]
+    assert found.notes[-2:] == (
+        "without a format, and not in the budget: 'norm' (LayerNorm), '' (Mixed)",
+        "not called by the loss, so without a ratio: 'spare'",
+    )
+    assert not jc.nn.tune(model, data, WHOLE, loss=squares, bits=30, layers="{head,up}").notes
+    with pytest.raises(ValueError, match="the calls of 'head', 'up' are within a transformation of JAX"):
+        jc.nn.tune(model, data, WHOLE, loss=jax.jit(lambda *args: squares(*args)), bits=30, layers="{head,up}")
 
 
 @pytest.mark.parametrize(

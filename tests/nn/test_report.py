@@ -136,3 +136,21 @@ def test_ratios_of_layers_are_those_of_the_definition() -> None:
             jc.nn.report(**{"model": model, "rules": rules, "batches": [X], **changes})
     with pytest.raises(ValueError, match="stochastically"):
         jc.nn.report(model, jc.nn.Rule(weight="e4m3:stochastic"), batches=[X])
+
+
+def test_ratios_of_both_products_of_an_embedding_and_of_none_within_a_scan() -> None:
+    class Tied(nnx.Module):
+        def __init__(self, rngs: nnx.Rngs) -> None:
+            self.embed = nnx.Embed(7, 6, rngs=rngs)
+
+        def __call__(self, x: Any) -> Any:
+            return self.embed.attend(x)
+
+    model, x = Tied(nnx.Rngs(0)), np.eye(6, dtype=np.float32)
+    row = jc.nn.report(model, jc.nn.Rule(weight="e4m3"), batches=[x]).rows[0]
+    assert row.weight_snr is not None and 20 < row.weight_snr < 60
+    assert row.output_snr == pytest.approx(row.weight_snr, abs=1e-3)
+    rnn = nnx.RNN(nnx.SimpleCell(3, 4, rngs=nnx.Rngs(0)))
+    rows = jc.nn.report(rnn, jc.nn.Rule(weight="e4m3"), batches=[np.ones((2, 3, 3), np.float32)]).rows
+    assert [row.path for row in rows] == ["cell/dense_h", "cell/dense_i"]
+    assert all(np.isnan(row.output_snr) and np.isnan(row.activation_snr) and row.weight_snr > 20 for row in rows)
