@@ -110,8 +110,8 @@ class Coded:
 # -- from numbers to codes ---------------------------------------------------------------------------------------------
 
 
-def check_codes(field: str, spec: Spec, where: Any) -> None:
-    """Refuse a format whose elements are not multiplied.
+def check_codes(field: str, spec: Spec, where: Any, instead: str = "leave product='codes' out") -> None:
+    """Refuse a format whose elements are not multiplied; the error says what to do `instead`.
 
     Raises:
         ValueError: that names the field and what is allowed.
@@ -127,9 +127,7 @@ def check_codes(field: str, spec: Spec, where: Any) -> None:
         why = "its elements have no 1"
     else:
         return
-    raise ValueError(
-        f"{field}={str(spec)!r} of the {where}: {why}, so product='codes' cannot multiply its codes; leave product out"
-    )
+    raise ValueError(f"{field}={str(spec)!r} of the {where}: {why}, so its codes cannot be multiplied; {instead}")
 
 
 def block_of(spec: Spec, ndim: int) -> int | None:

@@ -166,7 +166,7 @@ def _block(name: str, q: Any, summed: tuple[int, ...]) -> int | None:
     """How many numbers of a checked operand share a scale along the sum; None for all."""
     if not isinstance(q, QArray):
         return None
-    check_codes(name, q.spec, "product")
+    check_codes(name, q.spec, "product", f"multiply jchop.dequantize({name}) with JAX, as x @ w does")
     if (fmt := spec_of_part(q.spec, q.ndim).scaled) is None:
         return None
     *slow, last = (kinds_of(fmt, q.ndim, batch_axes(q.spec, q.shape, q.scale))[axis] for axis in summed)

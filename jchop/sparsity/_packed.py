@@ -13,6 +13,7 @@ from jchop._settings import compiled
 from jchop.formats._grouping import axis_indexes
 from jchop.sparsity._masks import check_pattern
 from jchop.storage import QArray, dequantize
+from jchop.storage._array import check_qarray
 
 __all__ = ["pack"]
 
@@ -46,8 +47,9 @@ def pack(q: QArray, n: int, m: int, *, axis: int = -2) -> QArray:
         >>> str(sparse.spec), 8 * q.nbytes / w.size, 8 * sparse.nbytes / w.size
         ('int4(group=128,axis=-2,scale=bfloat16,sparse=2:4)', 4.125, 3.125)
     """
-    if not isinstance(q, QArray) or has_tracer(q):
-        raise TypeError(f"q={q!r:.200} must be a QArray outside jit")
+    check_qarray("q", q)
+    if has_tracer(q):
+        raise TypeError(f"q={q!r} is traced; it must be a QArray outside jit")
     pattern, _ = check_pattern(n, m)
     fmt, place = q.spec.scaled, axis_indexes("axis", axis, q.shape)[0]
     if fmt is None or fmt.sparse is not None:

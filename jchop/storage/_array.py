@@ -8,6 +8,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from numbers import Number
 from typing import Any, Self
 
 import jax
@@ -138,6 +139,27 @@ class QArray:
             raise ValueError("a QArray holds codes, so its numbers are a new array: copy=False cannot be had")
         return np.asarray(self.__jax_array__(), dtype)
 
+    def __array_function__(self, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
+        """The numbers, also for functions of NumPy that would index or transpose a QArray, as `numpy.flip` does."""
+        if func in _SHAPES:
+            return func._implementation(*args, **kwargs)
+        args, kwargs = jax.tree.map(
+            lambda value: np.asarray(value) if _is_stored(value) else value, (args, kwargs), is_leaf=_is_stored
+        )
+        return func(*args, **kwargs)
+
+    def __eq__(self, other: object) -> bool:
+        # Arrays and NumPy's scalars compare the numbers by themselves. QArrays are compared by identity, since jit
+        # compares its static arguments; so are None and texts, by which libraries mark leaves.
+        if isinstance(other, np.generic) or not isinstance(other, Number | list | tuple):
+            return NotImplemented
+        raise TypeError(
+            f"'==' is not supported between a QArray and {type(other).__name__}; compare its numbers, "
+            "jchop.dequantize(q) == ..."
+        )
+
+    __hash__ = object.__hash__
+
     def astype(self, dtype: Any) -> Any:
         """The numbers in a carrier, as `jchop.dequantize` gives them."""
         return decode(self.form(dtype), self.qvalue, self.scale, self.zero_point, self.places)
@@ -191,16 +213,16 @@ class QArray:
         )
 
     def reshape(self, *shape: int | Sequence[int]) -> QArray:
-        """The array in another shape, which must leave every group whole.
+        """The array in another shape, in which every group must be whole along an axis.
 
-        Neighbouring axes with the same kind of grouping are reshaped together; an axis in blocks may be split between
-        blocks, (..., n) to (..., n / m, m).
+        Neighbouring axes with the same kind of grouping are reshaped together. An axis in blocks may be split between
+        blocks, (..., n) to (..., n / m, m). If it holds whole blocks, axes before it may be joined to it.
 
         Args:
             shape: lengths, as integers or one sequence; one of them may be -1.
 
         Raises:
-            ValueError: for another number of elements, or if a group would be split.
+            ValueError: for another number of elements, or if a group would be split, or lie along several axes.
         """
         given: Any = shape[0] if len(shape) == 1 and not isinstance(shape[0], int) else shape
         new = _complete(tuple(given), self.shape)
@@ -218,8 +240,8 @@ class QArray:
         core = reshaped(kinds[lead:], self.shape[lead:], new[lead:]) if new[:lead] == self.shape[:lead] else None
         if core is None or not new:
             raise ValueError(
-                f"shape={new} would split groups of {self.spec.format} in an array of shape {self.shape}; dequantize, "
-                "reshape and quantize"
+                f"shape={new} would split groups of {self.spec.format} in an array of shape {self.shape}, or leave "
+                "them along several axes; dequantize, reshape and quantize"
             )
         scales = new[:lead] + scale_shape(core, new[lead:])
         keeps_rows = new[-1:] == self.shape[-1:] or not is_packed(self._element)
@@ -380,6 +402,26 @@ class Rearranged(ABC):
         return np.asarray(self.dequantize(), dtype)
 
 
+def check_qarray(
+    name: str, value: Any, allowed: Any = QArray, what: str = "QArray, as returned by jchop.quantize"
+) -> None:
+    """Refuses a value of another class than QArray, or than those that are `allowed`.
+
+    Raises:
+        TypeError: that has the value in one line, and of an array its dtype and shape.
+    """
+    if not isinstance(value, allowed):
+        if hasattr(value, "dtype") and hasattr(value, "shape"):
+            raise TypeError(f"{name} is {type(value).__name__} {value.dtype}{list(value.shape)}; it must be a {what}")
+        raise TypeError(f"{name}={' '.join(repr(value).split()):.80} must be a {what}")
+
+
+def _is_stored(value: object) -> bool:
+    return isinstance(value, QArray)
+
+
+#: Functions of NumPy that need no numbers; within jit there are none for NumPy.
+_SHAPES = (np.shape, np.ndim, np.size, np.iscomplexobj, np.isrealobj)
 #: The most elements that `repr` dequantizes and shows.
 _MOST_SHOWN = 1000
 

@@ -100,7 +100,8 @@ def reshaped(kinds: Sequence[Kind], old: Sequence[int], new: Sequence[int]) -> t
     """The grouping of an array after a reshape from `old` to `new`; None if that splits groups.
 
     Runs of axes of one kind are reshaped separately. An axis in blocks may be split between blocks: (..., n) becomes
-    (..., n / m, m) with whole blocks in m.
+    (..., n / m, m) with whole blocks in m. Axes before it may be joined to it if it holds whole blocks: (m, n) becomes
+    (m n,). A run whose numbers are one group is a block.
     """
     if tuple(old) == tuple(new):
         return tuple(kinds)
@@ -108,8 +109,14 @@ def reshaped(kinds: Sequence[Kind], old: Sequence[int], new: Sequence[int]) -> t
         return None
     result: list[Kind] = []
     rest = list(new)
-    for kind, size in _runs(kinds, old):
+    runs = _runs(kinds, old)
+    while runs:
+        kind, size = runs.pop(0)
         part = _take(rest, size)
+        if part is None and kind == OWN and runs:
+            kind, n = runs.pop(0)
+            kind = n if kind == WHOLE else min(int(kind), n)
+            part = _take(rest, size * n) if n % kind == 0 else None
         if part is None:
             return None
         if isinstance(kind, int):
@@ -137,10 +144,13 @@ def _runs(kinds: Sequence[Kind], shape: Sequence[int]) -> list[tuple[Kind, int]]
 
 def _take(rest: list[int], size: int) -> list[int] | None:
     """Removes from the front of `rest` axes with `size` elements in all; None if no number of axes has that many."""
-    part: list[int] = []
-    while math.prod(part) < size and rest:
-        part.append(rest.pop(0))
-    return part if math.prod(part) == size else None
+    count = 0
+    while math.prod(rest[:count]) < size and count < len(rest):
+        count += 1
+    if math.prod(rest[:count]) != size:
+        return None
+    part, rest[:count] = rest[:count], []
+    return part
 
 
 def _named(fmt: ScaledFormat) -> list[tuple[int, Kind]]:

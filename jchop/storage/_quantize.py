@@ -25,7 +25,7 @@ from jchop._round.round_to_format import round_to_format
 from jchop._settings import compiled
 from jchop.formats import ElementFormat, ScaledFormat, UniformFormat
 from jchop.spec import Gradient, Spec, as_spec
-from jchop.storage._array import QArray, Rearranged
+from jchop.storage._array import QArray, Rearranged, check_qarray
 from jchop.storage._codes import code_dtype, encode_plain, hold, needs_float64, thinned
 from jchop.storage._decode import Form, Scale, batch_axes, decode, spec_of_part
 from jchop.storage._layout import from_end, over_stack
@@ -129,8 +129,7 @@ def dequantize(q: QArray | Rearranged, dtype: Any = None, *, add_to: Any = None)
         >>> jc.dequantize(q, add_to=jnp.ones(3)).dtype
         dtype('float32')
     """
-    if not isinstance(q, QArray | Rearranged):
-        raise TypeError(f"q={q!r} must be a QArray, as returned by jchop.quantize")
+    check_qarray("q", q, QArray | Rearranged)
     if add_to is not None:
         if dtype is not None and np.dtype(dtype) != add_to.dtype:
             raise ValueError(f"dtype={dtype!r} has no effect beside add_to, whose dtype is {add_to.dtype}")

@@ -28,7 +28,7 @@ from jchop.formats import (
     nf4,
 )
 from jchop.spec import Spec
-from jchop.storage._array import QArray
+from jchop.storage._array import QArray, check_qarray
 from jchop.storage._codes import gather, hold, raw
 from jchop.storage._decode import batch_axes, spec_of_part
 from jchop.storage._layout import OWN, WHOLE, Kind, with_kinds
@@ -62,8 +62,7 @@ def to_qwix(q: QArray) -> Any:
         dtype('int8')
     """
     qwix = _qwix()
-    if not isinstance(q, QArray):
-        raise TypeError(f"q={q!r} must be a QArray, as returned by jchop.quantize")
+    check_qarray("q", q)
     fmt = spec_of_part(q.spec, q.ndim).scaled
     if (
         fmt is None
@@ -109,8 +108,7 @@ def from_qwix(q: Any) -> QArray:
         Spec(...)
     """
     qwix = _qwix()
-    if not isinstance(q, qwix.QArray):
-        raise TypeError(f"q={q!r} must be a qwix.QArray")
+    check_qarray("q", q, qwix.QArray, "qwix.QArray")
     if q.zero_point is not None and q.zero_point.shape != q.scale.shape:
         raise ValueError(f"zero_point has shape {q.zero_point.shape}, and scale {q.scale.shape}; they must be alike")
     element, dtype = _element_of(q.qtype), np.dtype(q.scale.dtype)

@@ -10,7 +10,7 @@ import jax
 from jax.sharding import NamedSharding, PartitionSpec, Sharding
 
 from jchop.formats import ScaledFormat
-from jchop.storage._array import QArray
+from jchop.storage._array import QArray, check_qarray
 from jchop.storage._decode import spec_of_part
 from jchop.storage._layout import kinds_of
 
@@ -45,8 +45,7 @@ def shardings(q: QArray, sharding: Sharding) -> QArray:
         >>> jax.device_put(q, where).shape
         (4, 32)
     """
-    if not isinstance(q, QArray):
-        raise TypeError(f"q={q!r} must be a QArray, as returned by jchop.quantize")
+    check_qarray("q", q)
     if not isinstance(sharding, Sharding):
         raise TypeError(f"sharding={sharding!r} must be a sharding of JAX")
     if not isinstance(sharding, NamedSharding):

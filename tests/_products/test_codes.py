@@ -184,6 +184,12 @@ def test_stored_products_refuse() -> None:
         jc.dot(x, jc.quantize(w, "int8(group=all)"))
     with pytest.raises(ValueError, match="or are no numbers of float32"), jax.enable_x64(True):
         jc.dot(x, jc.quantize(np.asarray(w, np.float64), jc.CodebookFormat((0.1, 1.0))))
+    sparse = jc.quantize(w, "int8(group=all,axis=0,sparse=2:4)")
+    with pytest.raises(
+        ValueError, match=r"cannot be multiplied; multiply jchop\.dequantize\(w\) with JAX, as x @ w does"
+    ):
+        jc.dot(x, sparse)
+    np.testing.assert_array_equal(x @ sparse, x @ jc.dequantize(sparse))  # type: ignore[operator]
     with pytest.raises(ValueError, match="'y' is 31 in x and 32 in w"):
         jc.dot(x[:, 1:], q)
     with pytest.raises(ValueError, match=r"w has shape \(32,\)"):

@@ -72,7 +72,9 @@ def test_what_is_refused() -> None:
         jc.sparsity.pack(jc.quantize(x, "int4(sparse=2:4)"), 2, 4)
     with pytest.raises(ValueError, match="numbers along axis=-2 that are not zero"):
         jc.sparsity.pack(jc.quantize(x, "codebook(-1,1,group=tensor)"), 2, 4)
-    with pytest.raises(TypeError, match="must be a QArray outside jit"):
+    with pytest.raises(
+        TypeError, match=r"^q is \w+ float32\[4, 8\]; it must be a QArray, as returned by jchop\.quantize$"
+    ):
         jc.sparsity.pack(x, 2, 4)  # type: ignore[arg-type]
     with pytest.raises(TypeError, match="must be a QArray outside jit"):
         jax.jit(lambda x: jc.sparsity.pack(jc.quantize(x, "int4"), 2, 4).qvalue)(x)

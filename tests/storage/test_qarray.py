@@ -193,12 +193,14 @@ def test_axes_in_another_order(stored: Stored, text: str) -> None:
 @pytest.mark.slow
 def test_shapes_that_leave_groups_whole(stored: Stored) -> None:
     for text, shapes in {
-        GROUPS: [(24, 16), (2, 2, 6, 16), (4, 6, 2, 8), (-1, 2, 8), (4, 1, 6, 16)],
-        ROWS: [(4, 96), (2, 2, 6, 16), (4, 3, 2, 4, 4)],
+        GROUPS: [(24, 16), (2, 2, 6, 16), (4, 6, 2, 8), (-1, 2, 8), (4, 1, 6, 16), (384,), (48, 8), (2, 192), (8, 48)],
+        ROWS: [(4, 96), (2, 2, 6, 16), (4, 3, 2, 4, 4), (384,), (2, 192)],
+        "int4(group=(2,8),zero_point=integer)": [(24, 16), (2, 12, 16), (4, 3, 2, 2, 8)],
+        "uint4(group=8,zero_point=float)": [(384,), (16, 24), (2, 1, 192, 1)],
         "int3(channel=(0,2))": [(2, 2, 6, 16), (4, 2, 3, 16), (4, 6, 2, 8)],
         "int8(group=tensor)": [(384,), (6, 64), (2, 2, 2, 48)],
-        "nvfp4(group=8)": [(24, 16), (4, 6, 2, 8)],
-        "int4(group=8,scale=int8(channel=0))": [(2, 2, 6, 16)],
+        "nvfp4(group=8)": [(24, 16), (4, 6, 2, 8), (384,), (16, 24)],
+        "int4(group=8,scale=int8(channel=0))": [(2, 2, 6, 16), (384,), (2, 192)],
         "e3m2fn": [(384,), (3, 128), (4, 96)],
     }.items():
         q, values = stored[text]
@@ -210,9 +212,9 @@ def test_shapes_that_leave_groups_whole(stored: Stored) -> None:
 @pytest.mark.slow
 def test_shapes_that_tear_groups(stored: Stored) -> None:
     for text, shapes in {
-        GROUPS: [(384,), (4, 6, 4, 4), (96, 4)],
-        ROWS: [(384,), (6, 4, 16), (2, 192)],
-        "int4(group=(2,8),zero_point=integer)": [(24, 16), (4, 2, 3, 16)],
+        GROUPS: [(4, 6, 4, 4), (96, 4), (32, 12)],
+        ROWS: [(6, 4, 16), (8, 48)],
+        "int4(group=(2,8),zero_point=integer)": [(384,), (4, 2, 3, 16), (8, 3, 16)],
         "int4(group=8,scale=int8(channel=0))": [(24, 16)],
     }.items():
         for shape in shapes:
@@ -221,6 +223,63 @@ def test_shapes_that_tear_groups(stored: Stored) -> None:
     for shape in ((5, 77), (-1, -1), (7, -1)):
         with pytest.raises(ValueError, match="384 elements"):
             stored[GROUPS][0].reshape(shape)
+
+
+@pytest.mark.parametrize("text", ["int3(group=8)", "nf4(group=8,scale=int8(group=256))", "int4(group=8,sparse=2:4)"])
+def test_rows_are_joined_and_split_between_groups(text: str) -> None:
+    q = jc.quantize(np.asarray(numbers((4, 32))), text)
+    values = np.asarray(jc.dequantize(q))
+    for shape in ((128,), (2, 64), (16, 8), (2, 8, 8)):
+        moved = q.reshape(shape)
+        same(jc.dequantize(moved), values.reshape(shape))
+        same(jc.dequantize(moved.reshape(4, 32)), values)
+    for shape in ((32, 4), (4, 8, 4)):
+        with pytest.raises(ValueError, match="would split groups of"):
+            q.reshape(shape)
+
+
+def test_axes_behind_groups_are_not_joined_to_them() -> None:
+    q = jc.quantize(np.asarray(numbers((3, 8, 5))), "int4(group=4,axis=1)")
+    values = np.asarray(jc.dequantize(q))
+    same(jc.dequantize(q.reshape(24, 5)), values.reshape(24, 5))
+    ragged = jc.quantize(np.asarray(numbers((3, 6))), "int4(group=4)")
+    for array, shape in ((q, (3, 40)), (q, (120,)), (ragged, (18,))):
+        with pytest.raises(ValueError, match="or leave them along several axes"):
+            array.reshape(shape)
+
+
+def test_functions_of_numpy_that_index_or_transpose(stored: Stored) -> None:
+    q, values = stored[GROUPS]
+    for function in (np.flip, np.transpose, lambda v: np.moveaxis(v, 0, 2), lambda v: np.concatenate([v, v], axis=-1)):
+        found = function(q)
+        assert isinstance(found, np.ndarray)
+        same(found, function(values))
+    same(np.flip(m=q, axis=0), values[::-1])
+    same(jnp.flip(q), values[::-1, ::-1, ::-1])  # type: ignore[arg-type]
+    shapes = jax.jit(lambda q: [jnp.zeros(np.shape(q)), jnp.zeros(np.size(q))])(q)
+    assert [v.shape for v in shapes] == [(4, 6, 16), (384,)]
+
+
+def test_equality_is_no_silent_bool(stored: Stored) -> None:
+    q, values = stored[GROUPS]
+    for other in (0, 0.5, True, [1.0]):
+        for compare in (lambda a, b: a == b, lambda a, b: a != b, lambda a, b: b == a):
+            with pytest.raises(TypeError, match=r"not supported between a QArray and .*; compare its numbers"):
+                compare(q, other)
+    same(q == jnp.float32(values[0, 0, 0]), values == values[0, 0, 0])  # type: ignore[arg-type]
+    same(q != values, np.zeros_like(values, bool))  # type: ignore[arg-type]
+    same(q == np.float32(0), values == 0)  # type: ignore[arg-type]
+    assert q in [None, "text", q] and q != None and {q: 1}[q] == 1  # noqa: E711
+
+
+def test_static_arguments_are_compared_by_identity(stored: Stored) -> None:
+    q, other = stored[GROUPS][0], stored[ROWS][0]
+    assert q == q and q != other and q != jax.tree.map(np.copy, q)
+    traced = []
+    once = jax.jit(lambda q: traced.append(q) or jnp.zeros(q.shape), static_argnums=0)
+    for given in (q, other, q):
+        once(given)
+    assert traced == [q, other]
 
 
 def test_repr(stored: Stored) -> None:
