@@ -131,6 +131,7 @@ def test_rules_of_batches_are_kept(fun: Callable[..., Any], axes: tuple[int | No
         jax.tree.map(np.testing.assert_array_equal, pair(*args), jc.emulate(both, "bfloat16")(*args))
 
 
+@pytest.mark.slow
 def test_derivatives_of_rules_of_batches() -> None:
     """They are those of JAX, at the rounded arguments."""
     low = jc.emulate(by_rule, "bfloat16")

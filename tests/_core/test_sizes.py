@@ -74,6 +74,7 @@ def program(name: str) -> Callable[[Any], Any]:
     return served(LAYERS[name]) if name in LAYERS else PROGRAMS[name]
 
 
+@pytest.mark.in_turn(2)
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=() if name in FAST else pytest.mark.slow) for name in (*PROGRAMS, *LAYERS)]
 )

@@ -73,6 +73,7 @@ def test_float64(decimals: int) -> None:
     cases.assert_bits(expected, np.asarray(jc.math.round(x, "e11m40:up", decimals=decimals)), cases.bits(expected))
 
 
+@pytest.mark.slow
 @pytest.mark.smoke
 def test_without_decimals_and_where_the_carrier_is_wrong() -> None:
     np.testing.assert_array_equal(jc.math.round([2.5, -0.3], "bfloat16"), [2, -0.0])

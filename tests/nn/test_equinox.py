@@ -336,6 +336,7 @@ def test_adapters_of_parameters(rounds: bool) -> None:
     np.testing.assert_allclose(jax.jit(low)(adapted, X), low(adapted, X), rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.slow
 def test_parameters_without_adapters_stay_packed_in_a_merge() -> None:
     def model(p: Any, tokens: Any) -> Any:
         return jnp.asarray(p["table"][tokens]) @ p["w"]

@@ -126,7 +126,7 @@ def test_the_loss_is_bounded_where_nothing_is_clipped() -> None:
     assert (loss < bound).all() and (loss > 0.05 * bound).all()
 
 
-@pytest.mark.in_turn(3)
+@pytest.mark.slow
 @pytest.mark.parametrize("block", [1, 5, 32])
 def test_the_size_of_blocks_changes_no_code(block: int) -> None:
     w, gram = problem()

@@ -225,6 +225,7 @@ def test_shapes_that_tear_groups(stored: Stored) -> None:
             stored[GROUPS][0].reshape(shape)
 
 
+@pytest.mark.in_turn(3)
 @pytest.mark.parametrize("text", ["int3(group=8)", "nf4(group=8,scale=int8(group=256))", "int4(group=8,sparse=2:4)"])
 def test_rows_are_joined_and_split_between_groups(text: str) -> None:
     q = jc.quantize(np.asarray(numbers((4, 32))), text)
