@@ -329,7 +329,7 @@ def test_a_transpose_applies_the_rule_of_the_cotangent():
     assert back(jnp.array([1.1, 1.2, 3.3]))[0].tolist() == [1.0, 1.25, 3.5]
 
 
-@pytest.mark.in_turn(3)
+@pytest.mark.slow
 @pytest.mark.parametrize(("solve", "name"), [("bicgstab", "emulate"), ("bicgstab", "matmul"), ("gmres", "round")])
 def test_the_gradient_of_an_iterative_solver(solve, name):
     """It solves the transposed system, here also within an emulated program of 12 bits."""

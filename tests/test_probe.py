@@ -115,7 +115,7 @@ MODES = ("nearest_away", "nearest_even", "nearest_zero", "toward_zero", "up", "d
 @pytest.mark.parametrize("accumulate", ["e8m13", "e8m18", "e5m10"])
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize(("order", "k"), ORDERS.items())
-@pytest.mark.in_turn(20)
+@pytest.mark.in_turn(50)
 def test_every_order_and_rounding(order: str, k: int | None, mode: str, accumulate: str) -> None:
     p = jc.probe(compiled(MatmulSpec("binary16", accumulate=f"{accumulate}:{mode}", order=order)), length=64)
     bits = int(accumulate.partition("m")[2])
@@ -158,7 +158,7 @@ def test_sums_from_the_last_product_are_another_order(length: int) -> None:
     assert jc.probe(lambda a, b: one_by_one(a[:, ::-1], b[::-1]), length=length).order == "other"
 
 
-@pytest.mark.in_turn(5)
+@pytest.mark.slow
 @pytest.mark.parametrize(("k", "length"), [(64, 64), (64, 67), (61, 64), (62, 65), (63, 66)])
 def test_a_block_that_is_as_long_as_the_sum_is_refused(k: int, length: int) -> None:
     product = compiled(MatmulSpec("binary16", accumulate="binary32:toward_zero", order=f"aligned({k}, 24)"))

@@ -157,6 +157,7 @@ GATHERED: dict[str, Function] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", [pytest.param(n, marks=() if n == "tiled" else pytest.mark.slow) for n in GATHERED])
 def test_a_weight_that_devices_gather_is_rounded_as_a_whole(name: str) -> None:
     mesh = jax.make_mesh((2,), ("d",), axis_types=(jax.sharding.AxisType.Auto,), devices=jax.devices()[:2])

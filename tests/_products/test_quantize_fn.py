@@ -307,7 +307,7 @@ LOOK_UPS = {
 NORMED = {"table": normal(10, 8), "scale": 1 + 0.1 * normal(8, seed=1), "experts": normal(10, 8, 6, seed=2)}
 
 
-@pytest.mark.in_turn(6)
+@pytest.mark.slow
 @pytest.mark.parametrize("name", LOOK_UPS)
 @pytest.mark.parametrize("product", ["float", "codes"])
 def test_one_token_is_looked_up_as_several_are(name: str, product: Any) -> None:

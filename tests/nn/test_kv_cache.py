@@ -256,6 +256,7 @@ def test_sequences_that_are_taken_have_their_tokens(kind: str) -> None:
         taken.take(jnp.ones(2))
 
 
+@pytest.mark.slow
 def test_pages_of_sequences_that_are_taken() -> None:
     cache = jc.KVCache.paged((3, 8, HEADS, SIZE), pages=4, page_size=4)
     cache = update(cache, normal(1, 6), normal(2, 6), jnp.asarray([[0, 1, 2, 3, 4, 5], [0] + [-1] * 5, [0] + [-1] * 5]))

@@ -53,6 +53,7 @@ def noised(model: Any) -> Any:
     return model
 
 
+@pytest.mark.slow
 def test_first_output_and_gradients(packed: Any) -> None:
     adapted = add_lora(
         packed, [LoraRule("up", rank=4, alpha=8, dropout=0.5), LoraRule("rest", rank=2)], rngs=nnx.Rngs(1)

@@ -494,7 +494,7 @@ def test_a_state_does_not_begin_from_packed_parameters() -> None:
     "tx",
     [
         pytest.param(optim.adamw8bit(1e-3, min_size=8), id="packed state", marks=pytest.mark.slow),
-        pytest.param(optim.adamw8bit(1e-3, min_size=8, chunks=2), id="in chunks"),
+        pytest.param(optim.adamw8bit(1e-3, min_size=8, chunks=2), id="in chunks", marks=pytest.mark.slow),
         pytest.param(optim.round_params("bfloat16"), id="rounded"),
         pytest.param(optim.low_precision(optax.adam(1e-3), weight="bfloat16", momentum="bfloat16"), id="low precision"),
     ],

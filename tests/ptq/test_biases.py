@@ -103,6 +103,7 @@ def test_turns_of_a_loop_and_rounded_biases() -> None:
         assert bias is None or str(packed["b"].spec) == bias
 
 
+@pytest.mark.slow
 def test_a_bias_takes_the_mean_errors_of_all_products_of_its_sum() -> None:
     def cell(p: Any, x: Any) -> Any:
         return x - x[:, :4] @ p["u"] + x @ p["w"] - p["b"]
