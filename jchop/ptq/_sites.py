@@ -236,8 +236,7 @@ def _site(step: ProductStep, side: int, use: Use, shape: tuple[int, ...], turns:
         return partial
     if len(turns) not in (0, stack):
         return "it is a stack of stacks, and not all of them are turns of a loop"
-    used = {part.axis for parts in (*laid.kept, laid.summed) for part in parts}
-    cut = any(part.axis not in used for parts, *_ in use.cuts for part in parts)
+    cut = any(part.axis < stack for parts, *_ in use.cuts for part in parts)
     if turns and (cut or tuple(turns) != shape[:stack]):
         return "its loop runs over a part of the stack, or over several stacks"
     return Site(use.leaf, laid, batch, layout, stack, len(turns), groups)

@@ -285,16 +285,16 @@ def _pulled(equation: _Equation, low: list[Any], wide: list[Any], cotangents: li
     moved, numbers = equation.moved, equation.numbers
     ends = [(lambda *values, side=side: equation.results(side, values)) for side in (low, wide)]
     sides = [[side[i] for i in moved] for side in (low, wide)]
-    out, reference = (end(*side) for end, side in zip(ends, sides, strict=True))
-    weights: Sequence[Any] = [1] * len(numbers)
+    (out, pull), (reference, back) = (jax.vjp(end, *side) for end, side in zip(ends, sides, strict=True))
+    first = second = cotangents
     if equation.choosing:
-        ends = _moves(equation, low[0], wide[0]) if equation.sorts(low[0]) else ends
+        if equation.sorts(low[0]):
+            ends = _moves(equation, low[0], wide[0])
+            pull, back = (jax.vjp(end, *side)[1] for end, side in zip(ends, sides, strict=True))
         weights = _weights(ends, sides, out, reference)
-    one, two = (
-        jax.vjp(end, *side)[1]([w * x for w, x in zip(parts, cotangents, strict=True)])
-        for end, side, parts in zip(ends, sides, (weights, [2 - w for w in weights]), strict=True)
-    )
-    mean = [(x + y) / 2 for x, y in zip(one, two, strict=True)]
+        first = [w * x for w, x in zip(weights, cotangents, strict=True)]
+        second = [(2 - w) * x for w, x in zip(weights, cotangents, strict=True)]
+    mean = [(x + y) / 2 for x, y in zip(pull(first), back(second), strict=True)]
     x, y = low[moved[0]], wide[moved[0]]
     if equation.elementwise and len(moved) == len(numbers) == 1 and x.shape == out[0].shape:
         far = jnp.abs(x - y) > _FAR * jnp.maximum(jnp.abs(x), jnp.abs(y))

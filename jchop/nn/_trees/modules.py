@@ -80,8 +80,7 @@ def quantize_module(model: Any, rules: Sequence[Rule], mode: Mode, inputs: Input
     for low, args in functions:
         begun = low.start(plain, args, {}, from_data=False)
         scales = Scales({**begun.learned, **scales.learned}, {**begun.stats, **scales.stats})
-        low.report(plain, args, {})  # the errors of rules come here, not in the first call
-    if functions:
+    if functions:  # the errors of rules come here, not in the first call
         check_weights([low.resolved(plain, args, {}) for low, args in functions])
     scales = Scales({**scales.learned, **before.learned}, {**scales.stats, **before.stats})
     if mode != "qat":
