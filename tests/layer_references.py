@@ -14,6 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import linen, nnx
 from jax import lax
+from programs.program import equations
 
 import jchop as jc
 
@@ -363,11 +364,5 @@ LAYERS: dict[str, Layer] = {
 
 def products_of_size(jaxpr: Any, sizes: set[int]) -> int:
     """The number of products in a program, and in those within it, whose result has one of the sizes."""
-    count = 0
-    is_program = lambda value: hasattr(value, "jaxpr") or hasattr(value, "eqns")  # noqa: E731
-    for equation in jaxpr.eqns:
-        if equation.primitive.name == "dot_general":
-            count += sum(int(np.prod(out.aval.shape)) in sizes for out in equation.outvars)
-        inner = filter(is_program, jax.tree.leaves(list(equation.params.values()), is_leaf=is_program))
-        count += sum(products_of_size(getattr(program, "jaxpr", program), sizes) for program in inner)
-    return count
+    products = (eqn for eqn in equations(jaxpr) if eqn.primitive.name == "dot_general")
+    return sum(int(np.prod(out.aval.shape)) in sizes for eqn in products for out in eqn.outvars)

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from flax import nnx
 from jax import lax
+from programs.program import equations
 
 import jchop as jc
 from jchop._products import product as _product
@@ -133,7 +134,7 @@ def test_rows_become_one_axis_where_there_is_one_device(monkeypatch: pytest.Monk
         jax.clear_caches()  # a product is traced once
         found.append(jax.jit(lambda *args: run(*args))(x, w, g))
         program = jax.make_jaxpr(lambda x: dot_general(x, w, ROWS, how=rounded))(x)
-        (product,) = (eqn for eqn in program.eqns if eqn.primitive is lax.dot_general_p)
+        (product,) = (eqn for eqn in equations(program) if eqn.primitive is lax.dot_general_p)
         ranks.append(product.invars[0].aval.ndim)
     jax.clear_caches()
     assert ranks == [4, 3]

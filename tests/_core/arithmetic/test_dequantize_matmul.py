@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
-from jax.extend import core
+from programs.program import equations
 
 from jchop._core.arithmetic.dequantize_matmul import dequantize_matmul_body, join_columns, part_columns
 from jchop.formats import (
@@ -192,13 +192,8 @@ def test_parts_of_columns():
 
 def sizes(jaxpr: Any) -> list[int]:
     """Sizes of all floating-point intermediates, those of inner programs included."""
-    found = []
-    for equation in jaxpr.eqns:
-        found += [v.aval.size for v in equation.outvars if jnp.issubdtype(v.aval.dtype, jnp.floating)]
-        for inner in jax.tree.leaves(equation.params, is_leaf=lambda p: isinstance(p, core.ClosedJaxpr | core.Jaxpr)):
-            if isinstance(inner, core.ClosedJaxpr | core.Jaxpr):
-                found += sizes(getattr(inner, "jaxpr", inner))
-    return found
+    results = (v.aval for equation in equations(jaxpr) for v in equation.outvars)
+    return [aval.size for aval in results if jnp.issubdtype(aval.dtype, jnp.floating)]
 
 
 @pytest.mark.parametrize("group", [32, 4096])
