@@ -26,6 +26,10 @@ Array = jax.Array
 __all__ = ["Collector", "Lanes", "Plain"]
 
 
+#: Primitives whose results say in which order data go on, or to which expert: integers, and what is sorted by them.
+_CHOICES = frozenset(("approx_top_k", "argmax", "argmin", "cumsum", "sort", "top_k"))
+
+
 class Plain(Runner):
     """A program as it is."""
 
@@ -44,6 +48,9 @@ class Lanes(tuple):
 
 class Collector(Runner):
     """Runs a program on several trajectories at once, equation by equation, and sums up the inputs of products.
+
+    All trajectories take the branches, the order and the experts that the last one chooses, so that a row of an input
+    is one sample in all of them.
 
     Args:
         lanes: what runs each trajectory; the sums are those of the last one, and beside it of the first.
@@ -118,10 +125,11 @@ class Collector(Runner):
         for site in self.sites.of_step.get(id(part), (0, ()))[1]:
             if site.leaf in self.wanted:
                 self._look(part, site, by_lane)
-        return self._each("run", part, seeds, by_lane)
+        outs = self._each("run", part, seeds, by_lane)
+        return self._chosen(part.eqn, by_lane, outs) if part.name in _CHOICES else outs
 
     def control(self, step: Any, seeds: Any, args: list[Any]) -> list[Any]:
-        """A step that holds programs, taken apart if one of their products is looked at."""
+        """A step that holds programs, taken apart if one of their products is looked at, or a choice is in them."""
         if not any(self._looks(plan) for plan in step.inner):
             return self._each("control", step, seeds, self._by_lane(args))
         if step.name in ENTERED:
@@ -134,8 +142,11 @@ class Collector(Runner):
         return self._each("control", step, seeds, self._by_lane(args))
 
     def _looks(self, plan: Plan) -> bool:
-        found = (self.sites.of_step.get(id(step), (0, ()))[1] for step in plan.walk())
-        return any(site.leaf in self.wanted for some in found for site in some)
+        steps = list(plan.walk())
+        found = (self.sites.of_step.get(id(step), (0, ()))[1] for step in steps)
+        if any(site.leaf in self.wanted for some in found for site in some):
+            return True
+        return len(self.lanes) > 1 and any(step.name in _CHOICES for step in steps)
 
     def _by_lane(self, args: Sequence[Any]) -> list[list[Any]]:
         return [[x[i] if isinstance(x, Lanes) else x for x in args] for i in range(len(self.lanes))]
@@ -143,6 +154,22 @@ class Collector(Runner):
     def _each(self, what: str, step: Any, seeds: Any, by_lane: Sequence[list[Any]]) -> list[Any]:
         outs = [getattr(lane, what)(step, seeds, args) for lane, args in zip(self.lanes, by_lane, strict=True)]
         return [Lanes(values) for values in zip(*outs, strict=True)]
+
+    def _chosen(self, eqn: Any, by_lane: Sequence[list[Any]], outs: list[Any]) -> list[Any]:
+        """The results of a choice, with the order of the last trajectory in all of them."""
+        params, last = eqn.params, by_lane[-1]
+        if eqn.primitive.name == "sort" and len(last) > 1:
+            axis = params["dimension"]
+            places = lax.broadcasted_iota(jnp.int32, last[0].shape, axis)
+            *_, order = lax.sort([*last, places], dimension=axis, is_stable=True, num_keys=params["num_keys"])
+            return [Lanes(jnp.take_along_axis(x, order, axis) for x in some) for some in zip(*by_lane, strict=True)]
+        if eqn.primitive.name in ("top_k", "approx_top_k"):
+            order = outs[1][-1]
+            axis = params.get("axis", params.get("reduction_dimension", -1))
+            values = Lanes(jnp.take_along_axis(x, order, axis) for (x,) in by_lane)
+            return [values, Lanes((order,) * len(by_lane))]
+        whole = [jnp.issubdtype(v.aval.dtype, jnp.integer) for v in eqn.outvars]
+        return [Lanes((x[-1],) * len(by_lane)) if i else x for i, x in zip(whole, outs, strict=True)]
 
     # -- loops and branches --------------------------------------------------------------------------------------------
 

@@ -179,6 +179,41 @@ def unrolled(p: Any, x: Any) -> Any:
     return x
 
 
+def by_sort(score: Any, x: Any) -> Any:
+    columns = lax.sort((jnp.broadcast_to(score[:, None], x.shape), x), dimension=0, num_keys=1)
+    return columns[1][:9]
+
+
+#: Rows in an order that scores choose.
+ORDERS: dict[str, Any] = {
+    "top_k": lambda score, x: x[lax.top_k(score, 9)[1]],
+    "approx_max_k": lambda score, x: x[lax.approx_max_k(score, 9)[1]],
+    "argsort": lambda score, x: x[jnp.argsort(score)[:9]],
+    "sort": by_sort,
+    "jit": jax.jit(lambda score, x: x[jnp.argsort(-score)[:9]]),
+    "nonzero": lambda score, x: x[jnp.nonzero(score > 0.4, size=9)[0]],
+    "argmax": lambda score, x: x.reshape(40, 6, 8)[jnp.arange(40), jnp.argmax(score.reshape(40, 6), 1)],
+    "one-hot": lambda score, x: jax.nn.one_hot(lax.top_k(score, 9)[1], 240) @ x,
+    "loop": lambda score, x: lax.map(lambda some: x[jnp.argmin(some)], score.reshape(60, 4)),
+}
+
+
+@pytest.mark.in_turn(3)
+@pytest.mark.parametrize("name", ORDERS)
+def test_rows_are_compared_in_one_order(name: str) -> None:
+    """Rounding changes the order and nothing else, so there is no error to correct."""
+    rng, order = np.random.default_rng(0), ORDERS[name]
+    score, w, x = (jnp.asarray(rng.normal(size=shape), jnp.float32) for shape in (8, (8, 5), (240, 8)))
+    params = {"score": score, "w": w}
+    fun = lambda p, x: order(x @ p["score"], x) @ p["w"]  # noqa: E731
+    rule = jc.Rule(weight="int2(group=all)")
+    low = jc.round_to_format(score, "int2(group=all)")
+    assert not jnp.array_equal(order(x @ score, x), order(x @ low, x))
+    packed, _ = jc.ptq.quantize(fun, rule, params, [x], [jc.ptq.correct_error(1.0)])
+    expected = jc.quantize_fn(fun, rule).pack(params, x)
+    np.testing.assert_array_equal(jc.dequantize(packed["w"]), jc.dequantize(expected["w"]))
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "steps",
