@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import importlib.util
 import os
 import re
@@ -87,8 +88,15 @@ def new_file(path: Path, token: str | None = None) -> Iterator[IO[bytes]]:
             _set_mode(descriptor, mode & 0o777)
             os.fsync(descriptor)
         part.replace(path)
+    except OSError as error:
+        if error.filename is None and error.errno in _NO_SPACE:
+            raise OSError(error.errno, error.strerror, str(path)) from error
+        raise
     finally:
         part.unlink(missing_ok=True)
+
+
+_NO_SPACE = (errno.ENOSPC, errno.EFBIG, errno.EDQUOT)  # of a write, which names no file
 
 
 def part_of(path: Path, token: str) -> Path:

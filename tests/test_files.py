@@ -118,6 +118,22 @@ def test_errors_leave_nothing_and_name_the_file(tmp_path: Path) -> None:
 
 
 @posix
+def test_a_full_disk_names_the_file_and_leaves_the_old_one(tmp_path: Path) -> None:
+    import resource
+
+    path = tmp_path / "x"
+    path.write_bytes(b"old")
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1000, limits[1]))
+    try:
+        with pytest.raises(OSError, match=f"large: '{path}'$"):
+            write_atomically(path, lambda file: file.write(bytes(2000)))
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert path.read_bytes() == b"old" and list(tmp_path.iterdir()) == [path]
+
+
+@posix
 def test_only_regular_files_are_opened(tmp_path: Path) -> None:
     os.mkfifo(fifo := tmp_path / "fifo")
     for path in (fifo, tmp_path, Path("/dev/null")):
