@@ -47,6 +47,8 @@ def average_params(
     After `round_params` this is stochastic weight averaging in low precision (SWALP): the parameters have few bits, and
     their average has more bits and less noise. `averaged_params` reads it.
 
+    With `optax.MultiSteps` put it inside: outside it counts, and averages, every micro-step.
+
     Args:
         start: number of steps before the first parameters enter the average. Default 0.
         every: number of steps between parameters that enter the average. Default 1.

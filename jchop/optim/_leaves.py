@@ -65,11 +65,23 @@ def split_key(key: Array | None, count: int) -> tuple[Array | None, list[Array |
 def map_drawing(
     function: Callable[..., Any], key: Array | None, tree: Any, *rest: Any, is_leaf: Callable[[Any], bool] | None = None
 ) -> tuple[Array | None, Any]:
-    """The next step's key, and `function(key, leaf, ...)` for every leaf, each with a separate key."""
-    leaves, structure = jax.tree.flatten(tree, is_leaf=is_leaf)
+    """The next step's key, and `function(key, leaf, ...)` for every leaf, each with a separate key.
+
+    Raises:
+        ValueError: that of `function`, after the path of the leaf.
+    """
+    leaves, structure = jax.tree_util.tree_flatten_with_path(tree, is_leaf=is_leaf)
     others = [structure.flatten_up_to(other) for other in rest]
     following, keys = split_key(key, len(leaves))
-    results = [function(*parts) for parts in zip(keys, leaves, *others, strict=True)]
+    results = []
+    for own, (path, leaf), *parts in zip(keys, leaves, *others, strict=True):
+        try:
+            results.append(function(own, leaf, *parts))
+        except ValueError as error:
+            raise ValueError(
+                f"{path_text(path) or 'the array'}: {error}; to leave it out, use optax.masked, or for an array of a "
+                "packed state a rule of None"
+            ) from error
     return following, structure.unflatten(results)
 
 
@@ -102,6 +114,11 @@ def sum_dtype(*arrays: Any) -> jnp.dtype:
 @lru_cache(maxsize=256)
 def _rounds_sums(spec: Spec, dtype: str) -> bool:
     return spec.scaled is None and spec.overflow.value != "wrap" and supports(spec, CARRIERS[dtype])
+
+
+def widened(p: Any) -> Array:
+    """A parameter in the dtype of its sums."""
+    return jnp.asarray(p).astype(sum_dtype(p))
 
 
 def sum_rounded_like(key: Array | None, p: Any, u: Any, spec: Spec) -> Array:

@@ -18,9 +18,9 @@ from jchop.optim._leaves import (
     map_drawing,
     round_leaf,
     split_key,
-    sum_dtype,
     sum_rounded_like,
     transformation,
+    widened,
 )
 from jchop.optim._pack import QuantizedState
 from jchop.spec import Spec, as_spec
@@ -95,7 +95,7 @@ def low_precision(
     to_gradient, to_accumulator, to_weight, to_momentum = parsed.values()
 
     def init(params: Any) -> LowPrecisionState:
-        held = None if to_accumulator is None else jax.tree.map(_wide, params)
+        held = None if to_accumulator is None else jax.tree.map(widened, params)
         inner_state = inner.init(params)
         if to_momentum is not None and _has_packed(inner_state):
             raise ValueError(f"momentum={str(to_momentum)!r} rounds arrays, and inner packs its state: leave one out")
@@ -128,10 +128,6 @@ def low_precision(
         return jax.tree.map(landing, params, targets), LowPrecisionState(inner_state, kept, keys[3])
 
     return transformation(init, update)
-
-
-def _wide(p: Any) -> Array:
-    return jnp.asarray(p).astype(sum_dtype(p))
 
 
 def _has_packed(state: Any) -> bool:

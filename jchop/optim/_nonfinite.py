@@ -11,11 +11,13 @@ import optax
 from jchop.optim._arguments import ABOVE_ZERO, GROWS, NORMAL, as_transformation, check_count, check_number, is_traced
 from jchop.optim._leaves import (
     all_finite,
+    is_float,
     select,
     stays_finite,
     sum_dtype,
     the_state,
     transformation,
+    widened,
     zeros_unless,
 )
 
@@ -122,7 +124,8 @@ def dynamic_loss_scale(
 ) -> optax.GradientTransformationExtraArgs:
     """`inner` for gradients of a scaled loss, divided by a scale that shrinks on overflow and grows otherwise.
 
-    16-bit gradients are divided in float32, and `inner` gets them in float32.
+    16-bit gradients are divided in float32, and `inner` gets them in float32. So the state of `inner` begins as
+    for float32 parameters: its moments take 4 bytes for each number, or fewer with ``mu_dtype`` or `quantize_state`.
 
     Multiply the loss by ``loss_scale(state)`` before differentiating. If a gradient, an update or the new state is NaN
     or infinite, the step is skipped, as in `skip_nonfinite`, and the scale is divided by `factor`. After
@@ -167,7 +170,8 @@ def dynamic_loss_scale(
 
     def init(params: Any) -> LossScaleState:
         none = jnp.zeros([], jnp.int32)
-        return LossScaleState(inner.init(params), jnp.asarray(initial, jnp.float32), none, none)
+        inner_state = inner.init(jax.tree.map(lambda p: widened(p) if is_float(p) else p, params))
+        return LossScaleState(inner_state, jnp.asarray(initial, jnp.float32), none, none)
 
     def update(updates: Any, state: LossScaleState, params: Any = None, **extra: Any) -> tuple[Any, LossScaleState]:
         gradients = jax.tree.map(lambda g: g.astype(sum_dtype(g)) / state.scale, updates)

@@ -138,8 +138,10 @@ def pack_as_planned(key: Array | None, leaf: Any, planned: _Plan) -> Any:
 
 
 def repack(key: Array | None, old: Any, leaf: Any, offset: Any = 0) -> Any:
-    """A leaf packed like the old leaf; unchanged if the old leaf is not packed."""
-    return pack(key, leaf, codes_of(old).spec, offset) if is_packed(old) else leaf
+    """A leaf packed like the old leaf, with its dtype; unchanged if the old leaf is not packed."""
+    if not is_packed(old):
+        return leaf
+    return jax.tree.unflatten(jax.tree.structure(old), jax.tree.leaves(pack(key, leaf, codes_of(old).spec, offset)))
 
 
 def pack(key: Array | None, x: Array, spec: Spec, offset: Any = 0) -> QArray | PackedRows:

@@ -21,6 +21,7 @@ from jchop.optim._leaves import (
     all_of,
     finite_leaves,
     first_key,
+    is_float,
     map_drawing,
     select,
     split_key,
@@ -66,7 +67,7 @@ def quantize_state(
 
     A step unpacks the state, runs `inner` on plain arrays, and packs the new state. ``init`` selects the packed arrays
     by size and by path; `state_report` lists them. If the last axis of an array is too short for the groups of a
-    format, its last axes are joined.
+    format, its last axes are joined. No step changes the dtypes of the state, whatever those of the gradients.
 
     If a format has no zero, zeros are stored as numbers of at most 2^-100.
 
@@ -126,8 +127,8 @@ def quantize_state(
         following, keys = split_key(state.key, len(before))
 
         def advance(updates: Any, inner_state: Any, params: Any) -> tuple[Any, list[Any]]:
-            made, inner_state = inner.update(updates, unpack_tree(inner_state), params, **extra)
-            return made, structure.flatten_up_to(inner_state)
+            made, new = inner.update(updates, unpack_tree(inner_state), params, **extra)
+            return made, list(map(_as_held, structure.flatten_up_to(inner_state), structure.flatten_up_to(new)))
 
         leaves_out = nonfinite == "skip"
         cut = chunks_of(updates, state.inner_state, count) if count > 1 else None
@@ -199,6 +200,11 @@ def _step_in_chunks(
     return whole, joined(packed, codes, cut.cut), sound & fine
 
 
+def _as_held(old: Any, new: Any) -> Any:
+    """A leaf of the new state in the dtype of the old one. A packed leaf is packed from the dtype that was computed."""
+    return jnp.asarray(new, old.dtype) if is_float(old) and not is_packed(old) else new
+
+
 def _is_sound(updates: Any, made: Any, stays: list[Array], stored: bool = False) -> Array:
     return all_of([*finite_leaves(updates, stored=True), *finite_leaves(made, stored), *stays])
 
@@ -208,6 +214,7 @@ def _stays_finite(old: Any, new: Any) -> Array:
     """Whether finite numbers of a leaf stay finite. A packed leaf is unpacked only if the new one is not finite."""
     if not is_packed(old):
         return stays_finite(new, old)
+    new = new.astype(codes_of(old).dtype)  # as the next step unpacks it
     finite = all_of(finite_leaves(new, stored=True))
     return jax.lax.cond(finite, lambda: jnp.asarray(True), lambda: stays_finite(new, unpack_tree(old)))
 

@@ -237,3 +237,25 @@ def test_the_largest_limits_keep_a_loss_scale_finite() -> None:
         _, state = tx.update(jnp.array([g]), state, jnp.ones(1))
         scales.append(float(state.scale))
     assert scales == [2.0**127, 2.0**127, 1.0, 2.0**-126]
+
+
+@pytest.mark.parametrize(
+    ("make", "path"),
+    [
+        (optim.error_feedback, "layer.scale"),
+        (optim.round_gradients, "layer.scale"),
+        (optim.round_params, "layer.scale"),
+        (optim.compensate, "layer.scale"),
+        (lambda spec: optim.average_params(spec=spec), "layer.scale"),
+        (lambda spec: optim.low_precision(optax.sgd(0.1), weight=spec), "layer.scale"),
+        (lambda spec: optim.low_precision(optax.sgd(0.1, 0.9), momentum=spec), "0.trace.layer.scale"),
+        (lambda spec: optim.quantize_state(optax.sgd(0.1, 0.9), spec, min_size=1), "0.trace.layer.scale"),
+    ],
+)
+def test_a_leaf_without_the_axes_of_a_format_is_named_with_the_way_out(make: Any, path: str) -> None:
+    params = {"layer": {"kernel": jnp.ones((4, 8)), "scale": jnp.ones(())}}
+    tx = make(jc.int8(group=(2, 2)))
+    with pytest.raises(ValueError, match=rf"^{re.escape(path)}: .*\baxis\b.*optax.masked.*a rule of None$"):
+        tx.update(params, tx.init(params), params)
+    masked = optax.masked(tx, {"layer": {"kernel": True, "scale": False}})
+    masked.update(params, masked.init(params), params)
