@@ -221,6 +221,12 @@ def test_a_rule_moves_the_blame() -> None:
     assert abs(wide.unexplained) < 0.05 * abs(wide.error)
 
 
+def test_a_part_of_nothing_has_no_sign() -> None:
+    found = jc.blame(jc.emulate(lambda x: x * 2, "bfloat16"), jnp.float32(0.7))
+    assert found.error < 0 and part(found, "mul") == 0
+    assert "-100.0%" not in str(found) and "-0.0%" not in str(found) and " 0.0%" in str(found)
+
+
 def test_an_exact_program_has_no_error() -> None:
     found = jc.blame(jc.emulate(lambda x: x + 1, "bfloat16"), jnp.ones(3))
     assert found.error == 0
@@ -369,6 +375,25 @@ def test_an_infinite_derivative_is_named() -> None:
         jc.blame(jc.emulate(lambda x: 2 / jnp.exp(x), "e4m3:saturate"), np.float32(100))
 
 
+def test_a_derivative_of_the_output_that_overflows_is_named() -> None:
+    """Each factor has a finite derivative; their product is beyond float32. Adjoints of sums overflow too."""
+
+    def product(x: Array) -> Array:
+        return x / np.float32(3) * np.float32(1e20) * np.float32(1e20) * np.float32(1e18)
+
+    def total(x: Array) -> Array:
+        y = x / np.float32(3)
+        return y * np.float32(3e38) + y * np.float32(3e38)
+
+    said = r"derivative of the output by the result of div \(.*\) overflows float32, .* float64 arrays .* fewer turns"
+    for fun in (product, total):
+        with pytest.raises(ValueError, match=said):
+            jc.blame(jc.emulate(fun, "bfloat16"), np.float32(1e-25))
+    with jax.enable_x64(True):
+        found = jc.blame(jc.emulate(product, "bfloat16"), np.float64(1e-25))
+    assert abs(found.unexplained) <= 1e-9 * abs(found.error)
+
+
 # -- choices -----------------------------------------------------------------------------------------------------------
 
 #: Rounding makes operands equal, or changes their order.
@@ -469,6 +494,45 @@ def test_parts_of_long_programs_add_up(fun: Callable[..., Any], args: Any, spec:
     assert abs(found.unexplained) < rest * abs(found.error)
 
 
+@pytest.mark.parametrize(("turns", "explained"), [(4, True), (20, False)])
+def test_a_rest_that_is_larger_than_the_error_has_a_note(turns: int, explained: bool) -> None:
+    """Newton's method for the roots of x² + 1 is chaotic on the real axis: derivatives grow twofold in each turn."""
+
+    def newton(x: Array) -> Array:
+        return lax.scan(lambda x, _: ((x * x - 1) / (x + x), None), x, length=turns)[0]
+
+    found = jc.blame(jc.emulate(newton, "bfloat16"), jnp.float32(0.7))
+    assert (abs(found.unexplained) < 0.01 * abs(found.error)) == explained
+    assert ("no row explains is larger than the error" in str(found)) != explained
+
+
+def test_parts_that_cancel_have_no_note() -> None:
+    """No error is left, but the carrier's own rounding errors."""
+    programs: list[tuple[Callable[[Array], Array], Array]] = [
+        (lambda x: jnp.sum(x / 3), jnp.array([1.0, 2.0])),
+        (lambda x: jnp.sum(jnp.exp(x)) / jnp.sum(jnp.exp(x)), jnp.arange(4.0) / 3),
+    ]
+    for fun, x in programs:
+        found = jc.blame(jc.emulate(fun, "e4m3"), x)
+        assert found.error == 0 < abs(found.unexplained) and not found.notes
+
+
+def test_a_matrix_is_factored_by_code_compiled_once(caplog: pytest.LogCaptureFixture) -> None:
+    a, x = with_diagonal(5, 3, 1, 3), normal(6, 3)
+
+    def compiled(turns: int) -> int:
+        low = jc.emulate(
+            lambda x: lax.scan(lambda c, _: (jnp.linalg.solve(a, c) + x, None), x, length=turns)[0], "e5m5"
+        )
+        with jax.log_compiles():
+            caplog.clear()
+            assert len(jc.blame(low, x).rows[0].turns) == turns
+        return sum("Finished XLA compilation" in record.message for record in caplog.records)
+
+    compiled(2)
+    assert compiled(3) == compiled(5) <= 3  # the factors and two triangular systems
+
+
 # -- adaptive loops ----------------------------------------------------------------------------------------------------
 
 
@@ -502,6 +566,25 @@ def test_a_choice_in_a_loop_is_that_of_the_emulated_program() -> None:
     found = jc.blame(jc.emulate(fun, "e5m1"), jnp.float32(1.4))
     assert (found.value, found.reference) == (1.5, pytest.approx(1.4))
     assert abs(found.unexplained) < 1e-6
+
+
+PATHS: dict[str, Callable[[Array], Array]] = {
+    "while": lambda x: lax.while_loop(lambda c: c < 1, lambda c: c + c, x),
+    "cond": lambda x: lax.cond(x < 1, lambda x: x * 2, lambda x: x / 4, x),
+    "where": lambda x: lax.while_loop(
+        lambda c: c[1] < 2, lambda c: (jnp.where(c[0] < 1, c[0] * 2, c[0]), c[1] + 1), (x, 0)
+    )[0],
+}
+
+
+@pytest.mark.parametrize("name", PATHS)
+def test_a_path_that_the_carrier_would_not_take_has_a_note(name: str) -> None:
+    """In two bits 0.99 rounds to 1, and 0.3 to 0.3125, which is on the same side of 1."""
+    low = jc.emulate(PATHS[name], "e5m2")
+    for x, other in ((jnp.float32(0.99), True), (jnp.float32(0.3), False)):
+        found = jc.blame(low, x)
+        assert (abs(found.error - float(low(x) - PATHS[name](x))) > 0.1) == other
+        assert ("the carrier alone would make other turns" in str(found)) == other == bool(found.notes)
 
 
 @pytest.mark.slow

@@ -307,6 +307,23 @@ def test_a_loop_that_never_ends_says_why() -> None:
     assert float(found.mean) == 7.5
 
 
+def test_a_matrix_is_factored_by_code_compiled_once(caplog: pytest.LogCaptureFixture) -> None:
+    """For all samples and turns: the factors, and two triangular systems."""
+    a = jnp.eye(3) * 3 + 1
+
+    def compiled(turns: int) -> int:
+        def fun(x: Array) -> Array:
+            return jax.lax.scan(lambda c, _: (jnp.linalg.solve(a, c) + x, None), x, length=turns)[0]
+
+        with jax.log_compiles():
+            caplog.clear()
+            jc.significant_digits(jc.emulate(fun, "e5m8:stochastic"), jnp.ones(3), key=KEY, samples=2)
+        return sum("Finished XLA compilation" in record.message for record in caplog.records)
+
+    compiled(1)
+    assert compiled(2) <= 3
+
+
 # -- faces and errors --------------------------------------------------------------------------------------------------
 
 

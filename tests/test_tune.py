@@ -313,6 +313,7 @@ def test_the_planted_cancellation_raises_the_right_sites_only() -> None:
         found.error == pytest.approx(abs(float(low(*inputs[0])) / float(planted(*inputs[0])) - 1))
         and found.error <= 1e-2
     )
+    assert " on 1 input, tolerance " in str(found) and " on 1 input held out" in str(found)
     assert len(found.held_out) == 1 and len(stages) == found.evaluations
     assert stages[-1][0] == "measuring" and "cost" in stages[-1][3]
     again = json.loads(json.dumps(found.as_dict(), allow_nan=False))

@@ -112,12 +112,16 @@ class Tuning(Tables):
     def _parts(self) -> Iterator[Part]:
         head = ("site", "format", "bits", "equations", "results", "error alone")
         yield [head, *map(_cells, self.rows)]
-        yield f"error {self.error:.3g} on {len(self.errors)} inputs, tolerance {self.tolerance:.3g}"
+        yield f"error {self.error:.3g} on {_inputs(self.errors)}, tolerance {self.tolerance:.3g}"
         if self.held_out:
-            yield f"error {max(self.held_out):.3g} on {len(self.held_out)} inputs held out"
+            yield f"error {max(self.held_out):.3g} on {_inputs(self.held_out)} held out"
         uniform = "no single format is" if self.uniform is None else f"{self.uniform[0]} alone: {self.uniform[1]:.4g}"
         yield f"cost {self.cost:.4g} ({self.cost_name}); {uniform}{' within it' if self.uniform is None else ''}"
         yield from self.notes
+
+
+def _inputs(errors: tuple[float, ...]) -> str:
+    return f"{len(errors)} input{'' if len(errors) == 1 else 's'}"
 
 
 def _cells(row: TunedSite) -> tuple[str, ...]:

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import Literal
 
-from jchop._emulate._interpret import Emulation, with_rounded_operands
+from jchop._emulate._interpret import Eager, Emulation, with_rounded_operands
 from jchop._emulate._known import is_complex, is_number
 from jchop._emulate._reports.measure import Event, Measure, measured
 from jchop._emulate._reports.reference import Reference
@@ -95,7 +95,7 @@ class Beside:
     loops: int = 0  # the `while` loops around
 
     def __post_init__(self) -> None:
-        self.runner = Emulation(self.max_turns)
+        self.runner = Eager(self.max_turns)
 
     def run(
         self, plan: Plan, seeds: Seeds | None, args: Sequence[Pair], constants: Sequence[Pair] | None = None
@@ -251,7 +251,7 @@ class Beside:
         return self._call(step, seeds, [*args[first : first + lengths.solve], *args[sum(lengths) :]])
 
     def _cond(self, step: Step, seeds: Seeds | None, args: list[Pair]) -> list[Pair]:
-        chosen = np.clip(np.asarray(args[0][0]), 0, len(step.inner) - 1)
+        chosen = np.clip(np.asarray(self.followed(args[0])), 0, len(step.inner) - 1)
         out: list[Pair] = []
         for index in map(int, np.unique(chosen)):  # several if shards differ
             new = self.run(step.inner[index], self._inside(seeds, step.number + index), args[1:])
@@ -286,7 +286,8 @@ class Beside:
         self.loops += 1
         while True:
             self.turn = (*outer, turn)
-            active = active & self.run(step.inner[0], self._inside(seeds, step.number, turn), [*first, *carry])[0][0]
+            goes_on = self.run(step.inner[0], self._inside(seeds, step.number, turn), [*first, *carry])[0]
+            active = active & self.followed(goes_on)
             if not bool(jnp.any(active)):
                 break
             if turn >= self.max_turns:
@@ -306,6 +307,10 @@ class Beside:
             carry = new
         self.turn, self.loops = outer, self.loops - 1
         return carry
+
+    def followed(self, pair: Pair) -> Any:
+        """The emulated value of what chooses a path: an index of branches, a condition."""
+        return pair[0]
 
     def check_long(self) -> None:
         """Called when a `while` loop has made `LONG` turns."""

@@ -35,8 +35,10 @@ from jchop._text import Part, Tables
 __all__ = ["Blame", "BlameRow", "blame"]
 
 Array = jax.Array
-#: A `while` loop of more turns is an error without a limit; an adaptive solver of an ODE takes about 0.2 s for a turn.
+#: A `while` loop of more turns is an error without a limit; an adaptive solver of an ODE takes about 0.1 s for a turn.
 _MOST_TURNS = 1000
+#: A rest that is larger than the error is doubtful if it is also more than this part of the largest contribution.
+_DOUBT = 0.01
 
 
 @dataclass(frozen=True)
@@ -94,7 +96,8 @@ class Blame(Tables):
         value: the output of the emulated program; NaN for arrays without ``output=``.
         reference: the output of the program in the carrier; NaN for arrays without ``output=``.
         unexplained: the part of the error that no row has.
-        notes: sentences about stopped loops.
+        notes: sentences about stopped loops, about a path that the carrier alone would not take, and about an
+            `unexplained` that is larger than the error.
 
     Example:
         >>> import jax.numpy as jnp, jchop as jc
@@ -129,7 +132,7 @@ class Blame(Tables):
 
 
 def _cells(row: BlameRow) -> tuple[str, ...]:
-    share = "" if math.isnan(row.share) else f"{row.share:.1%}"
+    share = "" if math.isnan(row.share) else f"{row.share:z.1%}"
     numbers = (f"{row.rms:.2g}", f"{row.contribution:.4g}", share)
     return row.scope, row.primitive, row.spec, str(row.equations), *numbers, row.place
 
@@ -210,7 +213,24 @@ def blame(
     rows = [*_given_rows(shares, str(low.settings.spec), start, error), *_rows(steps, shares, error)]
     rows.sort(key=lambda row: -abs(row.contribution))
     unexplained = error - math.fsum(row.contribution for row in rows)
-    return Blame(tuple(rows), error, value, reference, unexplained, tuple(dict.fromkeys(tape.notes)))
+    notes = (*dict.fromkeys(tape.notes), *_notes(tape.parted, error, value, unexplained, rows))
+    return Blame(tuple(rows), error, value, reference, unexplained, notes)
+
+
+def _notes(parted: bool, error: float, value: float, unexplained: float, rows: Sequence[BlameRow]) -> Iterator[str]:
+    if parted:
+        yield (
+            "the carrier alone would make other turns or choices, so this is the error on the path of the emulated "
+            "program, and not the difference from a plain run"
+        )
+    # Where parts cancel to almost nothing, a small rest of them is no reason to doubt them, nor are the carrier's own
+    # rounding errors. The value may be NaN, which is no maximum in the last place.
+    largest = max((abs(row.contribution) for row in rows), default=0.0)
+    if abs(unexplained) > max(abs(error), _DOUBT * largest, float(jnp.finfo(jnp.result_type(float)).eps) * abs(value)):
+        yield (
+            "the part that no row explains is larger than the error, so the rows do not describe this error; blame "
+            "fewer turns of loops, or take a format with more digits"
+        )
 
 
 def _run(

@@ -21,7 +21,7 @@ from jax.extend.core import Literal
 from jchop._arguments import check_key
 from jchop._checks import check_int
 from jchop._emulate._emulate import Emulated, enter, seeds_of
-from jchop._emulate._interpret import Emulation, with_rounded_operands
+from jchop._emulate._interpret import Eager, with_rounded_operands
 from jchop._emulate._known import is_float
 from jchop._emulate._reports.beside import SILENT, note_of_stop
 from jchop._emulate._reports.places import MOST_TURNS, label_of, walk
@@ -373,7 +373,7 @@ class _Samples:
     axes: Axes = ()  # of the mesh, which values have first
 
     def __post_init__(self) -> None:
-        self.runner = Emulation(self.max_turns)
+        self.runner = Eager(self.max_turns)
 
     def run(
         self, plan: Plan, seeds: Sequence[Seeds | None], args: Sequence[Many], constants: Sequence[Many] | None = None

@@ -15,7 +15,7 @@ from jax import lax
 from jax.extend.core import Literal
 
 from jchop._emulate._known import is_number
-from jchop._emulate._reports.beside import CHOOSING, ELEMENTWISE, SILENT, Beside, Pair
+from jchop._emulate._reports.beside import CHOOSING, ELEMENTWISE, SILENT, Beside, Pair, is_unchanged
 from jchop._emulate._reports.shards import Axes, at_row, bound, untyped
 from jchop._emulate._step import Step
 from jchop._program.control import as_jax
@@ -30,6 +30,7 @@ Array = jax.Array
 Pull = Callable[[list[Any]], Sequence[Any]]
 #: A secant replaces the mean of two derivatives if an operand differs by more than this part of itself.
 _FAR = 2.0**-6
+_NO_PARTS = "so the error of the output has no parts"
 
 
 class Node(tuple[Any, Any]):
@@ -74,6 +75,7 @@ class Tape(Beside):
     check: Callable[[], None] | None = None  # called once, when a loop turns out to be long
     sources: dict[int, str] = field(default_factory=dict)  # file and line of a step, by its id
     steep: str | None = None  # the equation nearest to the output whose derivative is not finite, and where
+    parted: bool = False  # whether the carrier alone would take another path
 
     def given(self, label: Any, low: Any, wide: Any) -> Node:
         """An argument or a constant, rounded on entry."""
@@ -88,7 +90,7 @@ class Tape(Beside):
             return super()._step(step, seeds, args)
         if step.name == "select_n" and self.loops:
             # Turns follow the emulated program, and so do choices in a loop, as of a solver that rejects a step.
-            args = [(args[0][0], args[0][0]), *args[1:]]
+            args = [(low := self.followed(args[0]), low), *args[1:]]
         out = [Node(pair) for pair in super()._step(step, seeds, args)]
         if step.kind not in SILENT or any(step.rounds):  # of a move, a constant operand may be rounded
             low = [pair[0] for pair in args]
@@ -105,6 +107,11 @@ class Tape(Beside):
         check, self.check = self.check, None
         if check is not None:
             check()
+
+    def followed(self, pair: Pair) -> Any:
+        """The emulated condition; notes whether the carrier's differs."""
+        self.parted = self.parted or not is_unchanged(*pair)
+        return pair[0]
 
     def _look(self, step: Step, low: list[Any], results: list[Any], reference: list[Any]) -> None:
         """Nothing is measured: the errors are recorded."""
@@ -195,12 +202,21 @@ class Tape(Beside):
         infinite = next(filter(_overflows, self.entries), None)
         if self.steep is None and infinite is not None:
             raise ValueError(
-                f"the result of {self._name(infinite.step)} is not finite although the output is, so the error of the "
-                "output has no parts; take a format with more range or digits there, as rules={...: None} of "
-                "jchop.emulate"
+                f"the result of {self._name(infinite.step)} is not finite although the output is, {_NO_PARTS}; take a "
+                "format with more range or digits there, as rules={...: None} of jchop.emulate"
             )
-        why = self.steep or f"the part of {self._name(lost[-1].step)} is not finite although the output is"
-        raise ValueError(f"{why}, so the error of the output has no parts; it may have parts at other arguments")
+        name = self._name(lost[-1].step)
+        if self.steep is None and all(_finite(pair) for entry in self.entries for pair in _numbers(entry)):
+            # Values and derivatives of single equations are finite, so products or sums of these derivatives are not.
+            of = "the result of " if isinstance(lost[-1].step, Step) else ""
+            carrier = jnp.finfo(_numbers(lost[-1])[0][0].dtype).dtype
+            wider = "" if carrier == jnp.float64 else "use float64 arrays (jax_enable_x64), or "
+            raise ValueError(
+                f"the derivative of the output by {of}{name} overflows {carrier}, {_NO_PARTS}; "
+                f"{wider}blame fewer turns of a loop"
+            )
+        why = self.steep or f"the part of {name} is not finite although the output is"
+        raise ValueError(f"{why}, {_NO_PARTS}; it may have parts at other arguments")
 
     def _name(self, step: Any) -> str:
         return f"{step.name} ({self.sources.get(id(step), step.place)})" if isinstance(step, Step) else str(step)
@@ -228,14 +244,19 @@ class Tape(Beside):
         kinds = (step.kind in ELEMENTWISE, step.kind in CHOOSING)
         equation = _Equation(eqn.primitive, params, tuple(moved), tuple(numbers), axes, *kinds)
         given = [cotangents[i] for i in numbers]
+
+        def pull(cotangents: list[Any]) -> list[Any]:
+            pulled = _pulled(equation, low, wide, cotangents)
+            return pulled if _finite(pulled) else _bounded(equation, low, wide, cotangents, pulled)
+
         try:
-            pulled = _pulled(equation, low, wide, given)
-            if not _finite(pulled):
-                pulled = _bounded(equation, low, wide, given, pulled)
+            pulled = pull(given)
         except (NotImplementedError, ValueError) as error:  # of a callback it is a ValueError
             raise type(error)(f"blame needs the derivative of {self._name(step)}: {error}") from error
         if self.steep is None and _finite(given) and not _finite(pulled):
-            at = _steep(equation, args, [out[i] for i in numbers], pulled)
+            # With smaller derivatives of the output: these may be too large, and not the derivative of the equation.
+            own = pull([x / jnp.max(jnp.abs(x), initial=1.0) for x in given])
+            at = None if _finite(own) else _steep(equation, args, [out[i] for i in numbers], own)
             if at is not None:
                 self.steep = f"the derivative of {self._name(step)} is not finite{at} although its result is"
         for i, cotangent in zip(moved, pulled, strict=True):
@@ -406,8 +427,11 @@ def _key(entry: _Entry) -> Any:
 
 def _overflows(entry: _Entry) -> bool:
     """Whether a number is infinite or NaN in the emulated program alone."""
-    numbers = [node for node in entry.results if is_number(jax.typeof(node[0]))]
-    return any(bool(jnp.any(~jnp.isfinite(node[0]) & jnp.isfinite(node[1]))) for node in numbers)
+    return any(bool(jnp.any(~jnp.isfinite(low) & jnp.isfinite(wide))) for low, wide in _numbers(entry))
+
+
+def _numbers(entry: _Entry) -> list[Node]:
+    return [node for node in entry.results if is_number(jax.typeof(node[0]))]
 
 
 def _add(share: Share, node: Node, turn: tuple[int, ...]) -> None:
