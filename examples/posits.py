@@ -4,8 +4,11 @@
 
 A float has as many digits at 1 as near its largest value. A posit or a takum has most at 1, and fewer the farther a
 number is from 1. So it gains if the numbers lie around 1, and loses if they do not. The first table and the picture
-show the signal over error of normal numbers whose standard deviation σ is a power of two. The second table shows it for
-dot products of such numbers, with every product and sum rounded: their results lie near σ² √n.
+show the signal-to-noise ratio of normal numbers whose standard deviation σ is a power of two. The second table shows it
+for dot products of such numbers, with every product and sum rounded: their results lie near σ² √n.
+
+In the tables -inf means that a result is infinite: a product or a sum overflowed in binary16. About 0 dB means that the
+errors are as large as the numbers: nearly all of these became 0, or they saturated far below their values.
 """
 
 from __future__ import annotations
@@ -25,7 +28,7 @@ FORMATS = {
 
 
 def decibels(signal: np.ndarray, rounded: np.ndarray) -> float:
-    """Signal over error; -inf if a result is infinite or NaN."""
+    """The signal-to-noise ratio; -inf if a result is infinite or NaN."""
     with np.errstate(invalid="ignore"):
         error = np.sum((rounded - signal) ** 2)
     return 10 * float(np.log10(np.sum(signal**2) / error)) if np.isfinite(error) else -np.inf
@@ -41,7 +44,7 @@ def digits(spec: str, exponents: np.ndarray, count: int) -> np.ndarray:
 
 
 def normal_numbers(spec: str, exponents: np.ndarray, count: int) -> list[float]:
-    """The signal over error of normal numbers for each standard deviation 2^e."""
+    """The signal-to-noise ratio of normal numbers for each standard deviation 2^e."""
     x = np.random.default_rng(0).standard_normal(count)
     return [decibels(x * 2.0**e, jc.round_to_format(x * 2.0**e, spec)) for e in exponents]
 
@@ -56,7 +59,7 @@ def dots(spec: str, exponents: np.ndarray, length: int) -> list[float]:
 
 
 def draw(count: int, path: Path) -> None:
-    """Digits against the magnitude, and signal over error against σ, in a PNG."""
+    """Digits against the magnitude, and the signal-to-noise ratio against σ, in a PNG."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(10, 7), layout="constrained")
@@ -68,7 +71,7 @@ def draw(count: int, path: Path) -> None:
             row[0].plot(reach, digits(spec, reach, count), style, label=name)
             row[1].plot(reach, np.maximum(normal_numbers(spec, reach, 20 * count), 0), style, label=name)
         row[0].set(title=f"{bits} bits: numbers from 2^e to 2^(e+1)", xlabel="e", ylabel="decimal digits kept", ylim=0)
-        row[1].set(title=f"{bits} bits: normal numbers", xlabel="log₂ σ", ylabel="signal over error, dB", ylim=0)
+        row[1].set(title=f"{bits} bits: normal numbers", xlabel="log₂ σ", ylabel="signal-to-noise ratio, dB", ylim=0)
         row[0].legend(fontsize="small", loc="lower center")
     figure.savefig(path, dpi=110)
 

@@ -1,4 +1,4 @@
-"""Signal over error in decibels."""
+"""Signal-to-noise ratio in decibels."""
 
 import math
 

@@ -242,7 +242,9 @@ class MatmulSpec:
                 raise ValueError(f"order={str(self.order)!r} needs operands of a scaled format, such as 'nvfp4'")
             return
         if self.order.kind not in _OF_SCALED:
-            as_spec(self.operands, "operands")  # refuses it
+            raise ValueError(f"operands={str(self.operands)!r} is a scaled format, which needs order='aligned(b, "
+                             f"f)' or 'aligned_sums(b, f)', not {str(self.order)!r}; for that order round both arrays "
+                             "before, along the axis of the sum, with jchop.round_to_format")  # fmt: skip
         along = isinstance(fmt.group, int) and fmt.axis == -1 and fmt.zero_point is None and fmt.sparse is None
         floats = isinstance(fmt.element, FloatFormat) and isinstance(fmt.scale, FloatFormat)
         if not along or not floats or self.operands.rounding.stochastic:  # type: ignore[union-attr]

@@ -9,6 +9,7 @@ from typing import Any
 
 from jchop._checks import check_choice, close_to
 from jchop.accumulation import MatmulSpec
+from jchop.spec import as_spec
 
 __all__ = ["TENSOR_CORES", "TensorCore", "tensor_core"]
 
@@ -90,7 +91,7 @@ _UNPUBLISHED = {
     "tpu": ("fp8", "fp8_e5m2", "int8", "int4"),
 }
 
-#: The units by name, and the types of operands of each.
+#: The units by name, and of each the types of operands by name. Each has a `TensorCore`: its arithmetic and the source.
 TENSOR_CORES: Mapping[str, Mapping[str, TensorCore]] = MappingProxyType(
     {
         unit: MappingProxyType(types)
@@ -143,7 +144,8 @@ def tensor_core(unit: str, dtype: str, *, out: str = "binary32", promote_every: 
             ``"cdna1"``, ``"cdna2"``, ``"cdna3"`` or ``"tpu"``.
         dtype: ``"fp16"``, ``"bf16"``, ``"tf32"`` (operands cut to 10 fraction bits), ``"fp8"`` (e4m3; e4m3fnuz on
             CDNA3), ``"fp8_e5m2"``, or on Blackwell ``"mxfp8"`` (e4m3), ``"mxfp8_e5m2"``, ``"mxfp4"`` and ``"nvfp4"``,
-            if the unit has it. `TENSOR_CORES` has all rows, with the source of each.
+            if the unit has it. Or the format of the operands, which names the same row: ``"float16"``, ``"bfloat16"``,
+            ``"float8_e4m3fn"``, ``"float8_e5m2"``. `TENSOR_CORES` has all rows, with the source of each.
         out: the accumulator: ``"binary32"`` (default), or ``"binary16"``, rounded to nearest, for fp16 and fp8 on
             NVIDIA's units.
         promote_every: a multiple of k: sums of so many products are added to a float32 total, as DeepSeek-V3 does with
@@ -159,11 +161,13 @@ def tensor_core(unit: str, dtype: str, *, out: str = "binary32", promote_every: 
         'operands=binary16, accumulate=binary32:toward_zero, order=aligned(4, 23)'
         >>> str(jc.tensor_core("hopper", "fp8", promote_every=128).order)
         'aligned(32, 13, promote_every=128)'
+        >>> jc.tensor_core("hopper", "float8_e4m3fn") == jc.tensor_core("hopper", "fp8")
+        True
     """
     types = _row(TENSOR_CORES, "unit", unit)
     if dtype in _UNPUBLISHED.get(unit, ()):
         raise ValueError(f"dtype={dtype!r}: how {unit} adds {dtype} is not published; known: {', '.join(types)}")
-    row = _row(types, "dtype", dtype, f" of {unit}")
+    row = _row(types, "dtype", _by_format(types, dtype), f" of {unit}")
     check_choice("out", out, ("binary32", "binary16"))
     spec = row.spec
     if out == "binary16":
@@ -171,6 +175,15 @@ def tensor_core(unit: str, dtype: str, *, out: str = "binary32", promote_every: 
             raise ValueError(f"out='binary16': {dtype} on {unit} has no float16 accumulator; leave out='binary32'")
         spec = replace(spec, accumulate="binary16")  # type: ignore[arg-type]
     return spec if promote_every is None else replace(spec, order=replace(spec.order, promote_every=promote_every))
+
+
+def _by_format(types: Mapping[str, TensorCore], dtype: str) -> str:
+    """The type whose operands have the format that `dtype` names; else `dtype` itself."""
+    try:
+        fmt = str(as_spec(dtype, scaled=True))
+    except (TypeError, ValueError):
+        return dtype
+    return next((name for name, row in types.items() if str(row.spec.operands).partition(":")[0] == fmt), dtype)
 
 
 def _row(table: Mapping, name: str, key: str, of: str = "") -> Any:

@@ -54,7 +54,7 @@ class Way(NamedTuple):
 
 
 def decibels(y: Any, exact: Any) -> float:
-    """Signal over error."""
+    """Signal-to-noise ratio."""
     y, exact = np.asarray(y, np.float64), np.asarray(exact, np.float64)
     noise = np.sum((y - exact) ** 2)
     return float(10 * np.log10(np.sum(exact**2) / noise)) if noise else float("inf")

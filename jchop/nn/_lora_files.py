@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping
@@ -17,7 +18,7 @@ from flax import nnx
 from jchop._files import open_regular, write_atomically
 from jchop.nn._lora_rule import LoraRule
 from jchop.nn._nnx.layers import placed_layers
-from jchop.nn._nnx.lora import Adapted, put, split_lora, weight_of
+from jchop.nn._nnx.lora import Adapted, is_linear, put, split_lora, weight_of
 from jchop.nn._nnx.programs import Inputs
 from jchop.nn._trees.lora import load_to_tree
 from jchop.nn._trees.modules import is_module
@@ -128,7 +129,7 @@ def load_lora(
         return load_to_tree(folder, model, inputs, fun, read_adapters)
     result: Any = nnx.merge(*nnx.split(model), copy=True)
     layers = {path: placed.module for placed, _ in placed_layers(result) for path in placed.paths}
-    linear = {path: layer for path, layer in layers.items() if hasattr(layer, "kernel")}
+    linear = {path: layer for path, layer in layers.items() if is_linear(layer)}
     made: dict[int, Adapted] = {}
     for path, (a, b, rule) in read_adapters(folder, linear, lambda path: weight_of(linear[path]).shape).items():
         rule = rule if rngs is not None else replace(rule, dropout=0.0)
@@ -145,7 +146,7 @@ def read_adapters(
     Args:
         folder: of `save_lora` or PEFT.
         paths: of the layers that may have one.
-        shape_of: the shape of the weight of such a layer, (in, out).
+        shape_of: the shape of the weight of such a layer, of axes of inputs and then of outputs.
     """
     source = Path(folder)
     config, tensors = _config(source / _CONFIG), load_safetensors(source / _TENSORS)
@@ -161,7 +162,8 @@ def read_adapters(
 
 
 def _rule(source: Path, name: str, shape: tuple[int, ...], a: Any, b: Any, config: dict[str, Any]) -> LoraRule:
-    if a.ndim != 2 or b.ndim != 2 or (a.shape[0], b.shape[1], a.shape[1]) != (*shape, b.shape[0]):
+    sides = [(math.prod(shape[:i]), math.prod(shape[i:])) for i in range(1, len(shape))]
+    if a.ndim != 2 or b.ndim != 2 or a.shape[1] != b.shape[0] or (a.shape[0], b.shape[1]) not in sides:
         raise ValueError(
             f"{source / _TENSORS}: A and B of {shown(name)} have shapes {list(a.shape)} and {list(b.shape)} "
             f"(transposed), and its weight {list(shape)}"

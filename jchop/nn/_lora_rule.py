@@ -16,7 +16,7 @@ from jchop._paths import check_pattern, nearest_paths
 
 Array = jax.Array
 
-__all__ = ["INITS", "LoraRule", "as_lora_rules", "check_used", "first_adapter", "merged_weight"]
+__all__ = ["INITS", "LoraRule", "as_lora_rules", "as_matrix", "beside", "check_used", "first_adapter", "merged_weight"]
 
 #: The first values of adapters: the name, and whether they need the weights before they were packed.
 INITS: Final = {"zeros": False, "loftq": True, "pissa": True}
@@ -134,6 +134,19 @@ def _best(matrix: np.ndarray, rule: LoraRule) -> tuple[np.ndarray, np.ndarray]:
     return left[:, : rule.rank] * root, root[:, None] * right[: rule.rank]
 
 
+def as_matrix(weight: Array, inside: int, out: int) -> Array:
+    """A weight of `inside` axes of inputs and `out` of outputs as (in, out); one of more axes as it is."""
+    return weight.reshape(math.prod(weight.shape[:inside]), -1) if weight.ndim == inside + out else weight
+
+
+def beside(y: Array, x: Array, a: Array, b: Array, axis: Sequence[int], rule: LoraRule) -> Array:
+    """The result y of a layer that sums over `axis` of x, with what an adapter adds."""
+    a = a.reshape(*(x.shape[i] for i in axis), a.shape[-1])
+    low = jnp.tensordot(x, a, (tuple(axis), tuple(range(len(axis)))))
+    return y + (low @ b * rule.factor).reshape(y.shape).astype(y.dtype)
+
+
 def merged_weight(weight: Array, a: Array, b: Array, rule: LoraRule) -> Array:
-    """W + factor A B, in the dtype of W."""
-    return (weight + rule.factor * jnp.matmul(a, b, precision="highest")).astype(weight.dtype)
+    """W + factor A B, in the shape and dtype of W."""
+    product = jnp.matmul(a, b, precision="highest").reshape(weight.shape)
+    return (weight + rule.factor * product).astype(weight.dtype)

@@ -1,4 +1,4 @@
-"""Signal over error of the tensors of layers: weights, inputs and results, on the inputs that the model gives them."""
+"""Signal-to-noise ratios of tensors of layers: weights, inputs and results, on the inputs that the model gives them."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def weights_of(module: Any, kind: Kind) -> list[str]:
 
 
 def weight_ratio(module: Any, kind: Kind, rule: Rule | None) -> float:
-    """Signal over error of the weights of a layer."""
+    """The signal-to-noise ratio of the weights of a layer."""
     power = noise = 0.0
     for name in weights_of(module, kind):
         spec = None if rule is None else kind.spec(rule, name)

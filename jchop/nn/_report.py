@@ -49,7 +49,7 @@ class LayerRow:
         operands: the types of the operands that reach the units of the platform in its forward product; empty without a
             platform or a product.
         stored: (name, spec as text) of each of its own parameters that is packed already.
-        weight_snr: signal over error of its weights in dB, with batches; infinite if they are exact, None without
+        weight_snr: signal-to-noise ratio of its weights in dB, with batches; infinite if they are exact, None without
             a rule.
         activation_snr: the same of its results with its inputs alone rounded.
         output_snr: the same of its results with all its roundings, on the inputs that the model without rules gives it.
@@ -174,7 +174,7 @@ def report(
         inputs: as in `quantize`: example arguments of the model's call, or of several methods. Default None.
         platform: ``"cpu"``, ``"v5e"``, ``"v6e"``, ``"v7x"``, ``"a100"``, ``"h200"`` or ``"b200"``. The report
             then says which types of operands reach its units in each forward product under a rule. Default None.
-        batches: inputs of the model. The table then has the signal over error of the weights of each layer under a
+        batches: inputs of the model. The table then has the signal-to-noise ratio of the weights of each layer under a
             rule, of its inputs and of its results, in dB: 10 log10(Σ y² / Σ (y - z)²) with y without roundings. Each
             layer is run on the inputs that it has in the model without rules. Not with `inputs`. Default None.
 

@@ -38,7 +38,7 @@ class SensitivityRow:
         path: its path in the model; ``"all"`` for all layers at once.
         layer: its class; empty for all layers.
         format: the spec, as text.
-        snr: signal over error of the model's output in dB; infinite without an error, -infinite if an output of the
+        snr: signal-to-noise ratio of the model's output in dB; infinite without an error, -infinite if an output of the
             rounded model is not finite.
     """
 

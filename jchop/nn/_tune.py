@@ -45,7 +45,7 @@ class TunedLayer:
         weights: the count of its weights.
         bits: the bits of a weight, with its part of the scales.
         score: its part in the total score.
-        weight_snr: signal over error of its weights in dB; infinite if they are exact.
+        weight_snr: signal-to-noise ratio of its weights in dB; infinite if they are exact.
         activation_snr: the same of its inputs, rounded to the rule's activation; infinite without one. It is nan if the
             loss does not call the layer, or calls it within a transformation of JAX.
         output_snr: the same of its results on the data, of the same inputs; nan as `activation_snr`.
@@ -410,7 +410,7 @@ def _fisher(
     found: Sequence[_Layer],
     options: Sequence[Rule | None],
 ) -> tuple[list[list[float]], list[list[tuple[float, float]]], set[str], set[str]]:
-    """The scores of layers and formats, the signal over error of inputs and results in dB, and layers without these.
+    """The scores of layers and formats, signal-to-noise ratio of inputs and results in dB, and layers without these.
 
     First those whose calls are unknown, then those that have no calls.
     """

@@ -14,15 +14,15 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 
-def calibration(seen: Any, *, title: str = "Signal over error of products") -> Figure:
-    """The weights of a calibration as bars: signal over error in dB of their products on the data.
+def calibration(seen: Any, *, title: str = "Signal-to-noise ratio of products") -> Figure:
+    """The weights of a calibration as bars: signal-to-noise ratio in dB of their products on the data.
 
     There are two bars for each weight whose product was looked at, in the order of the report: with each element
     rounded to nearest by itself, and as it was rounded. A product without an error has no bar, and the word "exact".
 
     Args:
         seen: a `jchop.ptq.PtqReport`.
-        title: the title above the bars. Default ``"Signal over error of products"``.
+        title: the title above the bars. Default ``"Signal-to-noise ratio of products"``.
 
     Raises:
         TypeError: if `seen` is not such a report.
@@ -56,7 +56,7 @@ def calibration(seen: Any, *, title: str = "Signal over error of products") -> F
                 text = "exact" if value > 0 else f"{value:.1f}"
                 axes.text(0, place + shift, f" {text}", va="center", fontsize=8, color=INK)
     axes.set_xlim(low, 1.15 * high)
-    axes.set_xlabel("signal over error on the data (dB)", fontsize=10)
+    axes.set_xlabel("signal-to-noise ratio on the data (dB)", fontsize=10)
     axes.set_yticks(range(len(rows)), [f"{row.path}\n{row.spec}" for row in rows], fontsize=8)
     axes.set_ylim(len(rows) - 0.4, -0.6)
     draw_legend(axes)
@@ -64,7 +64,7 @@ def calibration(seen: Any, *, title: str = "Signal over error of products") -> F
 
 
 def sensitivity(seen: Any, *, title: str = "Layers rounded one at a time") -> Figure:
-    """Signal over error of a model's output for each layer, a line for each format.
+    """Signal-to-noise ratio of a model's output for each layer, a line for each format.
 
     Layers stand in the order of the model, and "all" last. A layer without an error in a format has no point.
 
@@ -98,7 +98,7 @@ def sensitivity(seen: Any, *, title: str = "Layers rounded one at a time") -> Fi
         values = [found[path] if math.isfinite(found[path]) else math.nan for path in paths]
         axes.plot(values, range(len(paths)), "o-", markersize=5, linewidth=1.2, label=name)
     _label_rows(axes, [path or "(the model)" for path in paths])
-    axes.set_xlabel("signal over error of the output (dB): more is better", fontsize=10)
+    axes.set_xlabel("signal-to-noise ratio of the output (dB): more is better", fontsize=10)
     axes.grid(color="#e5e5e5", linewidth=0.7)
     axes.set_axisbelow(True)
     draw_legend(axes)

@@ -310,7 +310,7 @@ class _Job:
         count = value(inputs.count)
         reached = bool((count > 0).any())
         missing = int((count == 0).sum())
-        note = "" if site.turns == site.stack else "one statistic for all layers of the stack"
+        note = "" if site.turns == site.stack else "one statistic for the whole stack"
         if missing:
             note = "no input reached it" if not reached else f"no input reached {missing} of its {count.size} matrices"
         shared = self.call.values[leaf].shape[len(turn) : site.stack]
@@ -466,7 +466,7 @@ def _size(shape: Sequence[int]) -> int:
 
 
 def _decibels(energy: float, error: float) -> float:
-    """Signal over error; infinite without an error, NaN without a signal."""
+    """Signal-to-noise ratio; infinite without an error, NaN without a signal."""
     if energy <= 0:
         return math.nan
     return 10 * math.log10(energy / error) if error > 0 else math.inf

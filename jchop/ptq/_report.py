@@ -25,8 +25,8 @@ class WeightRow:
         spec: what it is rounded to; empty if it is not rounded.
         bits: bits of codes and scales for each element; NaN if it is not rounded.
         method: the steps that were taken; ``"nearest"`` if there was none; empty if it is not rounded.
-        before: signal over error of its product on the data in dB, each element of the weight as it was given rounded
-            to nearest by itself; NaN if its product was not looked at.
+        before: signal-to-noise ratio of its product on the data in dB, each element of the weight as it was given
+            rounded to nearest by itself; NaN if its product was not looked at.
         after: that of the rounded weight, and of its corrected bias.
         damping: the damping of the factorization, the largest of several matrices; 0 if there was none.
         tries: how many factorizations there were, the most of several matrices.
@@ -85,7 +85,7 @@ class PtqReport(Tables):
         """
         return json.dumps(self.as_dict(), indent=indent, allow_nan=False)
 
-    def plot(self, *, title: str = "Signal over error of products") -> Figure:
+    def plot(self, *, title: str = "Signal-to-noise ratio of products") -> Figure:
         """`jchop.plot.calibration` of the report; needs matplotlib."""
         from jchop.plot import calibration
 

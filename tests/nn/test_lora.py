@@ -159,6 +159,49 @@ def test_files(packed: Any, tmp_path: Path) -> None:
         load_lora(tmp_path / "adapter", packed)
 
 
+@pytest.mark.parametrize("weight", [None, "nf4", "int4(group=32)"])
+def test_the_projections_of_attention(weight: str | None, tmp_path: Path) -> None:
+    """They sum over one axis to two, and over two to one; A and B are matrices, as in PEFT."""
+    plain: Any = nnx.MultiHeadAttention(4, 32, qkv_features=64, decode=False, rngs=nnx.Rngs(0))
+    base = plain if weight is None else jc.nn.quantize(plain, Rule("{query,out}", weight=weight), "ptq")
+    adapted = add_lora(base, LoraRule("{query,out}", rank=3, alpha=6), rngs=nnx.Rngs(1))
+    x = np.random.default_rng(1).standard_normal((2, 5, 32)).astype(np.float32)
+    np.testing.assert_array_equal(adapted(x), base(x))
+    adapted = noised(adapted)
+    unpacked, adapters = merge_lora(add_lora(base, LoraRule("*", rank=1), rngs=nnx.Rngs(0))), split_lora(adapted)[1]
+    shapes = {path: (found["lora_a"].shape, found["lora_b"].shape) for path, found in adapters.items()}
+    assert shapes == {"query": ((32, 3), (3, 64)), "out": ((64, 3), (3, 32))}
+    wanted = nnx.merge(*nnx.split(unpacked), copy=True)
+    for path, found in adapters.items():
+        kernel = getattr(wanted, path).kernel
+        a, b = (np.asarray(found[name], np.float64) for name in ("lora_a", "lora_b"))
+        kernel[...] = jnp.asarray(np.asarray(kernel[...], np.float64) + 2 * (a @ b).reshape(kernel.shape), jnp.float32)
+    np.testing.assert_allclose(adapted(x), wanted(x), rtol=1e-4, atol=1e-5)
+    merged = merge_lora(adapted)
+    assert type(merged.query) is nnx.LinearGeneral
+    np.testing.assert_allclose(merged(x), wanted(x), rtol=1e-4, atol=1e-5)
+    again = merge_lora(adapted, requantize=True).out.kernel[...]
+    assert weight is None or again.spec == base.out.kernel[...].spec
+    save_lora(tmp_path, adapted)
+    tensors = jc.load_safetensors(tmp_path / "adapter_model.safetensors")
+    assert tensors["base_model.model.query.lora_B.weight"].shape == (64, 3)
+    np.testing.assert_array_equal(load_lora(tmp_path, base)(x), adapted(x))
+    best = add_lora(base, LoraRule("out", rank=32, init="pissa"), rngs=nnx.Rngs(1), original=plain)
+    np.testing.assert_allclose(best(x), (base if weight is None else merge_lora(best))(x), rtol=1e-3, atol=1e-4)
+
+
+def test_a_general_layer_sums_over_its_own_axes() -> None:
+    layer: Any = nnx.LinearGeneral((2, 3), (4, 5), axis=(1, -1), use_bias=False, rngs=nnx.Rngs(0))
+    adapted = noised(add_lora(layer, LoraRule("*", rank=2), rngs=nnx.Rngs(1)))
+    x = np.random.default_rng(1).standard_normal((7, 2, 6, 3))
+    a, b = np.asarray(adapted.lora_a[...]).reshape(2, 3, 2), np.asarray(adapted.lora_b[...]).reshape(2, 4, 5)
+    kernel = np.asarray(layer.kernel[...]) + np.einsum("ijr,rkl->ijkl", a, b)
+    np.testing.assert_allclose(adapted(x), np.einsum("bisj,ijkl->bskl", x, kernel), rtol=1e-4, atol=1e-5)
+    batched = nnx.LinearGeneral(3, 4, batch_axis={0: 2}, rngs=nnx.Rngs(0))
+    with pytest.raises(ValueError, match=r"its weight of shape \[2, 3, 4\] is no matrix"):
+        add_lora(batched, LoraRule("*", rank=2), rngs=nnx.Rngs(1))
+
+
 @pytest.mark.slow
 def test_training_with_8_bit_moments(packed: Any) -> None:
     adapted = add_lora(packed, LoraRule("*", rank=2), rngs=nnx.Rngs(1))
@@ -188,7 +231,7 @@ def test_errors(model: Any, packed: Any) -> None:
         with pytest.raises(ValueError, match=said):
             add_lora(packed, rules, rngs=nnx.Rngs(0), **more)
     conv = nnx.Sequential(nnx.Conv(3, 4, (2, 2), rngs=nnx.Rngs(0)))
-    with pytest.raises(ValueError, match=r"Conv at 'layers/0'.*adapters are for flax.nnx.Linear"):
+    with pytest.raises(ValueError, match=r"Conv at 'layers/0'.*adapters are for flax.nnx.Linear and LinearGeneral"):
         add_lora(conv, LoraRule("*", rank=2), rngs=nnx.Rngs(0))
     with pytest.raises(ValueError, match="rank=0"):
         LoraRule("up", rank=0)

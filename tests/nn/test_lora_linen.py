@@ -155,6 +155,39 @@ def test_dropout_in_expectation(plain: Any) -> None:
     assert bool((spread > 0).all()) and bool((abs(many.mean(0) - still) < 5 * spread).all())
 
 
+@pytest.mark.parametrize("weight", [None, "nf4"])
+def test_the_projections_of_attention(weight: str | None, tmp_path: Path) -> None:
+    net: Any = nn.MultiHeadDotProductAttention(4, qkv_features=64)
+    x = np.random.default_rng(1).standard_normal((2, 5, 32)).astype(np.float32)
+    plain: Any = net.init(KEY, x)
+    low = net if weight is None else jc.nn.linen.quantize(net, Rule("{query,out}", weight=weight))
+    base = plain if weight is None else low.pack(plain, x)
+    adapted, variables = add_lora(low, base, LoraRule("{query,out}", rank=3, alpha=6), x, key=KEY)
+    np.testing.assert_array_equal(adapted.apply(variables, x), low.apply(base, x))
+    variables = noised(variables)
+    shapes = jax.tree.map(jnp.shape, variables["lora"])
+    assert shapes == {
+        "query": {"lora_a": (32, 3), "lora_b": (3, 64)}, "out": {"lora_a": (64, 3), "lora_b": (3, 32)}
+    }  # fmt: skip
+    wanted = jax.tree.map(lambda v: v, plain)
+    for path, adapter in variables["lora"].items():
+        kernel = base["params"][path]["kernel"]
+        held = kernel if weight is None else kernel.unpack()
+        a, b = (np.asarray(adapter[name], np.float64) for name in ("lora_a", "lora_b"))
+        wanted["params"][path]["kernel"] = jnp.asarray(held + 2 * (a @ b).reshape(held.shape), jnp.float32)
+    y = adapted.apply(variables, x)
+    np.testing.assert_allclose(y, net.apply(wanted, x), rtol=1e-4, atol=1e-5)
+    module, merged = merge_lora(adapted, variables, x)
+    np.testing.assert_allclose(module.apply(merged, x), y, rtol=1e-4, atol=1e-5)
+    again = merge_lora(adapted, variables, x, requantize=True)[1]["params"]["out"]["kernel"]
+    assert again.shape == (4, 16, 32)
+    save_lora(tmp_path, adapted, variables)
+    loaded, found = load_lora(tmp_path, low, base)
+    np.testing.assert_array_equal(loaded.apply(found, x), y)
+    _, whole = add_lora(low, base, LoraRule("out", rank=32, init="pissa"), x, key=KEY, original=plain)
+    assert whole["params"]["out"]["kernel"].shape == (4, 16, 32)
+
+
 def test_errors(low: Any, plain: Any, packed: Any) -> None:
     add = lambda *rules, **more: add_lora(low, packed, rules, X, **{"key": KEY, **more})  # noqa: E731
     with pytest.raises(ValueError, match="matches no linear layer"):

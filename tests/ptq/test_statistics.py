@@ -99,6 +99,19 @@ def test_groups_of_rows_and_experts_have_their_own() -> None:
         np.testing.assert_allclose(each.gram[expert], mean_of(x[2 * expert : 2 * expert + 2]), rtol=1e-5, atol=1e-6)
 
 
+def test_parts_that_an_index_chooses_have_one_together() -> None:
+    x = np.random.default_rng(7).standard_normal((24, 32)).astype(np.float32)
+    experts = {"w": jax.random.normal(jax.random.key(0), (4, 32, 8))}
+
+    def chosen(p: Any, x: Any) -> Any:
+        return jax.vmap(lambda token, i: token @ p["w"][i])(x, jnp.argmax(x[:, :4], -1))
+
+    gram = jc.ptq.statistics(chosen, experts, [x])["w"].gram
+    np.testing.assert_allclose(gram, (x.T @ x / 24)[None], rtol=1e-4, atol=1e-6)
+    _, report = jc.ptq.quantize(chosen, jc.Rule(weight="int4(group=32)"), experts, [x])
+    assert {row.note for row in report.weights} == {"one statistic for the whole stack"}
+
+
 @pytest.mark.parametrize("groups, rows", [(2, 6), (4, 8), (4, 4)])
 def test_groups_of_a_convolution_have_patches_of_their_own(groups: int, rows: int) -> None:
     w, x = normal(rows, 4 // groups, 2, 3), normal(2, 5, 6, 4, seed=1)

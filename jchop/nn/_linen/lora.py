@@ -21,7 +21,7 @@ from jchop._settings import split
 from jchop.nn._linen.layers import Path, held_by, layers_of, number_of, params_of, seen_in
 from jchop.nn._linen.quantized import Packed, Quantized, unpacked
 from jchop.nn._lora_files import read_adapters, write_adapters
-from jchop.nn._lora_rule import LoraRule, as_lora_rules, check_used, first_adapter, merged_weight
+from jchop.nn._lora_rule import LoraRule, as_lora_rules, as_matrix, beside, check_used, first_adapter, merged_weight
 
 Array = jax.Array
 
@@ -29,6 +29,8 @@ __all__ = ["LORA", "Adapted", "add_lora", "load_lora", "merge_lora", "save_lora"
 
 #: The collection of adapters, and the arrays of each.
 LORA, _PARTS = "lora", ("lora_a", "lora_b")
+#: The layers that may have one.
+_LINEAR = nn.Dense, nn.DenseGeneral
 
 
 @dataclass(frozen=True)
@@ -53,7 +55,7 @@ class Adapted:
             kwargs: of the module and of Linen's `apply`.
 
         Raises:
-            ValueError: for variables without these adapters, or an adapter of a layer that is no Dense.
+            ValueError: for variables without these adapters, or an adapter of a layer that is no Dense or DenseGeneral.
         """
         base, adapters = _parts(self, variables)
         with nn.intercept_methods(_Beside(adapters)):
@@ -72,14 +74,14 @@ class _Beside:
         y = call(*args, **kwargs)
         if adapter is None or context.method_name != "__call__":
             return y
-        if not isinstance(layer, nn.Dense):
+        if not isinstance(layer, _LINEAR):
             raise ValueError(_no_dense(layer, "/".join(layer.path)))
         rule, given = adapter["rule"], args[0] if args else kwargs["inputs"]
         if rule.dropout and layer.has_rng("dropout"):
             kept = jax.random.bernoulli(layer.make_rng("dropout"), 1 - rule.dropout, given.shape)
             given = jnp.where(kept, given / (1 - rule.dropout), 0)
         x, a, b = promote_dtype(given, adapter["lora_a"], adapter["lora_b"], dtype=layer.dtype)
-        return y + ((x @ a) @ b * rule.factor).astype(y.dtype)
+        return beside(y, x, a, b, _axes(layer)[0], rule)
 
 
 def add_lora(
@@ -92,7 +94,7 @@ def add_lora(
     rngs: Any = None,
     **kwargs: Any,
 ) -> tuple[Adapted, Any]:
-    """Adapters beside the Dense layers of a module of Linen, whatever their weights are packed in.
+    """Adapters beside the Dense and DenseGeneral layers of a module of Linen, whatever their weights are packed in.
 
     Adapters are variables in the collection ``"lora"``. To train them alone, differentiate these:
     ``jax.grad(lambda lora: loss(adapted.apply({**variables, "lora": lora}, x)))(variables["lora"])``.
@@ -112,8 +114,8 @@ def add_lora(
 
     Raises:
         TypeError: for rules or a module that are none.
-        ValueError: for a rule that matches no linear layer, a layer that is no Dense with a matrix, a rank above its
-            sizes with "loftq" or "pissa", a missing `original`, or variables that have adapters.
+        ValueError: for a rule that matches no linear layer, a layer that is no Dense or DenseGeneral with one matrix, a
+            rank above its sizes with "loftq" or "pissa", a missing `original`, or variables that have adapters.
 
     Example:
         >>> import jax, jax.numpy as jnp, jchop as jc
@@ -145,12 +147,14 @@ def add_lora(
             continue
         used.add(number)
         rule, packed = given[number], isinstance(kernel, Packed)
-        if not isinstance(layer, nn.Dense):
+        if not isinstance(layer, _LINEAR):
             raise ValueError(f"{_no_dense(layer, place)}; exclude the layer with '!{place}'")
         key, mine = split(key)
-        exact = _numbers(before[*path, "kernel"]) if (*path, "kernel") in before else None
+        sizes = tuple(map(len, _axes(layer)))
+        exact = as_matrix(_numbers(before[*path, "kernel"]), *sizes) if (*path, "kernel") in before else None
         what = f"{type(layer).__name__} at {place!r}, by {rule}"
-        a, b, rest = first_adapter(rule, what, lambda mine=mine: mine, _numbers(kernel), exact, packed)
+        weight = as_matrix(_numbers(kernel), *sizes)
+        a, b, rest = first_adapter(rule, what, lambda mine=mine: mine, weight, exact, packed)
         made |= {(*path, "lora_a"): a, (*path, "lora_b"): b}
         rests |= {} if rest is None else {path: rest}
         chosen[place] = rule
@@ -288,7 +292,7 @@ def load_lora(folder: str | os.PathLike[str], module: nn.Module | Quantized, var
     """
     _core(module)
     kernels = {"/".join(path[:-1]): leaf for path, leaf in params_of(variables).items() if path[-1] == "kernel"}
-    found = read_adapters(folder, kernels, lambda place: kernels[place].shape)
+    found = read_adapters(folder, kernels, lambda place: nn.meta.unbox(kernels[place]).shape)
     made = {
         (*_path(place), name): part for place, new in found.items() for name, part in zip(_PARTS, new, strict=False)
     }
@@ -311,7 +315,14 @@ def _path(place: str) -> Path:
 
 
 def _no_dense(layer: Any, place: str) -> str:
-    return f"{type(layer).__name__} at {place!r}: adapters are for flax.linen.Dense"
+    return f"{type(layer).__name__} at {place!r}: adapters are for flax.linen.Dense and DenseGeneral"
+
+
+def _axes(layer: Any) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """The axes of inputs that a layer sums over, and the sizes of the axes of its outputs."""
+    axis = getattr(layer, "axis", -1)
+    both = ((value,) if isinstance(value, int) else tuple(value) for value in (axis, layer.features))
+    return next(both), next(both)
 
 
 def _parts(adapted: Adapted, variables: Any) -> tuple[dict[str, Any], dict[str, dict[str, Any]]]:
@@ -335,7 +346,8 @@ def _numbers(leaf: Any) -> Array:
 def _put(leaf: Any, weight: Array, found: Any) -> Any:
     """A new weight in the form of a parameter; a packed one is packed again if its layer is `found`."""
     if not isinstance(leaf, Packed):
-        return nn.meta.replace_boxed(leaf, weight)
+        return nn.meta.replace_boxed(leaf, weight.reshape(nn.meta.unbox(leaf).shape))
+    weight = weight.reshape(leaf.shape)
     if found is None:
         return weight
     stored, layout = found.packed("kernel", weight)

@@ -10,7 +10,7 @@ from flax import nnx
 from flax.nnx.nn import dtypes
 
 from jchop._paths import matches_path
-from jchop.nn._lora_rule import LoraRule, as_lora_rules, check_used, first_adapter, merged_weight
+from jchop.nn._lora_rule import LoraRule, as_lora_rules, as_matrix, beside, check_used, first_adapter, merged_weight
 from jchop.nn._nnx import hooks
 from jchop.nn._nnx.attach import attach
 from jchop.nn._nnx.kinds import KINDS
@@ -22,7 +22,7 @@ from jchop.storage import QArray
 
 Array = jax.Array
 
-__all__ = ["Adapted", "adapted_layers", "add_lora", "merge_lora", "put", "split_lora", "weight_of"]
+__all__ = ["Adapted", "adapted_layers", "add_lora", "is_linear", "merge_lora", "put", "split_lora", "weight_of"]
 
 
 class Adapted(nnx.Module):
@@ -30,8 +30,8 @@ class Adapted(nnx.Module):
 
     Attributes:
         base: the layer.
-        lora_a: A, of shape (in, rank), a `flax.nnx.LoRAParam`.
-        lora_b: B, of shape (rank, out).
+        lora_a: A, of shape (in, rank), a `flax.nnx.LoRAParam`. Several axes of inputs are flattened to one.
+        lora_b: B, of shape (rank, out). Several axes of outputs are flattened to one.
 
     Example:
         >>> from flax import nnx
@@ -51,7 +51,7 @@ class Adapted(nnx.Module):
         given = x if self.dropout is None else self.dropout(x)
         dtype = getattr(self.base, "dtype", None)
         given, a, b = dtypes.promote_dtype((given, self.lora_a[...], self.lora_b[...]), dtype=dtype)
-        return y + ((given @ a) @ b * self.rule.factor).astype(y.dtype)
+        return beside(y, given, a, b, getattr(self.base, "axis", (-1,)), self.rule)
 
 
 def add_lora(
@@ -92,9 +92,9 @@ def add_lora(
 
     Raises:
         TypeError: for rules or a model that are none.
-        ValueError: for a rule that matches no linear layer, a layer that is no `flax.nnx.Linear` with a matrix, a
-            parameter that other operations take, a rank above its sizes with "loftq" or "pissa", or a missing
-            `original`.
+        ValueError: for a rule that matches no linear layer, a layer that is no `flax.nnx.Linear` or `LinearGeneral`
+            with one matrix, a parameter that other operations take, a rank above its sizes with "loftq" or "pissa", or
+            a missing `original`.
 
     Example:
         >>> import jax.numpy as jnp, jchop as jc
@@ -226,10 +226,11 @@ def adapted_layers(model: nnx.Module) -> Iterator[tuple[str, Adapted]]:
 
 
 def _adapted(layer: Any, path: str, rule: LoraRule, rngs: nnx.Rngs, original: Any) -> Adapted:
-    base_class = next((base for base, made in CLASSES.items() if made is type(layer)), type(layer))
     what = f"{type(layer).__name__} at {path!r}, by {rule}"
-    if base_class is not nnx.Linear:
-        raise ValueError(f"{what}: adapters are for flax.nnx.Linear; exclude the layer with '!{path}'")
+    if not is_linear(layer):
+        raise ValueError(
+            f"{what}: adapters are for flax.nnx.Linear and LinearGeneral; exclude the layer with '!{path}'"
+        )
     packed = isinstance(layer.kernel.get_value(), QArray)
     exact = None if original is None else weight_of(original)
     a, b, rest = first_adapter(rule, what, rngs.params, weight_of(layer), exact, packed)
@@ -239,8 +240,19 @@ def _adapted(layer: Any, path: str, rule: LoraRule, rngs: nnx.Rngs, original: An
     return Adapted(layer, a, b, rule, dropout)
 
 
+def is_linear(layer: Any) -> bool:
+    """Whether a layer, quantized or not, may have an adapter."""
+    linear = nnx.Linear, nnx.LinearGeneral
+    return type(layer) in (*linear, *(CLASSES[base] for base in linear))
+
+
 def weight_of(layer: Any) -> Array:
     """The weight of a linear layer, (in, out), unpacked."""
+    axes = (len(layer.axis), len(layer.out_features)) if isinstance(layer, nnx.LinearGeneral) else (1, 1)
+    return as_matrix(_numbers(layer), *axes)
+
+
+def _numbers(layer: Any) -> Array:
     value = layer.kernel.get_value()
     if not isinstance(value, QArray):
         return value
@@ -253,7 +265,7 @@ def weight_of(layer: Any) -> Array:
 def _set_weight(layer: Any, weight: Array, again: bool) -> None:
     """Replaces the weight of a layer; a packed one is packed `again`, or the layer becomes one of Flax."""
     if not isinstance(layer.kernel.get_value(), QArray):
-        layer.kernel[...] = weight
+        layer.kernel[...] = weight.reshape(layer.kernel.shape)
         return
     promote = hooks.site_in(layer, "promote_dtype")
     assert isinstance(promote, hooks.Promote) and promote.place.rule is not None
@@ -262,8 +274,9 @@ def _set_weight(layer: Any, weight: Array, again: bool) -> None:
     biased = layer.bias is not None and isinstance(layer.bias.get_value(), QArray)
     if biased:
         raise ValueError(f"{promote.place}: its bias is packed, too; leave bias out of the rule to change the weight")
+    shape = _numbers(layer).shape
     strip(layer, KINDS[base])
-    layer.kernel = nnx.Param(weight)
+    layer.kernel = nnx.Param(weight.reshape(shape))
     if again:
         attach(layer, KINDS[base], promote.place.rule, promote.place.path, packed=True, rngs=None)
     else:

@@ -41,8 +41,8 @@ class Mapped:
     Args:
         methods: the names of the steps that were taken for a weight, by its index.
         notes: of a weight, or of a layer of a stack of them: its index, and the turn or ``()``.
-        before: signal over error of the product of a weight before it was changed, each element rounded to nearest: the
-            mean squares of the outputs and of their errors.
+        before: signal-to-noise ratio of the product of a weight before it was changed, each element rounded to nearest:
+            the mean squares of the outputs and of their errors.
         passes: how often the data were run.
     """
 

@@ -505,7 +505,10 @@ REFUSED: dict[str, tuple[Any, str]] = {
         lambda: jc.math.matmul(SQUARE, SQUARE, MatmulSpec(accumulate="e8m22", order="aligned(4, 23)")),
         "accumulate='e8m22': order='aligned",
     ),
-    "scaled order": (lambda: MatmulSpec("mxfp4", order="pairwise"), "operands='mxfp4' is a scaled format, and each"),
+    "scaled order": (
+        lambda: MatmulSpec("mxfp4", order="pairwise"),
+        "operands='mxfp4' is a scaled format, which needs order='aligned(b, f)' or 'aligned_sums(b, f)', not 'pair",
+    ),
     "plain sums": (lambda: MatmulSpec("e4m3", order="aligned_sums(64, 35)"), "needs operands of a scaled format"),
     "sums of groups": (
         lambda: MatmulSpec("mxfp4(group=24)", order="aligned_sums(64, 35)"),
@@ -529,6 +532,11 @@ REFUSED: dict[str, tuple[Any, str]] = {
     "scaled and unpublished": (lambda: jc.tensor_core("blackwell", "mxfp6"), "how blackwell adds mxfp6 is not publ"),
     "unit": (lambda: jc.tensor_core("hoper", "fp8"), "unit='hoper' is not known; close: hopper; known: 'volta'"),
     "dtype": (lambda: jc.tensor_core("volta", "fp8"), "dtype='fp8' is not known of volta; known: 'fp16'"),
+    "format of another": (
+        lambda: jc.tensor_core("cdna3", "float8_e4m3fn"),
+        "dtype='float8_e4m3fn' is not known of cdna3",
+    ),
+    "rounding": (lambda: jc.tensor_core("hopper", "float16:up"), "dtype='float16:up' is not known of hopper"),
     "out": (lambda: jc.tensor_core("hopper", "bf16", out="binary16"), "out='binary16': bf16 on hopper has no float16"),
 }
 
@@ -539,6 +547,15 @@ def test_refusals(name: str) -> None:
     with jax.enable_x64(name == "float64"), pytest.raises(ValueError) as caught:
         make()
     assert message in str(caught.value)
+
+
+def test_formats_name_the_types() -> None:
+    for unit, types in jc.TENSOR_CORES.items():
+        for dtype, row in types.items():
+            named = str(row.spec.operands).partition(":")[0]
+            assert jc.tensor_core(unit, dtype) == jc.tensor_core(unit, named) == row.spec
+    for given, dtype in (("float16", "fp16"), ("bfloat16", "bf16"), ("float8_e5m2", "fp8_e5m2")):
+        assert jc.tensor_core("hopper", given, promote_every=128) == jc.tensor_core("hopper", dtype, promote_every=128)
 
 
 # -- every road to a sum -----------------------------------------------------------------------------------------------
