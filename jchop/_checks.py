@@ -103,6 +103,12 @@ def quoted(value: object) -> str:
     return f"{value[:80]!r}... of {len(value)} characters"
 
 
+def brief(value: object) -> str:
+    """The form of any value in errors, on one line: of one with a long text, as a model, its class alone."""
+    text = repr(value)
+    return text if len(text) <= 100 and "\n" not in text else type(value).__name__
+
+
 def split_outside(text: str, separators: str) -> list[str]:
     """The parts of a text between separators outside of brackets."""
     parts, depth, start = [], 0, 0

@@ -241,12 +241,13 @@ class MatmulSpec:
             if merged:
                 raise ValueError(f"order={str(self.order)!r} needs operands of a scaled format, such as 'nvfp4'")
             return
-        if self.order.kind not in _OF_SCALED:
-            raise ValueError(f"operands={str(self.operands)!r} is a scaled format, which needs order='aligned(b, "
-                             f"f)' or 'aligned_sums(b, f)', not {str(self.order)!r}; for that order round both arrays "
-                             "before, along the axis of the sum, with jchop.round_to_format")  # fmt: skip
         along = isinstance(fmt.group, int) and fmt.axis == -1 and fmt.zero_point is None and fmt.sparse is None
         floats = isinstance(fmt.element, FloatFormat) and isinstance(fmt.scale, FloatFormat)
+        if self.order.kind not in _OF_SCALED:
+            or_else = ", or take order='aligned(b, f)' or 'aligned_sums(b, f)'" if along and floats else ""
+            raise ValueError(f"operands={str(self.operands)!r} is a scaled format, and order={str(self.order)!r} adds "
+                             "numbers without scales; round both arrays before, along the axis of the sum, with "
+                             f"jchop.round_to_format{or_else}")  # fmt: skip
         if not along or not floats or self.operands.rounding.stochastic:  # type: ignore[union-attr]
             raise ValueError(f"operands={str(self.operands)!r}: order={str(self.order)!r} takes elements and scales "
                              "that are floats, in groups along the last axis, rounded to a neighbour, none of them "

@@ -165,7 +165,8 @@ def tensor_core(unit: str, dtype: str, *, out: str = "binary32", promote_every: 
         True
     """
     types = _row(TENSOR_CORES, "unit", unit)
-    if dtype in _UNPUBLISHED.get(unit, ()):
+    names = dtype, *(_by_format(some, dtype) for some in TENSOR_CORES.values())
+    if any(name in _UNPUBLISHED.get(unit, ()) for name in names):
         raise ValueError(f"dtype={dtype!r}: how {unit} adds {dtype} is not published; known: {', '.join(types)}")
     row = _row(types, "dtype", _by_format(types, dtype), f" of {unit}")
     check_choice("out", out, ("binary32", "binary16"))

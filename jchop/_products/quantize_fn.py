@@ -279,7 +279,7 @@ class QuantizedFunction:
 
     def _packed(self, call: Call, scales: Scales | None, key: Array | None, again: bool) -> Any:
         _refuse_adapters(call)
-        program = self._program(call)
+        program = self._checked(call)
         leaves, kept = list(call.leaves), program.kept_weights()
         for i, (placement, _) in program.placements.items():
             value = call.values[i]
@@ -334,7 +334,7 @@ class QuantizedFunction:
 
     def resolved(self, params: Any, *args: Any, **kwargs: Any) -> Resolved:
         """The planned program for arguments, with what the rules do in it."""
-        return self._program(Call(params, args, kwargs))
+        return self._checked(Call(params, args, kwargs))
 
     def traced(self, params: Any, *args: Any, **kwargs: Any) -> tuple[Resolved, Call]:
         """The planned program for arguments, and these taken apart: for `jchop.ptq`, which runs it in its own way."""
@@ -408,6 +408,20 @@ class QuantizedFunction:
         computed = any(other.kind == "other" for other in program.uses[i])
         held = value if is_packed(value) else jnp.asarray(value)
         return Held(held, placement, i, twin, coded, entry, computed, adapter)
+
+    def _checked(self, call: Call) -> Resolved:
+        """The planned program. Which weights have no codes, a run finds, and no plan: so it is run for shapes alone."""
+        program = self._program(call)
+
+        def run(values: list[Any]) -> list[Any]:
+            held = [self._held(program, i, x, None, None) if i < call.count else x for i, x in enumerate(values)]
+            return interpret(program.runner, program.plan, Keys(jax.random.key(0)), held)
+
+        if program.runner.is_doubtful:
+            with jax.disable_jit(False):
+                jax.eval_shape(run, call.values)
+            program.runner.is_doubtful = False
+        return program
 
     def _program(self, call: Call) -> Resolved:
         signature = call.signature

@@ -48,6 +48,8 @@ class Quantization(Runner):
     def __init__(self, roundings: dict[int, tuple[Roundings, int]], paths: Sequence[str] = ()) -> None:
         self.roundings, self.paths = roundings, paths
         self._busy: dict[int, bool] = {}
+        #: Whether a run may find a weight without codes; False after one that did not.
+        self.is_doubtful = any(how.codes and weight >= 0 for how, weight in roundings.values())
 
     def prepare(self, part: ProductStep, env: dict[Any, Any], seeds: Keys | None) -> None:
         """Parameters are rounded once, before the first equation that computes with them."""

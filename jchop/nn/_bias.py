@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
+from jchop._checks import brief
 from jchop._products.traced.call import numbered
 from jchop.nn._calibrate import check_calls
 from jchop.nn._folding import give_bias
@@ -74,7 +75,7 @@ def correct_biases(
     """
     for name, value in (("model", model), ("quantized", quantized)):
         if not isinstance(value, nnx.Module):
-            raise TypeError(f"{name}={value!r} must be a module of Flax NNX")
+            raise TypeError(f"{name}={brief(value)} must be a module of Flax NNX")
     if is_program(quantized):
         raise NotImplementedError(
             "quantized is a program, in which biases have no layers: correct a model that jchop.nn.quantize made "

@@ -11,6 +11,7 @@ import jax.core
 import jax.numpy as jnp
 from flax import nnx
 
+from jchop._checks import brief
 from jchop._products.rule import StreamOffset
 from jchop._products.scale_from import is_tensor_scaled
 from jchop._products.scales.observers import Observer, observer_of
@@ -73,7 +74,7 @@ def calibrate(
         [-1.0, 2.0]
     """
     if not (is_module(model) or isinstance(model, nnx.Module)):
-        raise TypeError(f"model={model!r} must be a module of Flax NNX or Equinox that jchop.nn.quantize returned")
+        raise TypeError(f"model={brief(model)} must be a module of Flax NNX or Equinox that jchop.nn.quantize returned")
     check_calls(batches, run, progress)
     if is_module(model):
         return calibrate_module(model, batches, method, combine, run, progress)

@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from jchop._checks import brief
 from jchop.nn._nnx.modules import Keys, Placed, modules_of, path_of
 
 Array = jax.Array
@@ -77,7 +78,7 @@ def fold_batch_norms(model: Model, pairs: Mapping[str, str]) -> Model:
         True
     """
     if not isinstance(model, nnx.Module):
-        raise TypeError(f"model={model!r} must be a module of Flax NNX")
+        raise TypeError(f"model={brief(model)} must be a module of Flax NNX")
     if not isinstance(pairs, Mapping):
         raise TypeError(f"pairs={pairs!r} must map the path of a layer to that of the batch norm behind it")
     result: Any = nnx.merge(*nnx.split(model), copy=True)

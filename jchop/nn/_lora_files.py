@@ -15,6 +15,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from jchop._checks import brief
 from jchop._files import open_regular, write_atomically
 from jchop.nn._lora_rule import LoraRule
 from jchop.nn._nnx.layers import placed_layers
@@ -125,7 +126,7 @@ def load_lora(
     """
     if not isinstance(model, nnx.Module):
         if fun is None and not is_module(model):
-            raise TypeError(f"model={model!r} must be a module of Flax NNX or Equinox; parameters need fun=")
+            raise TypeError(f"model={brief(model)} must be a module of Flax NNX or Equinox; parameters need fun=")
         return load_to_tree(folder, model, inputs, fun, read_adapters)
     result: Any = nnx.merge(*nnx.split(model), copy=True)
     layers = {path: placed.module for placed, _ in placed_layers(result) for path in placed.paths}
@@ -171,7 +172,7 @@ def _rule(source: Path, name: str, shape: tuple[int, ...], a: Any, b: Any, confi
     patterns = config.get("alpha_pattern") or {}
     alpha = patterns.get(name, config.get("lora_alpha", a.shape[1])) if isinstance(patterns, dict) else None
     try:
-        return LoraRule(name, a.shape[1], alpha, config.get("lora_dropout") or 0.0)
+        return LoraRule(name or "*", a.shape[1], alpha, config.get("lora_dropout") or 0.0)
     except (TypeError, ValueError) as error:
         raise ValueError(f"{source / _CONFIG}: {error}") from None
 

@@ -141,8 +141,9 @@ def as_matrix(weight: Array, inside: int, out: int) -> Array:
 
 def beside(y: Array, x: Array, a: Array, b: Array, axis: Sequence[int], rule: LoraRule) -> Array:
     """The result y of a layer that sums over `axis` of x, with what an adapter adds."""
-    a = a.reshape(*(x.shape[i] for i in axis), a.shape[-1])
-    low = jnp.tensordot(x, a, (tuple(axis), tuple(range(len(axis)))))
+    summed = sorted(i % x.ndim for i in axis)  # as Flax sums, in whatever order they are given
+    a = a.reshape(*(x.shape[i] for i in summed), a.shape[-1])
+    low = jnp.tensordot(x, a, (summed, list(range(len(summed)))))
     return y + (low @ b * rule.factor).reshape(y.shape).astype(y.dtype)
 
 

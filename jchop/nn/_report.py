@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from jchop._checks import check_choice
+from jchop._checks import brief, check_choice
 from jchop._decibels import shown
 from jchop._products.rule import FIELDS, Rule, StreamOffset, as_rules
 from jchop._products.traced.report import ProgramReport
@@ -209,7 +209,8 @@ def report(
     program = is_module(model)
     if not program and not isinstance(model, nnx.Module):
         raise TypeError(
-            f"model={model!r} must be a module of Flax NNX or Equinox; one of Linen has jchop.nn.linen.Quantized.report"
+            f"model={brief(model)} must be a module of Flax NNX or Equinox; one of Linen has "
+            "jchop.nn.linen.Quantized.report"
         )
     if platform is not None:
         check_choice("platform", platform, tuple(PLATFORMS))

@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from jchop._checks import brief
 from jchop._products.layout import Layout
 from jchop.nn._linen.quantized import Packed
 from jchop.nn._trees.modules import arrays_of, is_array, is_module
@@ -59,7 +60,7 @@ def save(path: str | os.PathLike[str], model: Any, *, metadata: Mapping[str, str
     elif is_module(model):
         model = arrays_of(model)
     elif not isinstance(model, Mapping):
-        raise TypeError(f"model={shown(model)} must be a module of Flax NNX or Equinox, or variables of a Linen module")
+        raise TypeError(f"model={brief(model)} must be a module of Flax NNX or Equinox, or variables of a Linen module")
     if metadata is not None and PACKED in metadata:
         raise ValueError(f"metadata has an entry {PACKED!r}, which is jchop's own")
     layouts = {
@@ -102,7 +103,7 @@ def load(path: str | os.PathLike[str], like: Any = None) -> Any:
         (True, 32)
     """
     if like is not None and not isinstance(like, nnx.Module | Mapping) and not is_module(like):
-        raise TypeError(f"like={shown(like)} must be a module of Flax NNX or Equinox, or variables of a Linen module")
+        raise TypeError(f"like={brief(like)} must be a module of Flax NNX or Equinox, or variables of a Linen module")
     if isinstance(like, nnx.Module):
         graph, state = nnx.split(nnx.merge(*nnx.split(like), copy=True))  # with variables of its own
         wanted = nnx.to_pure_dict(state)

@@ -12,7 +12,7 @@ import jax
 import numpy as np
 from flax import nnx
 
-from jchop._checks import check_choice, listed
+from jchop._checks import brief, check_choice, listed
 from jchop._decibels import decibels, shown
 from jchop._products.rule import Rule
 from jchop._text import Part, Tables
@@ -140,7 +140,7 @@ def sensitivity(
         [('layers/0', 'int4'), ('layers/2', 'int4'), ('all', 'int4')]
     """
     if not isinstance(model, nnx.Module):
-        raise TypeError(f"model={model!r} must be a module of Flax NNX")
+        raise TypeError(f"model={brief(model)} must be a module of Flax NNX")
     chosen = tuple(check_choice("tensors", name, _TENSORS) for name in tensors)
     specs = [as_spec(fmt, scaled=True) for fmt in listed(formats)]
     data = list(batches)

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from jchop._checks import check_choice
+from jchop._checks import brief, check_choice
 from jchop._decibels import decibels, shown
 from jchop._paths import check_pattern, matches_path, nearest_paths
 from jchop._products.rule import Rule
@@ -188,7 +188,7 @@ def tune(
     """
     options = _checked_menu(menu)
     if not isinstance(model, nnx.Module):
-        raise TypeError(f"model={model!r} must be a module of Flax NNX")
+        raise TypeError(f"model={brief(model)} must be a module of Flax NNX")
     if not callable(loss):
         raise TypeError(f"loss={loss!r} must be a function of the model and a batch")
     check_choice("score", score, SCORES)

@@ -7,7 +7,7 @@ from typing import Literal, overload
 
 from flax import linen as nn
 
-from jchop._checks import check_bool
+from jchop._checks import brief, check_bool
 from jchop._products.quantize_fn import check_fields
 from jchop._products.rule import Rule, as_rules
 from jchop.nn._linen.lora import Adapted, add_lora, load_lora, merge_lora, save_lora, split_lora
@@ -68,7 +68,7 @@ def quantize(module: nn.Module, rules: Rule | Iterable[Rule], *, program: bool =
     """
     given = as_rules(rules)
     if not isinstance(module, nn.Module):
-        raise TypeError(f"module={module!r} must be a module of Flax Linen; for NNX use jchop.nn.quantize")
+        raise TypeError(f"module={brief(module)} must be a module of Flax Linen; for NNX use jchop.nn.quantize")
     check_bool("program", program)
     if not program:
         return Quantized(module, given)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import jax
@@ -26,8 +27,8 @@ Array = jax.Array
 __all__ = ["Collector", "Lanes", "Plain"]
 
 
-#: Primitives whose results say in which order data go on, or to which expert: integers, and what is sorted by them.
-_CHOICES = frozenset(("approx_top_k", "argmax", "argmin", "cumsum", "sort", "top_k"))
+#: Primitives that choose an order, or an expert, by data.
+_CHOICES = frozenset(("approx_top_k", "argmax", "argmin", "sort", "top_k"))
 
 
 class Plain(Runner):
@@ -69,6 +70,7 @@ class Collector(Runner):
         self.lanes, self.roundings, self.sites, self.wanted = tuple(lanes), roundings, sites, wanted
         self._sums: dict[int, Sums] = {}
         self._window: tuple[Any, int] | None = None
+        self._layers: tuple[Any, int] | None = None  # the same, also within loops
         self._inside: Any = None  # whether a turn is within the window, while one is traced
 
     def collect(
@@ -80,14 +82,14 @@ class Collector(Runner):
             plan: the program.
             seeds: of random roundings.
             values: its arguments.
-            window: the first turn, and how many turns, of the outermost loop over a stack of each parameter; the sums
-                are those of these turns alone. Default: of all.
+            window: the first turn, and how many turns, of the outermost loop over a stack of each parameter, or of its
+                constant indexes; the sums are those of these turns alone. Default: of all.
         """
-        self._window = window
+        self._window = self._layers = window
         try:
             return self._collected(plan, seeds, values)[1]
         finally:
-            self._window = None
+            self._window = self._layers = None
 
     def values(self, values: Sequence[Any], changed: Sequence[Mapping[int, Any]]) -> list[Any]:
         """The arguments of a program, of which each trajectory has changed some, by their index."""
@@ -117,6 +119,20 @@ class Collector(Runner):
         else:
             self._add(leaf, make())
 
+    def _add_at(self, leaf: int, indexes: tuple[int, ...], make: Callable[[], Sums]) -> None:
+        """Add sums to those of a layer of a stack, if it is looked at."""
+        first, *rest = self.sites.stacks[leaf]
+        start, size = self._layers or (0, first)
+        place = indexes[0] - start
+        shapes = jax.eval_shape(make)
+        sums = lax.cond((place >= 0) & (place < size), make, lambda: jax.tree.map(_zeros, shapes))
+        held = self._sums.get(leaf)
+        if held is None:
+            held = jax.tree.map(lambda v: jnp.zeros((size, *rest, *v.shape), v.dtype), shapes)
+        at = (jnp.where((place >= 0) & (place < size), place, size), *indexes[1:])
+        after = added(jax.tree.map(lambda v: v[at], held), sums)
+        self._sums[leaf] = jax.tree.map(lambda v, one: v.at[at].set(one, mode="drop"), held, after)
+
     # -- equations -----------------------------------------------------------------------------------------------------
 
     def run(self, part: Any, seeds: Any, args: list[Any]) -> list[Any]:
@@ -126,7 +142,7 @@ class Collector(Runner):
             if site.leaf in self.wanted:
                 self._look(part, site, by_lane)
         outs = self._each("run", part, seeds, by_lane)
-        return self._chosen(part.eqn, by_lane, outs) if part.name in _CHOICES else outs
+        return self._chosen(part.eqn, by_lane, outs) if _chooses(part.eqn) else outs
 
     def control(self, step: Any, seeds: Any, args: list[Any]) -> list[Any]:
         """A step that holds programs, taken apart if one of their products is looked at, or a choice is in them."""
@@ -146,7 +162,7 @@ class Collector(Runner):
         found = (self.sites.of_step.get(id(step), (0, ()))[1] for step in steps)
         if any(site.leaf in self.wanted for some in found for site in some):
             return True
-        return len(self.lanes) > 1 and any(step.name in _CHOICES for step in steps)
+        return len(self.lanes) > 1 and any(_chooses(step.eqn) for step in steps)
 
     def _by_lane(self, args: Sequence[Any]) -> list[list[Any]]:
         return [[x[i] if isinstance(x, Lanes) else x for x in args] for i in range(len(self.lanes))]
@@ -277,10 +293,23 @@ class Collector(Runner):
         kernel = by_lane[-1][side].shape
         x, *y = [_rows(product, site, _as_float(v), kernel) for v in (inputs[-1], *inputs[:-1])]
         other = y[0] if y else None
+        make = partial(of_rows, x, other)
         if isinstance(step.product, Ragged):
-            self._add_of(site.leaf, lambda: _of_groups(x[0], None if other is None else other[0], extra[0]))
+            sizes = extra[0] if site.layout.matrices[0] > 1 else extra[0].sum(keepdims=True)  # 1: all have one matrix
+            make = partial(_of_groups, x[0], None if other is None else other[0], sizes)
+        indexes = self.sites.indexes.get((id(step), site.leaf))
+        if indexes is None:
+            self._add_of(site.leaf, make)
         else:
-            self._add_of(site.leaf, lambda: of_rows(x, other))
+            self._add_at(site.leaf, indexes, make)
+
+
+def _chooses(eqn: Any) -> bool:
+    """Whether integers of an equation, such as ranks and codes, are made of data that are none."""
+    if eqn.primitive.name != "convert_element_type":
+        return eqn.primitive.name in _CHOICES
+    before, after = eqn.invars[0].aval.dtype, eqn.outvars[0].aval.dtype
+    return jnp.issubdtype(after, jnp.integer) and not jnp.issubdtype(before, jnp.integer)
 
 
 def _zeros(shape: Any) -> Array:

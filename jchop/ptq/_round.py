@@ -209,7 +209,8 @@ def _kept(by: Sparse, matrix: Array, gram: Array) -> Array:
 
 def _corrected(correction: Correction, matrix: Array, gram: Array, cross: Array) -> Array:
     """A matrix (summed, kept) that makes up for errors of its inputs."""
-    mean = jnp.maximum(jnp.diagonal(gram).mean(), jnp.finfo(gram.dtype).tiny)
+    mean = jnp.diagonal(gram).mean()
+    mean = jnp.where(mean > 0, mean, 1)  # no input reached it
     damped = gram + correction.damping * mean * jnp.eye(gram.shape[0], dtype=gram.dtype)
     wanted = jnp.matmul(cross, matrix, precision=_PRECISION)
     return matrix + correction.strength * jax.scipy.linalg.cho_solve(jax.scipy.linalg.cho_factor(damped), wanted)

@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import jax.numpy as jnp
+import numpy as np
+from jax.extend.core import Literal
 
 from jchop._products.matrices import Laid, MatrixLayout
 from jchop._products.placement import stack_of
 from jchop._products.product import Conv, Dot, Ragged
 from jchop._products.traced.analysis import ProductStep, Use
-from jchop._products.traced.origins import Origin, moved
+from jchop._products.traced.origins import Origin, Part, moved
 from jchop._program.step import CUSTOM_CALLS, HIGH_CALLS, PLAIN_CALLS, REMAT_CALLS, Plan, carry_count
 
 __all__ = ["ENTERED", "Site", "Sites", "Stage", "find_sites"]
@@ -32,7 +34,7 @@ class Site:
         batch: how many of the axes that its product keeps, the first ones, are axes of a batch.
         layout: it as matrices.
         stack: how many axes of a stack it has in front.
-        turns: how many of these are turns of loops, which are looked at one by one.
+        turns: how many of these are turns of loops, or have constant indexes, and are looked at one by one.
         groups: how many groups of channels its convolution has; each is a matrix of the batch of `layout`.
     """
 
@@ -51,13 +53,15 @@ class Stage:
 
     Args:
         leaves: their indexes.
-        turn: of the loops around the products.
+        turn: of the loops around the products, or the constant indexes of a stack.
     """
 
     leaves: tuple[int, ...]
     turn: tuple[int, ...] = ()
 
 
+#: A value of which not all numbers are those of its first parameter, so that its slices are not those of this one.
+_JOINED, _JOINS = 2, frozenset(("concatenate", "pad", "stack"))
 #: The lengths of the loops around a product that run over a parameter, by its index.
 _Lengths = dict[int, tuple[int, ...]]
 
@@ -66,7 +70,7 @@ _Lengths = dict[int, tuple[int, ...]]
 class _Loop:
     stacked: frozenset[int]
     turns: tuple[int, ...]
-    parts: list[Any]  # loops, and pairs of a leaf and the input of its product
+    parts: list[Any]  # loops, and a leaf, the constant indexes of its stack, and the input of its product
 
 
 @dataclass
@@ -76,64 +80,78 @@ class Sites:
     Args:
         by_leaf: by the index of the parameter.
         of_step: the sites of a product, and which of its operands they are, by the identity of its step.
+        indexes: the constants by which a product takes one layer of a stack, by the identity of its step and the index
+            of the parameter.
+        stacks: the axes of these stacks, by the index of the parameter.
         left_out: why a parameter that reaches a product is not looked at.
         notes: products of a parameter beside those that are looked at.
         parts: the products in the order of the program.
+        given: of each operand of a product 0 if it depends on no parameter, 1 if it does, 2 if it does on one that was
+            joined with something; by the identity of its step.
     """
 
     by_leaf: dict[int, Site] = field(default_factory=dict)
     of_step: dict[int, tuple[int, list[Site]]] = field(default_factory=dict)
+    indexes: dict[tuple[int, int], tuple[int, ...]] = field(default_factory=dict)
+    stacks: dict[int, tuple[int, ...]] = field(default_factory=dict)
     left_out: dict[int, str] = field(default_factory=dict)
     notes: dict[int, str] = field(default_factory=dict)
     parts: list[Any] = field(default_factory=list)
+    given: dict[int, list[int]] = field(default_factory=dict)
 
     def stages(self, leaves: Sequence[int]) -> Iterator[Stage]:
-        """The stages of some parameters, in the order of the program; each turn of a loop by itself."""
+        """The stages of some parameters, in the order of the program; each turn of a loop by itself.
+
+        Layers of a stack that no product takes come last.
+        """
         seen: set[tuple[int, tuple[int, ...]]] = set()
-        wanted = set(leaves)
-        for some, turn in _flat(self.parts, {}):
-            fresh = []
-            for leaf in some:
-                place = tuple(turn[leaf]) if leaf in turn else ()
-                if leaf in wanted and (leaf, place) not in seen:
-                    seen.add((leaf, place))
-                    fresh.append((leaf, place))
+        rest = [(leaf, place) for leaf in leaves for place in np.ndindex(*self.stacks.get(leaf, (0,)))]
+        for some in (*_flat(self.parts, {}), *([pair] for pair in rest)):
+            fresh = [pair for pair in dict.fromkeys(some) if pair[0] in leaves and pair not in seen]
+            seen.update(fresh)
             for place in dict.fromkeys(place for _, place in fresh):
                 yield Stage(tuple(leaf for leaf, own in fresh if own == place), place)
 
 
-def _flat(
-    parts: Sequence[Any], turn: dict[int, tuple[int, ...]]
-) -> Iterator[tuple[list[int], dict[int, tuple[int, ...]]]]:
-    """Parameters whose products have one input, and the turns of the loops that run over each."""
-    pending: list[int] = []
+def _flat(parts: Sequence[Any], turn: dict[int, tuple[int, ...]]) -> Iterator[list[tuple[int, tuple[int, ...]]]]:
+    """Parameters whose products have one input, each with the turns of the loops that run over it, or its indexes."""
+    pending: list[tuple[int, tuple[int, ...]]] = []
     last: Any = None
     for part in parts:
         if isinstance(part, _Loop):
             if pending:
-                yield pending, turn
+                yield pending
             pending, last = [], None
             for number in part.turns:
                 yield from _flat(part.parts, {**turn, **{i: (*turn.get(i, ()), number) for i in part.stacked}})
             continue
-        leaf, source = part
+        leaf, indexes, source = part
         if pending and source is not last:
-            yield pending, turn
+            yield pending
             pending = []
-        pending.append(leaf)
+        pending.append((leaf, indexes or turn.get(leaf, ())))
         last = source
     if pending:
-        yield pending, turn
+        yield pending
 
 
 def find_sites(program: Any) -> Sites:
     """The sites of a program that `QuantizedFunction.traced` gave."""
     found = Sites()
+    arguments = [int(i < len(program.paths)) for i in range(len(program.plan.jaxpr.invars))]
+    _follow(program.plan, arguments, found.given)
     first: dict[int, Laid] = {}
     for leaf, uses in program.uses.items():
         laid = next((use.laid for use in uses if use.kind == "product"), None)
         if laid is not None:
             first[leaf] = laid
+    taken: dict[int, list[int]] = {}  # how many constant indexes each product takes
+    for step in (step for step in program.plan.walk() if step.product is not None):
+        for uses, given in zip(step.uses, found.given[id(step)], strict=False):
+            for use in uses:
+                indexes = _indexes(use, program.shapes[use.leaf]) if given != _JOINED else ()
+                taken.setdefault(use.leaf, []).append(len(indexes))
+    found.stacks = {leaf: program.shapes[leaf][: counts[0]] for leaf, counts in taken.items() if all(counts)}
     _walk(program.plan, program, first, found, {}, "")
     for leaf in set(found.left_out) & set(found.by_leaf):
         found.notes[leaf] = f"not of all its products: {found.left_out.pop(leaf)}"
@@ -144,8 +162,7 @@ def _walk(plan: Plan, program: Any, first: dict[int, Laid], found: Sites, loops:
     parts = found.parts
     for step in plan.steps:
         if step.product is not None:
-            for leaf, source in _at(step, program, first, found, loops, inside):
-                parts.append((leaf, source))
+            parts += _at(step, program, first, found, loops, inside)
         elif step.kind == "control":
             reason = inside or _closed(step)
             if step.name == "scan":
@@ -171,13 +188,13 @@ def _closed(step: Any) -> str:
 
 def _at(
     step: ProductStep, program: Any, first: dict[int, Laid], found: Sites, loops: _Lengths, inside: str
-) -> Iterator[tuple[int, Any]]:
-    """The sites of one product, each with the variable that is its input."""
+) -> Iterator[tuple[int, tuple[int, ...], Any]]:
+    """The sites of one product, each with the constant indexes of its layer and the variable that is its input."""
     sides = [i for i in (0, 1) if step.uses and step.uses[i]]
     for side in sides:
         sites = []
         for use in step.uses[side]:
-            reason = inside or _refused(step, side, use, first)
+            reason = inside or _refused(step, side, use, first, found.given[id(step)])
             site = None
             if not reason:
                 site = _site(step, side, use, program.shapes[use.leaf], loops.get(use.leaf, ()))
@@ -185,19 +202,72 @@ def _at(
             if reason or not isinstance(site, Site):
                 found.left_out.setdefault(use.leaf, reason)
                 continue
+            indexes = _indexes(use, program.shapes[use.leaf]) if use.leaf in found.stacks and not site.turns else ()
+            if indexes:
+                site = replace(site, turns=len(indexes))
+                found.indexes[id(step), use.leaf] = indexes
             before = found.by_leaf.setdefault(use.leaf, site)
             if before != site:
                 found.left_out.setdefault(use.leaf, "another product takes it in another loop")
                 continue
             sites.append(site)
-            yield use.leaf, step.eqn.invars[1 - side]
+            yield use.leaf, indexes, step.eqn.invars[1 - side]
         if sites:
             found.of_step[id(step)] = side, sites
 
 
-def _refused(step: ProductStep, side: int, use: Use, first: dict[int, Laid]) -> str:
+def _indexes(use: Use, shape: tuple[int, ...]) -> tuple[int, ...]:
+    """The constant indexes of the layer of a stack that a product takes; none if it takes no layer, or another way."""
+    found = []
+    for axis in range(0 if use.laid is None else stack_of(shape, use.laid)):
+        index, length = 0, shape[axis]
+        for parts, start, size in (cut for cut in use.cuts if any(part.axis == axis for part in cut[0])):
+            if parts != (Part(axis, shape[axis]),) or not isinstance(start, int) or not 0 <= start <= length - size:
+                return ()
+            index, length = index + start, size
+        if length != 1:
+            return ()
+        found.append(index)
+    return tuple(found)
+
+
+def _follow(plan: Plan, given: Sequence[int], seen: dict[int, list[int]]) -> list[int]:
+    """Whether results of a program depend on parameters, as `Sites.given`; `seen` gets the operands of products."""
+    known = dict(zip(plan.jaxpr.invars, given, strict=True))
+
+    def read(v: Any) -> int:
+        return 0 if isinstance(v, Literal) else known.get(v, 0)
+
+    for step in plan.steps:
+        own = [read(v) for v in step.eqn.invars]
+        most = max(own, default=0)
+        outs = [_JOINED if most and step.name in _JOINS else most] * len(step.eqn.outvars)
+        if step.product is not None:
+            seen[id(step)] = own
+        elif not step.inner:
+            pass
+        elif step.name in ENTERED:
+            outs = _follow(step.inner[0], own, seen)
+        elif step.name == "cond":
+            branches = [_follow(inner, own[1:], seen) for inner in step.inner]
+            outs = [max(own[0], *some) for some in zip(*branches, strict=True)]
+        elif step.name == "scan":
+            fixed, carried = carry_count(step.eqn.params)
+            before: list[int] | None = None
+            while before != own[fixed : fixed + carried]:
+                before = own[fixed : fixed + carried]
+                outs = _follow(step.inner[0], own, seen)
+                own[fixed : fixed + carried] = [max(pair) for pair in zip(before, outs, strict=False)]
+        else:
+            for inner in step.inner:
+                _follow(inner, [_JOINED] * len(inner.jaxpr.invars), seen)
+        known.update(zip(step.eqn.outvars, outs, strict=True))
+    return [read(v) for v in plan.jaxpr.outvars]
+
+
+def _refused(step: ProductStep, side: int, use: Use, first: dict[int, Laid], given: Sequence[int]) -> str:
     """Why a product is not looked at; empty if it is."""
-    if not step.data[1 - side]:
+    if not step.data[1 - side] and given[1 - side]:
         return "a product of parameters alone"
     if use.laid != first[use.leaf]:
         return "another product takes it along other axes"

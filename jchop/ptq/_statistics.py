@@ -79,9 +79,9 @@ def statistics(
 
     The program that JAX traces of `fun` shows the products: `dot_general` with any contracted axes and axes of a batch,
     convolutions (their patches) and `ragged_dot`, each group by itself; also within `jit`, `remat`, branches, and
-    `scan`, where each turn over a stack of parameters has statistics of its own. Inputs are multiplied in float32 in
-    full precision, 1,024 rows at a time; sums beyond are compensated, so that they do not depend on the number of
-    batches.
+    `scan`, where each turn over a stack of parameters has statistics of its own. So has each layer of a stack, if all
+    products take layers by constant indexes. Inputs are multiplied in float32 in full precision, 1,024 rows at a time;
+    sums beyond are compensated, so that they do not depend on the number of batches.
 
     Args:
         fun: a function of a pytree of parameters, and of anything else.

@@ -211,7 +211,8 @@ def correct_error(strength: float = 0.5, *, damping: float = 0.01) -> Correction
     With x the inputs in full precision and y those of the rounded model, W becomes W + strength W E[(x - y) y^T]
     (E[y y^T] + d I)^-1; with strength 1 and no damping that is the least squares solution of W x = W' y. Both
     trajectories run through the program side by side, layer after layer. If data choose rows, their order, experts or
-    a branch, the choices of the rounded model hold for both, except within a `while` loop.
+    a branch (sorts, indexes of maxima, numbers made integers, `cond`), the choices of the rounded model hold for both,
+    except within a `while` loop.
 
     Args:
         strength: from 0 to 1. Default 0.5.

@@ -564,8 +564,17 @@ def test_codes_refuse() -> None:
     ):
         jc.quantize_fn(lambda w, x: x @ (w * 2), jc.Rule(weight=ROW, product="codes"))(w, x)
     both = lambda w, x: (x @ w) @ w.T  # noqa: E731
-    with pytest.raises(ValueError, match=r"follow its first product, at .*test_codes.py"):
+    with pytest.raises(
+        ValueError,
+        match=r"first product, which sums over axis 0 of it \(dot.*test_codes.py:\d+\), .* over axis 1 of .*tensor\)$",
+    ):
         jc.quantize_fn(both, jc.Rule(weight=ROW, product="codes"))(w, x)
+    advised = jc.Rule(weight="int8(group=tensor)", product="codes")
+    low = np.asarray(jc.round_to_format(w, "int8(group=tensor)"))
+    np.testing.assert_allclose(jc.quantize_fn(both, advised)(w, x), x @ low @ low.T, rtol=1e-5, atol=1e-5)
+    stack = lambda w, x: (x @ w[0], jnp.einsum("bd,ldk->lbk", x, w))  # noqa: E731
+    with pytest.raises(ValueError, match=r"leave product out of [^;]*product=codes\)$"):  # one scale would not do
+        jc.quantize_fn(stack, advised)(jnp.stack([w, w]), x)
     conv = lambda w, x: jax.lax.conv_general_dilated(x, w, (1, 1), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC"))  # noqa: E731
     with pytest.raises(
         ValueError, match=r"no blocks along the sum of .*: blocks of 32 numbers do not fit .*3 × 3 × 16"

@@ -459,6 +459,11 @@ def test_a_weight_without_codes_is_said_with_its_rule() -> None:
     jc.quantize_fn(lambda w, x: x @ (2 * w), jc.Rule("/", weight="int8(group=all)"))(PARAMS["up"], X)
     with pytest.raises(ValueError, match=r"the weight 'up' .* is joined with others, padded.*Rule\('up', "):
         jc.quantize_fn(lambda p, x: x @ jnp.pad(p["up"], ((0, 0), (0, 1))), codes)({"up": PARAMS["up"]}, X)
+    scaled = jc.quantize_fn(lambda p, x: x @ (p["up"] * p["gain"]), codes)
+    params = {"up": PARAMS["up"], "gain": PARAMS["up"]}
+    for refused in (scaled, scaled.report, scaled.pack, scaled.report):
+        with pytest.raises(ValueError, match=r"the weight '(up|gain)' .* is computed with before"):
+            refused(params, X)
 
 
 @pytest.mark.parametrize(
@@ -698,6 +703,17 @@ def test_a_parameter_that_data_change_in_a_loop_is_said() -> None:
         jc.quantize_fn(learned, jc.Rule(weight="int8(group=all)"))(params, x)
     (row,) = jc.quantize_fn(learned, jc.Rule(activation="int8(group=all)")).report(params, x).parameters
     assert row.reason == "data change it" and row.primitive in ("scan", "while") and "_fn.py" in row.source
+
+
+def test_of_what_a_loop_trains_the_weights_are_said_and_not_a_bias() -> None:
+    def trained(p: Any, x: Any) -> Any:
+        run = lambda q: jnp.tanh(x @ q["w1"] + q["b"]) @ q["w2"]  # noqa: E731
+        step = lambda q, _: (jax.tree.map(jnp.subtract, q, jax.grad(lambda q: (run(q) ** 2).mean())(q)), None)  # noqa: E731
+        return run(jax.lax.scan(step, p, None, length=2)[0])
+
+    params = {"w1": normal(16, 8), "b": jnp.zeros(8), "w2": normal(8, 2)}
+    with pytest.raises(ValueError, match=r": the parameter 'w1', like 'w2', reaches scan at .*it is: data change it"):
+        jc.quantize_fn(trained, jc.Rule(weight="int4(group=all)"))(params, normal(4, 16, seed=1))
 
 
 def test_a_product_that_cannot_be_rounded_is_left_and_named() -> None:

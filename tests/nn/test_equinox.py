@@ -221,6 +221,24 @@ def test_misuse() -> None:
 
 
 @pytest.mark.slow
+def test_rounding_with_data_is_said_on_one_line_and_as_it_is_said() -> None:
+    """Errors name the class of a model alone; the way out that one names gives the codes of the plain function."""
+    for call in (jc.nn.quantize_with_data, jc.nn.sensitivity, jc.nn.linen.quantize):
+        with pytest.raises(TypeError, match=r"^(model|module)=MLP must be a module of Flax [^\n]*$"):
+            call(mlp(), RULE, [X])
+    with pytest.raises(TypeError, match=r"for Equinox jc.ptq.quantize\(lambda m, x: jax.vmap\(m\)\(x\), rules, model"):
+        jc.nn.quantize_with_data(mlp(), RULE, [X])  # type: ignore[type-var]
+    rounded, _ = jc.ptq.quantize(lambda m, x: jax.vmap(m)(x), RULE, mlp(), [X], [jc.ptq.gptq()])
+
+    def plain(p: Any, x: Any) -> Any:
+        return jax.nn.relu(x @ p["a"].T + p["c"]) @ p["b"].T
+
+    first, last = mlp().layers
+    want, _ = jc.ptq.quantize(plain, RULE, {"a": first.weight, "b": last.weight, "c": first.bias}, [X], [jc.ptq.gptq()])
+    for got, own in ((rounded.layers[0].weight, want["a"]), (rounded.layers[1].weight, want["b"])):
+        np.testing.assert_array_equal(jc.dequantize(got), jc.dequantize(own))
+
+
 def test_import_needs_no_equinox() -> None:
     code = "import sys, jchop as jc; jc.nn.quantize; assert 'equinox' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True)

@@ -190,6 +190,13 @@ def test_the_projections_of_attention(weight: str | None, tmp_path: Path) -> Non
     np.testing.assert_allclose(best(x), (base if weight is None else merge_lora(best))(x), rtol=1e-3, atol=1e-4)
 
 
+def test_a_model_that_is_the_layer_is_saved_and_loaded(tmp_path: Path) -> None:
+    model: Any = nnx.Linear(8, 4, rngs=nnx.Rngs(0))
+    adapted = noised(add_lora(model, LoraRule("*", rank=2), rngs=nnx.Rngs(1)))
+    save_lora(tmp_path, adapted)
+    np.testing.assert_array_equal(load_lora(tmp_path, model)(np.eye(8)), adapted(np.eye(8)))
+
+
 def test_a_general_layer_sums_over_its_own_axes() -> None:
     layer: Any = nnx.LinearGeneral((2, 3), (4, 5), axis=(1, -1), use_bias=False, rngs=nnx.Rngs(0))
     adapted = noised(add_lora(layer, LoraRule("*", rank=2), rngs=nnx.Rngs(1)))
@@ -197,6 +204,11 @@ def test_a_general_layer_sums_over_its_own_axes() -> None:
     a, b = np.asarray(adapted.lora_a[...]).reshape(2, 3, 2), np.asarray(adapted.lora_b[...]).reshape(2, 4, 5)
     kernel = np.asarray(layer.kernel[...]) + np.einsum("ijr,rkl->ijkl", a, b)
     np.testing.assert_allclose(adapted(x), np.einsum("bisj,ijkl->bskl", x, kernel), rtol=1e-4, atol=1e-5)
+    for axis in ((-1, 1), (2, 0)):  # Flax sums over them in ascending order
+        layer = nnx.LinearGeneral((3, 3), 8, axis=axis, rngs=nnx.Rngs(0))
+        adapted = noised(add_lora(layer, LoraRule("*", rank=2), rngs=nnx.Rngs(1)))
+        x, merged = np.random.default_rng(1).standard_normal((3, 3, 3)), merge_lora(adapted)
+        np.testing.assert_allclose(adapted(x), merged(x), rtol=1e-4, atol=1e-5)
     batched = nnx.LinearGeneral(3, 4, batch_axis={0: 2}, rngs=nnx.Rngs(0))
     with pytest.raises(ValueError, match=r"its weight of shape \[2, 3, 4\] is no matrix"):
         add_lora(batched, LoraRule("*", rank=2), rngs=nnx.Rngs(1))

@@ -155,6 +155,26 @@ def test_dropout_in_expectation(plain: Any) -> None:
     assert bool((spread > 0).all()) and bool((abs(many.mean(0) - still) < 5 * spread).all())
 
 
+def test_axes_in_another_order_are_summed_as_flax_sums_them() -> None:
+    net: Any = nn.DenseGeneral(8, axis=(2, 0))
+    x = np.random.default_rng(1).standard_normal((3, 4, 3)).astype(np.float32)
+    adapted, variables = add_lora(net, net.init(KEY, x), LoraRule("*", rank=2), x, key=KEY)
+    variables = noised(variables)
+    module, merged = merge_lora(adapted, variables, x)
+    np.testing.assert_allclose(adapted.apply(variables, x), module.apply(merged, x), rtol=1e-4, atol=1e-5)
+
+
+def test_rules_that_say_nothing_of_merged_layers_are_dropped() -> None:
+    """The rule matches the attention itself, too, which has no weight of its own."""
+    net: Any = nn.MultiHeadDotProductAttention(4)
+    x = np.random.default_rng(1).standard_normal((2, 5, 16)).astype(np.float32)
+    low = jc.nn.linen.quantize(net, Rule(weight="int8(channel=-1)"))
+    adapted, variables = add_lora(low, low.pack(net.init(KEY, x), x), LoraRule("*", rank=2), x, key=KEY)
+    variables = noised(variables)
+    module, merged = merge_lora(adapted, variables, x)
+    np.testing.assert_allclose(module.apply(merged, x), adapted.apply(variables, x), rtol=1e-4, atol=1e-5)
+
+
 @pytest.mark.parametrize("weight", [None, "nf4"])
 def test_the_projections_of_attention(weight: str | None, tmp_path: Path) -> None:
     net: Any = nn.MultiHeadDotProductAttention(4, qkv_features=64)

@@ -193,6 +193,8 @@ ORDERS: dict[str, Any] = {
     "jit": jax.jit(lambda score, x: x[jnp.argsort(-score)[:9]]),
     "nonzero": lambda score, x: x[jnp.nonzero(score > 0.4, size=9)[0]],
     "argmax": lambda score, x: x.reshape(40, 6, 8)[jnp.arange(40), jnp.argmax(score.reshape(40, 6), 1)],
+    "floor": lambda score, x: x[jnp.floor(score * 100).astype(jnp.int32) % 240],
+    "counts": lambda score, x: x[(score[:, None] > score).sum(1)],
     "one-hot": lambda score, x: jax.nn.one_hot(lax.top_k(score, 9)[1], 240) @ x,
     "loop": lambda score, x: lax.map(lambda some: x[jnp.argmin(some)], score.reshape(60, 4)),
 }
@@ -243,6 +245,35 @@ def test_a_loop_is_rounded_as_its_layers_are(steps: Any) -> None:
     assert np.mean(same) > 0.99  # sums of another program have other last bits
     assert [row.path for row in two.weights] == [f"{name}[{i}]" for i in range(3) for name in "ab"]
     np.testing.assert_allclose([r.after for r in one.weights], [r.after for r in two.weights], atol=0.1)
+
+
+@pytest.mark.parametrize(
+    "steps, memory",
+    [
+        ([jc.ptq.gptq()], None),
+        pytest.param([jc.ptq.gptq()], "3KiB", marks=pytest.mark.slow),  # one layer of `a` at a time
+        pytest.param([jc.ptq.correct_error(1.0), jc.ptq.gptq()], None, marks=pytest.mark.slow),
+        pytest.param([jc.ptq.correct_error(1.0), jc.ptq.gptq()], "6KiB", marks=pytest.mark.slow),
+    ],
+)
+def test_layers_by_a_constant_index_are_rounded_as_a_list(steps: Any, memory: Any) -> None:
+    """Beside the layer that no product takes, which is rounded to nearest."""
+    rng = np.random.default_rng(0)
+    stack = {name: jnp.asarray(rng.normal(size=(3, 12, 12)) / 4, jnp.float32) for name in "ab"}
+    x = jnp.asarray(rng.normal(size=(100, 12)) @ rng.normal(size=(12, 12)) / 4, jnp.float32)
+    rule = jc.Rule(weight="int4(group=4)", activation="int8(group=all)")
+    fun = lambda p, x: unrolled([{name: v[i] for name, v in p.items()} for i in (0, 2)], x)  # noqa: E731
+    layers = [{name: v[i] for name, v in stack.items()} for i in (0, 2)]
+    each, one = jc.ptq.quantize(unrolled, rule, layers, [x[:60], x[60:]], steps)
+    by_index, two = jc.ptq.quantize(fun, rule, stack, [x[:60], x[60:]], steps, memory=memory)
+    rows = {row.path: row for row in two.weights}
+    nearest = jc.quantize_fn(fun, rule).pack(stack, x)
+    for name in "ab":
+        for number, layer in enumerate((0, 2)):
+            np.testing.assert_array_equal(by_index[name].qvalue[layer], each[number][name].qvalue)
+            assert rows.pop(f"{name}[{layer}]").after == pytest.approx(one.weights[2 * number + "ab".index(name)].after)
+        np.testing.assert_array_equal(by_index[name].qvalue[1], nearest[name].qvalue[1])
+    assert {path: row.note for path, row in rows.items()} == dict.fromkeys(("a[1]", "b[1]"), "no input reached it")
 
 
 @pytest.mark.slow

@@ -51,6 +51,19 @@ def llama(p: Any, x: Any) -> Any:
     return rms(h, p["last"]) @ p["head"] if "head" in p else rms(h, 1.0) @ p["table"].T
 
 
+def retention(start: Callable[[], Any]) -> Callable[..., Any]:
+    """A recurrent state, to which each token adds the outer product of its key and its value."""
+
+    def fun(p: Any, x: Any) -> Any:
+        def step(state: Any, x: Any) -> Any:
+            state = 0.9 * state + jnp.outer(x @ p["k"], x @ p["v"])
+            return state, (x @ p["q"]) @ state @ p["o"]
+
+        return lax.scan(step, jnp.asarray(start()), x)[1]
+
+    return fun
+
+
 LAYERS = {name: (3, *shape) for name, shape in (ATTENTION | MLP).items()}
 
 
@@ -73,7 +86,7 @@ FOLDED: dict[str, tuple[Callable[..., Any], Any, tuple[int, ...], dict[str, str]
     ),
     "a table that is a head too": (
         llama, {"table": (9, 8), "layers": LAYERS}, (2, 3, 8),
-        {"layers/up": "Hadamard 8 folded into layers/down, layers/o"},
+        dict.fromkeys(("layers/up", "table"), "Hadamard 8 folded into layers/down, layers/o, table"),
     ),
     "attention": (
         attention(False, 4), {**ATTENTION, "k": (8, 8), "v": (8, 8)}, (2, 3, 8),
@@ -94,6 +107,14 @@ FOLDED: dict[str, tuple[Callable[..., Any], Any, tuple[int, ...], dict[str, str]
     "experts": (
         lambda p, x: jnp.einsum("etn,enk->etk", jnp.einsum("tk,ekn->etn", x, p["a"]), p["w"]),
         {"a": (2, 8, 4), "w": (2, 4, 3)}, (5, 8), {"w": "Hadamard 4 folded into a"},
+    ),
+    "a state of zeros": (
+        retention(lambda: jnp.zeros((2, 8))), {"k": (8, 2), "v": (8, 8), "q": (8, 2), "o": (8, 3)}, (5, 8),
+        {"o": "Hadamard 8 folded into v"},
+    ),
+    "a state of zeros that is closed over": (
+        retention(lambda: np.zeros((2, 8))), {"k": (8, 2), "v": (8, 8), "q": (8, 2), "o": (8, 3)}, (5, 8),
+        {"o": "Hadamard 8 folded into v"},
     ),
 }  # fmt: skip
 

@@ -161,6 +161,19 @@ def test_all_faces_give_the_same_numbers() -> None:
     np.testing.assert_array_equal(program.apply(variables, x), y)
 
 
+@pytest.mark.parametrize("step", [jc.ptq.smooth(), pytest.param(jc.ptq.awq(), marks=pytest.mark.slow)], ids=str)
+def test_layers_by_a_constant_index_share_factors(step: Any) -> None:
+    """Those of the inputs of all layers together, as of a product that takes all layers at once."""
+    params, x = arrays({"scale": (6,), "w": (2, 6, 4)}), arrays({"x": (2, 9, 6)}, 1)["x"].at[:, :, 2].multiply(20)
+    one = lambda p, x: [(x[i] * p["scale"]) @ p["w"][i] for i in range(2)]  # noqa: E731
+    both = lambda p, x: (x * p["scale"]).reshape(18, 6) @ p["w"].swapaxes(0, 1).reshape(6, 8)  # noqa: E731
+    found, _ = mapped(one, params, [x], step)
+    np.testing.assert_allclose(found["scale"] * found["w"][0, :, 0], params["scale"] * params["w"][0, :, 0], rtol=1e-5)
+    if isinstance(step, type(jc.ptq.smooth())):
+        np.testing.assert_allclose(found["scale"], mapped(both, params, [x], step)[0]["scale"], rtol=1e-5)
+    assert np.abs(found["scale"] / params["scale"] - 1).max() > 0.1
+
+
 # -- reports and errors ------------------------------------------------------------------------------------------------
 
 
@@ -183,6 +196,17 @@ def test_what_is_left_alone_is_in_the_report() -> None:
     exact = scaled({"scale": params["scale"], "w": params["a"]}, x)
     np.testing.assert_allclose(rows["a"].before, decibels(exact, nearest - exact), atol=0.02)
     assert decibels(y, jc.quantize_fn(fun, RULE)(packed, x) - y) > 20
+
+
+@pytest.mark.parametrize(
+    "constant",
+    [lambda: jnp.eye(4), lambda: jnp.cos(jnp.arange(4.0)), lambda: np.eye(4, dtype=np.float32)],
+    ids=["converted", "computed", "closed over"],
+)
+def test_the_equation_that_takes_a_constant_is_named(constant: Any) -> None:
+    params = arrays({"t": (4, 4), "o": (4, 3)})
+    _, notes = mapped(lambda p, x: (x @ p["t"] + constant()) @ p["o"], params, [jnp.eye(4)], jc.ptq.smooth())
+    assert notes.note(0, ()).startswith("no factors by smooth: add at ") and notes.note(0, ()).endswith("a constant")
 
 
 @pytest.mark.slow

@@ -94,6 +94,9 @@ def test_groups_of_rows_and_experts_have_their_own() -> None:
     np.testing.assert_allclose(found.gram[0], mean_of(x[:4]), rtol=1e-5, atol=1e-6)
     np.testing.assert_allclose(found.gram[2], mean_of(x[4:6]), rtol=1e-5, atol=1e-6)
     assert not found.gram[1].any()
+    alike = only(lambda p, x: lax.ragged_dot(x, jnp.stack([p] * 3), sizes), w[0], x)
+    assert alike.count.tolist() == [6]
+    np.testing.assert_allclose(alike.gram[0], mean_of(x[:6]), rtol=1e-5, atol=1e-6)
     each = only(lambda p, x: jnp.einsum("etk,ekn->tne", x.reshape(3, 2, 3), p), w, x[:6])
     for expert in range(3):
         np.testing.assert_allclose(each.gram[expert], mean_of(x[2 * expert : 2 * expert + 2]), rtol=1e-5, atol=1e-6)
@@ -110,6 +113,41 @@ def test_parts_that_an_index_chooses_have_one_together() -> None:
     np.testing.assert_allclose(gram, (x.T @ x / 24)[None], rtol=1e-4, atol=1e-6)
     _, report = jc.ptq.quantize(chosen, jc.Rule(weight="int4(group=32)"), experts, [x])
     assert {row.note for row in report.weights} == {"one statistic for the whole stack"}
+
+
+def by_index(p: Any, x: Any) -> Any:
+    """Of two axes of a stack; one layer twice, also within a loop, and one never."""
+    h = jnp.tanh(x @ p[1:][0, 1].T)
+    h = jax.jit(lambda h: jnp.tanh(h @ p[0][-1].T))(h)
+    return lax.fori_loop(0, 2, lambda _, h: jnp.tanh(h @ p[1, 1].T), h) @ p[0, 0].T
+
+
+def test_each_constant_index_has_its_own() -> None:
+    stack, x = normal(2, 2, 4, 4), normal(9, 4, seed=1)
+    found = only(by_index, stack, x)
+    w, h = np.asarray(stack, np.float64).swapaxes(2, 3), [np.asarray(x, np.float64)]
+    for place in ((1, 1), (0, 1), (1, 1), (1, 1)):
+        h.append(np.tanh(h[-1] @ w[place]))
+    assert found.count.tolist() == [[[9], [9]], [[0], [27]]]
+    np.testing.assert_allclose(found.gram[1, 1, 0], mean_of(np.stack([h[0], h[2], h[3]])), rtol=1e-5, atol=1e-6)
+    np.testing.assert_allclose(found.gram[0, 1, 0], mean_of(h[1]), rtol=1e-5, atol=1e-6)
+    np.testing.assert_allclose(found.gram[0, 0, 0], mean_of(h[4]), rtol=1e-5, atol=1e-6)
+
+
+#: Stacks of which some layer is not taken by a constant, or whose layers are moved before.
+POOLED: dict[str, Any] = {
+    "another order": lambda p, x: x @ jnp.stack([p[1], p[0]])[0],
+    "zeros in front": lambda p, x: x @ jnp.pad(p, ((1, 0), (0, 0), (0, 0)))[1],
+    "joined": lambda p, x: x @ jnp.concatenate([p[1:], p])[1],
+    "data choose one": lambda p, x: (x @ p[0]) @ p[jnp.argmax(x[0, :3])],
+    "strides": lambda p, x: x @ p[::2][1],
+    "a counter": lambda p, x: lax.fori_loop(0, 3, lambda i, h: h @ p[i], x),
+}
+
+
+@pytest.mark.parametrize("name", POOLED)
+def test_other_indexes_have_one_together(name: str) -> None:
+    assert only(POOLED[name], normal(3, 4, 4), normal(9, 4, seed=1)).gram.shape == (1, 4, 4)
 
 
 @pytest.mark.parametrize("groups, rows", [(2, 6), (4, 8), (4, 4)])
@@ -167,6 +205,42 @@ def test_a_weight_that_all_turns_share_has_one() -> None:
         inputs.append(jnp.tanh(inputs[-1] @ w))
     np.testing.assert_allclose(found.gram[0], mean_of(jnp.concatenate(inputs)), rtol=1e-5, atol=1e-6)
     assert found.count.tolist() == [27]
+
+
+def embedded(p: Any, x: Any) -> Any:
+    """A time embedding whose only parameter is `t`; the counter is carried, beside what depends on parameters."""
+
+    def step(i: Any, h: Any) -> Any:
+        return jnp.tanh(h @ p["w"] + jax.jit(jnp.cos)(i * jnp.arange(1.0, 6.0)) @ p["t"])
+
+    return lax.fori_loop(0, 3, step, x)
+
+
+def test_inputs_that_are_no_data_are_looked_at() -> None:
+    params, x = {"t": normal(5, 4), "w": normal(4, 4, seed=1)}, normal(9, 4, seed=2)
+    found = jc.ptq.statistics(embedded, params, [x, x])
+    rows = np.cos(np.arange(3)[:, None] * np.arange(1.0, 6.0))
+    assert not found.left_out and found["t"].count.tolist() == [6] and found["w"].count.tolist() == [54]
+    np.testing.assert_allclose(found["t"].gram[0], mean_of(rows), rtol=1e-5, atol=1e-6)
+    one = only(lambda p, x: jnp.eye(3, 5) @ p + x, normal(5, 4), normal(3, 4))
+    np.testing.assert_allclose(one.gram[0], mean_of(np.eye(3, 5)), rtol=1e-6)
+
+
+#: Both operands of the product of p["w"] come from parameters.
+OF_PARAMETERS: dict[str, Any] = {
+    "another": lambda p, x: x @ (p["a"] @ p["w"]),
+    "a product of others": lambda p, x: x + jnp.cos(p["a"] @ p["b"]) @ p["w"],
+    "within jit": lambda p, x: x + jax.jit(lambda a, w: (a @ p["b"]) @ w)(p["a"], p["w"]),
+    "carried": lambda p, x: x + lax.fori_loop(0, 2, lambda i, h: (h @ p["a"]) @ p["w"], jnp.eye(4)),
+    "a branch": lambda p, x: x + lax.cond(p["a"][0, 0] > 0, lambda: jnp.eye(4), lambda: jnp.ones((4, 4))) @ p["w"],
+}
+
+
+@pytest.mark.parametrize("name", OF_PARAMETERS)
+def test_products_of_parameters_alone_are_left_out(name: str) -> None:
+    params = {key: normal(4, 4, seed=i) for i, key in enumerate("abw")}
+    found = jc.ptq.statistics(OF_PARAMETERS[name], params, [normal(4, 4)])
+    assert "w" not in found and found.left_out["w"] == "a product of parameters alone"
 
 
 def through(x: Any, stack: Any) -> Any:

@@ -16,7 +16,7 @@ from jchop._paths import names_last, nearest_paths, pattern_of
 from jchop._products.codes import block_of
 from jchop._products.contraction import Roundings, check_operands
 from jchop._products.matrices import MatrixLayout
-from jchop._products.placement import Placement, blocks_fit, place
+from jchop._products.placement import Placement, blocks_fit, place, stack_of
 from jchop._products.product import Conv, Flipped
 from jchop._products.rule import FIELDS, OPERATIONS, Rule, StreamOffset, rule_of, rule_of_parameter
 from jchop._products.runner import Quantization
@@ -319,9 +319,12 @@ def _check_codes(
         what = f"product='codes': the groups of the parameter {paths[use.leaf]!r}"
         line = use.source or "an unknown line"
         if place(shapes[use.leaf], use.laid, rule.weight) != replace(found[0], turn=None):
+            first, shape = found[1], shapes[use.leaf]
+            alike = first.laid is not None and stack_of(shape, first.laid) == stack_of(shape, use.laid)
             raise ValueError(
-                f"{what} follow its first product, at {found[1].source or 'an unknown line'}, and are not blocks along "
-                f"the sum of that at {line}; leave product out of {rule}, or name a group that divides its axes"
+                f"{what} follow its first product, which sums over {_summed(first)}, and are not blocks along the sum "
+                f"of another, over {_summed(use)}; leave product out of {rule}"
+                f"{', or give weight a format with one scale, as int8(group=tensor)' if alike else ''}"
             )
         if not blocks_fit(use.laid, block):
             sizes = " × ".join(str(part.size) for part in use.laid.summed)
@@ -329,6 +332,13 @@ def _check_codes(
                 f"{what} are no blocks along the sum of the product at {line}: blocks of {block} numbers do not "
                 f"fit its axes of {sizes}; leave product out of {rule}, or name a group that fits, or group=all"
             )
+
+
+def _summed(use: Use) -> str:
+    """The axes of a parameter that a product sums over, which tell products on one line apart, and its place."""
+    axes = sorted({part.axis for part in use.laid.summed}) if use.laid is not None else ()
+    named = " and ".join(f"axis {axis}" for axis in axes) or "no axis"
+    return f"{named} of it ({use.primitive} at {use.source or 'an unknown line'})"
 
 
 def _check_matches(
@@ -428,10 +438,15 @@ def _reached(
     products: Sequence[tuple[ProductStep, Rule | None]],
 ) -> str:
     """What a parameter of a rule reaches that is not rounded; else the product that it shares."""
-    for leaf, n in enumerate(numbers):
-        if n == number and leaf not in placements and (use := _first(uses.get(leaf, ()))) is not None:
-            why = f", and stays as it is: {left}" if (left := _why_left(rules[number], uses[leaf])) else ""
-            return f"the parameter {paths[leaf]!r} reaches {use.primitive} at {use.source or 'an unknown line'}{why}"
+    found = {leaf: _first(uses.get(leaf, ())) for leaf, n in enumerate(numbers) if n == number}
+    left = [(leaf, use) for leaf, use in found.items() if leaf not in placements and use is not None]
+    weights = [(leaf, use) for leaf, use in left if use.is_lost and rules[number].weight is not None]
+    for leaf, use in weights or left:
+        others = [repr(paths[other]) for other, it in weights if other != leaf and replace(it, leaf=leaf) == use]
+        like = f", like {', '.join(others[:3])}{' and more' * (len(others) > 3)}," if others else ""
+        why = f", and stays as it is: {kept}" if (kept := _why_left(rules[number], uses[leaf])) else ""
+        line = use.source or "an unknown line"
+        return f"the parameter {paths[leaf]!r}{like} reaches {use.primitive} at {line}{why}"
     for step, _ in products:
         leaves = [use.leaf for some in step.uses for use in some]
         mine = next((leaf for leaf in leaves if numbers[leaf] == number), None)

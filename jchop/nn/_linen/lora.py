@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
@@ -14,10 +14,11 @@ from flax.linen.dtypes import promote_dtype
 from flax.traverse_util import flatten_dict, unflatten_dict
 
 from jchop._arguments import check_key
-from jchop._checks import check_bool
+from jchop._checks import brief, check_bool
 from jchop._paths import matches_path
-from jchop._products.rule import Rule
+from jchop._products.rule import FIELDS, Rule
 from jchop._settings import split
+from jchop.nn._linen.kinds import KINDS
 from jchop.nn._linen.layers import Path, held_by, layers_of, number_of, params_of, seen_in
 from jchop.nn._linen.quantized import Packed, Quantized, unpacked
 from jchop.nn._lora_files import read_adapters, write_adapters
@@ -307,7 +308,7 @@ def _core(module: Any) -> nn.Module:
     core = module.module if isinstance(module, Quantized) else module
     if isinstance(core, nn.Module):
         return core
-    raise TypeError(f"module={module!r} must be a module of Flax Linen, or a result of jchop.nn.linen.quantize")
+    raise TypeError(f"module={brief(module)} must be a module of Flax Linen, or a result of jchop.nn.linen.quantize")
 
 
 def _path(place: str) -> Path:
@@ -355,7 +356,12 @@ def _put(leaf: Any, weight: Array, found: Any) -> Any:
 
 
 def _left_alone(rules: tuple[Rule, ...], places: list[str], seen: Any, shapes: Any) -> tuple[Rule, ...]:
-    """Rules that leave some layers alone, without those that then match none."""
+    """Rules that leave some layers alone, without those that then match none, and fields that then say nothing."""
     given = (Rule(" ".join(f"/{place}/" if place else "/" for place in places)), *rules)
-    numbers = {number_of(path, seen[path][0] if path in seen else None, given) for path in held_by(seen, shapes)}
-    return tuple(rule for number, rule in enumerate(given) if number in numbers)
+    used: dict[int | None, set[str]] = {}
+    for path, held in held_by(seen, shapes).items():
+        layer = seen[path][0] if path in seen else None
+        kind = KINDS.get(type(layer))
+        used.setdefault(number_of(path, layer, given), set()).update(() if kind is None else kind.fields(held))
+    idle = {number: dict.fromkeys(name for name in FIELDS if name not in used[number]) for number in used}
+    return tuple(replace(rule, **idle[number]) for number, rule in enumerate(given) if number in used)

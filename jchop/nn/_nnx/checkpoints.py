@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from jchop._checks import check_bool
+from jchop._checks import brief, check_bool
 from jchop._paths import check_pattern, matches_path, nearest_paths
 from jchop._products.layout import Layout
 from jchop._products.placement import StoredAs
@@ -139,7 +139,7 @@ def load_checkpoint(
     if ignore is not None:
         check_pattern("ignore", ignore, "'rotary_emb'")
     if not isinstance(like, nnx.Module):
-        raise TypeError(f"like={like!r} must be a module of Flax NNX")
+        raise TypeError(f"like={brief(like)} must be a module of Flax NNX")
     result: Any = nnx.merge(*nnx.split(like), copy=True)
     with open_checkpoint(Path(path), layout) as source:
         tensors = list(_tensors(result, names, source.items))
@@ -237,7 +237,7 @@ def _attach(tensor: _Tensor, packed: Mapping[str, QArray]) -> None:
 def _tensors(model: nnx.Module, names: Names | None, given: Any = ()) -> Iterator[_Tensor]:
     """Every parameter of a model, by the name of the first of its paths that is `given`."""
     if not isinstance(model, nnx.Module):
-        raise TypeError(f"model={model!r} must be a module of Flax NNX")
+        raise TypeError(f"model={brief(model)} must be a module of Flax NNX")
     for _, node in nnx.iter_graph(model):
         if isinstance(node, Adapted):
             raise ValueError(

@@ -7,6 +7,7 @@ from typing import Any, TypeVar
 
 from flax import nnx
 
+from jchop._checks import brief
 from jchop._products.rule import Rule, as_rules
 from jchop.nn._nnx.layers import check_wrapped
 from jchop.nn._nnx.programs import fit_program
@@ -58,7 +59,10 @@ def quantize_with_data(
     """
     given = as_rules(rules)
     if not isinstance(model, nnx.Module):
-        raise TypeError(f"model={model!r} must be a module of Flax NNX; for Linen use Program.quantize_with_data")
+        raise TypeError(
+            f"model={brief(model)} must be a module of Flax NNX; for Linen use Program.quantize_with_data, for Equinox "
+            "jc.ptq.quantize(lambda m, x: jax.vmap(m)(x), rules, model, batches, steps)"
+        )
     result: Any = nnx.merge(*nnx.split(model), copy=True)
     report = fit_program(result, given, batches, steps, sequential, rngs, progress)
     check_wrapped(result, program=True)

@@ -9,6 +9,7 @@ import jax
 from flax import nnx
 from flax.nnx.nn import dtypes
 
+from jchop._checks import brief
 from jchop._paths import matches_path
 from jchop.nn._lora_rule import LoraRule, as_lora_rules, as_matrix, beside, check_used, first_adapter, merged_weight
 from jchop.nn._nnx import hooks
@@ -109,7 +110,7 @@ def add_lora(
     given = as_lora_rules(rules)
     if not isinstance(model, nnx.Module):
         if fun is None and not is_module(model):
-            raise TypeError(f"model={model!r} must be a module of Flax NNX or Equinox; parameters need fun=")
+            raise TypeError(f"model={brief(model)} must be a module of Flax NNX or Equinox; parameters need fun=")
         if rngs is not None:
             raise TypeError("rngs is for modules of Flax NNX; others take key=")
         return add_to_tree(model, given, key, inputs, fun, original)

@@ -8,6 +8,7 @@ from typing import Any, TypeVar
 import jax
 from flax import nnx
 
+from jchop._checks import brief
 from jchop._products.rule import Rule, as_rules
 from jchop.nn._nnx.layers import Mode, apply, check_modes, check_traceable, check_wrapped, needs_program
 from jchop.nn._nnx.programs import Inputs, quantize_program
@@ -88,8 +89,8 @@ def quantize(
         return quantize_module(model, given, mode, inputs, key)
     if not isinstance(model, nnx.Module):
         raise TypeError(
-            f"model={model!r} must be a module of Flax NNX or Equinox; for one of Linen use jchop.nn.linen.quantize, "
-            "for a function of parameters jchop.quantize_fn"
+            f"model={brief(model)} must be a module of Flax NNX or Equinox; for one of Linen use "
+            "jchop.nn.linen.quantize, for a function of parameters jchop.quantize_fn"
         )
     if key is not None:
         raise TypeError("key is for modules of Equinox; one of Flax NNX takes rngs=")

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import jax.numpy as jnp
+import numpy as np
 from jax.extend.core import Literal
 
 from jchop._products.traced.analysis import dot_of
@@ -30,7 +31,8 @@ class Value:
         loops: the lengths of these loops.
         shape: in one turn.
         real: whether it holds real numbers.
-        source: the fixed value that it is: ``"an argument"``, ``"a constant"``; empty if a node makes it.
+        source: the fixed value that it is: ``"an argument"``, ``"a constant"``, also one that nodes make of constants
+            alone; empty if a node makes it of others.
         leaf: the index of the parameter that it is, or None.
         zero: whether it is zero.
         nodes: those that make or read it.
@@ -131,6 +133,10 @@ def _is_real(aval: Any) -> bool:
     return hasattr(aval, "dtype") and jnp.issubdtype(aval.dtype, jnp.floating)
 
 
+def _is_zero(v: Any, value: Any) -> bool:
+    return hasattr(v.aval, "dtype") and jnp.issubdtype(v.aval.dtype, jnp.number) and not np.any(np.asarray(value))
+
+
 class _Builder:
     def __init__(self, graph: Graph, sites: Sites) -> None:
         self.graph, self.sites = graph, sites
@@ -139,12 +145,13 @@ class _Builder:
         self, plan: Plan, ins: Sequence[Value], loops: tuple[int, ...], stacked: tuple[frozenset[int], ...]
     ) -> list[Value]:
         """The results of a program; `stacked` are the parameters that each loop runs over."""
-        env: dict[Any, Value] = {v: self._fixed(v, loops, False) for v in plan.jaxpr.constvars}
+        consts = zip(plan.jaxpr.constvars, plan.consts, strict=True)
+        env: dict[Any, Value] = {v: self._fixed(v, loops, _is_zero(v, x)) for v, x in consts}
         env.update(zip(plan.jaxpr.invars, ins, strict=True))
 
         def read(v: Any) -> Value:
             if isinstance(v, Literal):
-                return self._fixed(v, loops, bool(jnp.ndim(v.val) == 0 and v.val == 0))
+                return self._fixed(v, loops, _is_zero(v, v.val))
             return env[v]
 
         for step in plan.steps:
@@ -178,9 +185,10 @@ class _Builder:
         node = Node(step.name, dict(step.eqn.params), tuple(ins), tuple(outs), where, product)
         if step.name in ("broadcast_in_dim", "convert_element_type", "reshape"):
             outs[0].zero = ins[0].zero
-        own = any(value.is_parameter for value in ins) and all(v.is_parameter or v.is_constant for v in ins)
+        fixed = all(value.is_constant for value in ins)
+        own = not fixed and all(v.is_parameter or v.is_constant for v in ins)
         for value in outs:
-            value.is_parameter = own
+            value.is_parameter, value.source = own, _CONSTANT if fixed else ""
         self._join(node)
         side, found = self.sites.of_step.get(id(step), (0, ()))
         for site in found:
@@ -198,7 +206,8 @@ class _Builder:
         inner = [self._new(v, inside) for v in plan.jaxpr.invars]
         for i, (outer, value) in enumerate(zip(ins, inner, strict=True)):
             self._join(Node(CARRIED if i < fixed + carried else OVER_TURNS, {}, (outer,), (value,)))
-            value.is_parameter = outer.is_parameter and not fixed <= i < fixed + carried
+            if not fixed <= i < fixed + carried:
+                value.is_parameter, value.zero, value.source = outer.is_parameter, outer.zero, outer.source
         made = self.enter(plan, inner, inside, (*stacked, over))
         outs = [self._new(v, loops) for v in step.eqn.outvars]
         for i, (value, out) in enumerate(zip(made, outs, strict=True)):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
+from functools import partial, reduce
 from typing import Any
 
 import jax
@@ -16,7 +16,7 @@ from jchop._products.hadamard import Blocks
 from jchop._products.placement import Placement
 from jchop._products.weights import is_packed
 from jchop.ptq._maps.factors import Member, awq_factors, smooth_factors
-from jchop.ptq._maps.graph import Graph, Place, graph_of
+from jchop.ptq._maps.graph import Graph, Place, Value, graph_of
 from jchop.ptq._maps.labels import Label, RefusedError, is_flat
 from jchop.ptq._maps.search import Fold, channels_of, fold_of
 from jchop.ptq._maps.steps import Awq, Mapping, Rotate
@@ -26,7 +26,7 @@ from jchop.ptq._run import Data, Looked
 from jchop.ptq._sites import Site
 from jchop.ptq._statistics import means
 from jchop.ptq._steps import Steps
-from jchop.ptq._sums import Sums
+from jchop.ptq._sums import Sums, added
 from jchop.rounding import Rounding
 
 Array = jax.Array
@@ -232,7 +232,8 @@ class _Job:
         self, fold: Fold, places: dict[int, Place], what: str, chosen: Sequence[str] = (), by_turn: bool = False
     ) -> None:
         """Say of the weights what was done, where it went, and what was chosen in each turn, or in all."""
-        folded = sorted(self.program.paths[leaf] for leaf in _by_leaf(fold) if leaf not in places)
+        taken = (leaf for leaf in _by_leaf(fold) if leaf not in places or _leads_on(self.graph.parameters[leaf], fold))
+        folded = sorted(self.program.paths[leaf] for leaf in taken)
         for leaf in places:
             self.mapped.methods.setdefault(leaf, []).append(self.step.name)
             if folded:
@@ -254,7 +255,11 @@ class _Job:
         own = Label(label.power, tuple(label.axes[axis] for axis, _ in axes)).indexes()
         channels = np.broadcast_to(own, [shape[axis] for axis, _ in axes]).reshape(-1)
         placement = _to_nearest(self.program.placements[site.leaf][0])
-        return Member(self._value(site.leaf), site.stack, site.turns, placement, site.layout, sums, channels)
+        turns = sum(place.turns)
+        if turns < site.turns:  # constant indexes: all layers have the same factors
+            layers = np.ndindex(*self._shape(site.leaf)[: site.turns])
+            sums = reduce(added, [jax.tree.map(lambda v, i=i: v[i], sums) for i in layers])
+        return Member(self._value(site.leaf), site.stack, turns, placement, site.layout, sums, channels)
 
     def _units(self, place: Place, members: Sequence[Member], count: int) -> int:
         """How many parts of the channels belong to turns of loops, each with the matrices of its own turn."""
@@ -332,6 +337,13 @@ def rotated(parameter: Any, label: Label, by: Blocks) -> Any:
 
 def _by_leaf(fold: Fold) -> dict[int, Label]:
     return {v.leaf: label for v, label in fold.labels.items() if v.leaf is not None}
+
+
+def _leads_on(parameter: Value, fold: Fold) -> bool:
+    """Whether a value that is computed of a parameter and of data has the factors, as rows that are looked up."""
+    read = [node for node in parameter.nodes if parameter in node.ins]
+    made = [value for node in read for value in node.outs if value in fold.labels]
+    return any(not value.is_parameter or _leads_on(value, fold) for value in made)
 
 
 def _to_nearest(placement: Placement) -> Placement:

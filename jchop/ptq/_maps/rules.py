@@ -11,7 +11,7 @@ from jchop._products.product import Conv, Dot, Ragged
 from jchop.ptq._maps.graph import CARRIED, OVER_TURNS, SAME, Node, Value
 from jchop.ptq._maps.labels import Axis, Label, RefusedError, Run, is_flat, reshaped, sizes_of
 
-__all__ = ["Seen", "Tie", "Ways", "ways_of"]
+__all__ = ["Seen", "Tie", "Ways", "fitted", "ways_of"]
 
 
 @dataclass(frozen=True)
@@ -92,13 +92,13 @@ def ways_of(node: Node, label: Label, place: int, made: bool) -> Ways:
     rule = _RULES.get(node.name)
     if rule is None:
         raise RefusedError(f"{node} does not commute with factors")
-    return _fitted(seen, rule(seen)) if node.name in _ELEMENTWISE else rule(seen)
+    return fitted(seen, rule(seen))
 
 
-def _fitted(seen: Seen, ways: Ways) -> Ways:
-    """Ways in which operands of length 1 along an axis, which are broadcast, have one factor there."""
+def fitted(seen: Seen, ways: Ways) -> Ways:
+    """Ways in which operands of length 1 along an axis, if they are broadcast, have one factor there."""
     for way in ways:
-        if isinstance(way, Tie):
+        if isinstance(way, Tie) or seen.node.name not in _ELEMENTWISE:
             yield way
             continue
         lost: list[Run] = []

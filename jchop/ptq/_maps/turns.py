@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from jchop._products.product import Conv, Dot
 from jchop.ptq._maps.graph import CARRIED, OVER_TURNS, SAME, Node, Place, Value
 from jchop.ptq._maps.labels import Label, RefusedError, is_flat
-from jchop.ptq._maps.rules import Seen, Tie, Ways, ways_of
+from jchop.ptq._maps.rules import Seen, Tie, Ways, fitted, ways_of
 from jchop.ptq._maps.search import Fold, fold_of
 
 __all__ = ["GainError", "turn_of"]
@@ -80,7 +80,7 @@ class _Turns:
         if isinstance(node.product, Conv) and node.product.feature_groups != 1:
             raise _refused(seen)
         if rule is not None:
-            return rule(self, seen)
+            return fitted(seen, rule(self, seen))
         if node.product is None and node.name not in _LINEAR:
             raise _refused(seen)
         return ways_of(node, seen.label, seen.place, seen.made)

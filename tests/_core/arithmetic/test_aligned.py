@@ -507,7 +507,12 @@ REFUSED: dict[str, tuple[Any, str]] = {
     ),
     "scaled order": (
         lambda: MatmulSpec("mxfp4", order="pairwise"),
-        "operands='mxfp4' is a scaled format, which needs order='aligned(b, f)' or 'aligned_sums(b, f)', not 'pair",
+        "with jchop.round_to_format, or take order='aligned(b, f)' or 'aligned_sums(b, f)'",
+    ),
+    "scaled integers": (
+        lambda: MatmulSpec("int8(channel=0)"),
+        "is a scaled format, and order='sequential' adds numbers without scales; round both arrays before, along the "
+        "axis of the sum, with jchop.round_to_format",
     ),
     "plain sums": (lambda: MatmulSpec("e4m3", order="aligned_sums(64, 35)"), "needs operands of a scaled format"),
     "sums of groups": (
@@ -523,6 +528,10 @@ REFUSED: dict[str, tuple[Any, str]] = {
     "scaled emulate": (
         lambda: jc.emulate(jnp.dot, "binary32", accumulate=jc.tensor_core("blackwell", "mxfp8"))(SQUARE, SQUARE),
         "operands='mxfp8_e4m3' is a scaled format, and each number has to be rounded by itself",
+    ),
+    "unpublished format": (
+        lambda: jc.tensor_core("tpu", "float8_e4m3fn"),
+        "how tpu adds float8_e4m3fn is not published",
     ),
     "unpublished": (
         lambda: jc.tensor_core("blackwell", "mxfp6_e3m2"),
