@@ -159,6 +159,7 @@ def test_files(packed: Any, tmp_path: Path) -> None:
         load_lora(tmp_path / "adapter", packed)
 
 
+@pytest.mark.in_turn(3)
 @pytest.mark.parametrize("weight", [None, "nf4", "int4(group=32)"])
 def test_the_projections_of_attention(weight: str | None, tmp_path: Path) -> None:
     """They sum over one axis to two, and over two to one; A and B are matrices, as in PEFT."""

@@ -175,6 +175,7 @@ def test_rules_that_say_nothing_of_merged_layers_are_dropped() -> None:
     np.testing.assert_allclose(module.apply(merged, x), adapted.apply(variables, x), rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.in_turn(2)
 @pytest.mark.parametrize("weight", [None, "nf4"])
 def test_the_projections_of_attention(weight: str | None, tmp_path: Path) -> None:
     net: Any = nn.MultiHeadDotProductAttention(4, qkv_features=64)

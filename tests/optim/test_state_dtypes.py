@@ -99,14 +99,14 @@ def assert_stays(tx: Any, dtypes: tuple[str, str], begin: Any = lambda params: p
     jax.eval_shape(run, params)
 
 
-@pytest.mark.in_turn(8)
+@pytest.mark.in_turn(16)
 @pytest.mark.parametrize("dtypes", DTYPES, ids="-".join)
 @pytest.mark.parametrize("name", PACKED)
 def test_a_packed_state_stays(name: str, dtypes: tuple[str, str]) -> None:
     assert_stays(PACKED[name](), dtypes)
 
 
-@pytest.mark.in_turn(8)
+@pytest.mark.in_turn(16)
 @pytest.mark.parametrize("dtypes", DTYPES, ids="-".join)
 @pytest.mark.parametrize("name", AROUND)
 def test_a_packed_state_stays_in_other_transformations(name: str, dtypes: tuple[str, str]) -> None:
@@ -137,6 +137,7 @@ def test_a_state_that_begins_from_float32_takes_gradients_of_float32(wrap: Any) 
 # -- the numbers -------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.in_turn(2)
 @pytest.mark.parametrize("nonfinite", ["skip", "propagate"])
 def test_a_moment_of_float32_is_packed_as_it_is(nonfinite: str, rng: np.random.Generator) -> None:
     """The next step unpacks it in the dtype of the state. Numbers a little above a midpoint would be on it if they were
@@ -166,6 +167,7 @@ def test_a_moment_of_float32_is_packed_as_it_is(nonfinite: str, rng: np.random.G
                 assert (numbers[0, 1:8] == 4.5).all()
 
 
+@pytest.mark.in_turn(2)
 @pytest.mark.parametrize("chunks", [1, 2])
 @pytest.mark.parametrize("name", ["w", "b"])
 def test_a_moment_beyond_the_dtype_of_the_state_is_a_fault(name: str, chunks: int) -> None:
