@@ -113,23 +113,22 @@ class Collector(Runner):
 
     def _add_of(self, leaf: int, make: Callable[[], Sums]) -> None:
         """Add sums, which are zero, and not computed, in a turn that is not looked at."""
-        if self._inside is not None:
-            shapes = jax.eval_shape(make)
-            self._add(leaf, lax.cond(self._inside, make, lambda: jax.tree.map(_zeros, shapes)))
-        else:
-            self._add(leaf, make())
+        self._add(leaf, make() if self._inside is None else _made_if(self._inside, make))
 
     def _add_at(self, leaf: int, indexes: tuple[int, ...], make: Callable[[], Sums]) -> None:
         """Add sums to those of a layer of a stack, if it is looked at."""
-        first, *rest = self.sites.stacks[leaf]
-        start, size = self._layers or (0, first)
-        place = indexes[0] - start
-        shapes = jax.eval_shape(make)
-        sums = lax.cond((place >= 0) & (place < size), make, lambda: jax.tree.map(_zeros, shapes))
+        size, *rest = self.sites.stacks[leaf]
+        place, *others = indexes
+        if self._layers is None:
+            sums = make()
+        else:
+            start, size = self._layers
+            place = _slot(place - start, size)
+            sums = _made_if(place < size, make)
         held = self._sums.get(leaf)
         if held is None:
-            held = jax.tree.map(lambda v: jnp.zeros((size, *rest, *v.shape), v.dtype), shapes)
-        at = (jnp.where((place >= 0) & (place < size), place, size), *indexes[1:])
+            held = jax.tree.map(lambda v: jnp.zeros((size, *rest, *v.shape), v.dtype), sums)
+        at = (place, *others)
         after = added(jax.tree.map(lambda v: v[at], held), sums)
         self._sums[leaf] = jax.tree.map(lambda v, one: v.at[at].set(one, mode="drop"), held, after)
 
@@ -199,11 +198,9 @@ class Collector(Runner):
         window = self._window if stacked & self.wanted else None
 
         def slot(count: Any) -> Any:
-            """The place of a turn in the window; its size if it is not there."""
             assert window is not None
             number = count.astype(jnp.int32)
-            place = (params["length"] - 1 - number if params["reverse"] else number) - window[0]
-            return jnp.where((place >= 0) & (place < window[1]), place, window[1])
+            return _slot((params["length"] - 1 - number if params["reverse"] else number) - window[0], window[1])
 
         def once(carry: Any, count: Any, x: Any) -> tuple[Any, Any, dict[int, Sums]]:
             inside = None if seeds is None else seeds.turn(step.number, count)
@@ -310,6 +307,17 @@ def _chooses(eqn: Any) -> bool:
         return eqn.primitive.name in _CHOICES
     before, after = eqn.invars[0].aval.dtype, eqn.outvars[0].aval.dtype
     return jnp.issubdtype(after, jnp.integer) and not jnp.issubdtype(before, jnp.integer)
+
+
+def _slot(place: Any, size: int) -> Array:
+    """A place in a window; its size if it is not there."""
+    return jnp.where((place >= 0) & (place < size), place, size)
+
+
+def _made_if(inside: Any, make: Callable[[], Sums]) -> Sums:
+    """Sums, which are zero, and not computed, if they are not looked at."""
+    shapes = jax.eval_shape(make)
+    return lax.cond(inside, make, lambda: jax.tree.map(_zeros, shapes))
 
 
 def _zeros(shape: Any) -> Array:
