@@ -112,7 +112,7 @@ GPU_FAULTS = {
     "float8, HIGHEST": "failed to legalize" if HIGHEST_FAILS else None,
     "float8, small tile": "mma.sync",
     "float8, Pallas": "mma.sync",  # quirk `float8_of_pallas_without_units`
-    "no kernel": "no Triton kernel was compiled; no PTX of a Triton kernel was found",
+    "no kernel": "no Triton kernel was compiled; no PTX of a kernel was found",
 }
 
 
