@@ -62,7 +62,7 @@ def low_precision(
         gradient: Qg, the rounding of gradients.
         momentum: Qm, for every array of the state of `inner` that mirrors a parameter.
         accumulator: Qa. If it is given, a copy of the parameters in float32 at least is kept, updated instead of the
-            parameters, and rounded by Qa.
+            parameters, and rounded by Qa. `inner` begins from this copy.
         gradient_scale: the factor of gradients before their rounding, a finite number above 0: 1 / s for a loss
             multiplied by s. Default 1.
         key: a typed key, needed if a spec is stochastic.
@@ -96,7 +96,7 @@ def low_precision(
 
     def init(params: Any) -> LowPrecisionState:
         held = None if to_accumulator is None else jax.tree.map(widened, params)
-        inner_state = inner.init(params)
+        inner_state = inner.init(params if held is None else held)  # `update` gives it the accumulator, too
         if to_momentum is not None and _has_packed(inner_state):
             raise ValueError(f"momentum={str(to_momentum)!r} rounds arrays, and inner packs its state: leave one out")
         return LowPrecisionState(inner_state, held, start)

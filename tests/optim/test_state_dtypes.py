@@ -127,7 +127,13 @@ def test_any_state_stays_in_a_loss_scale(name: str, dtypes: tuple[str, str]) -> 
     assert_stays(optim.dynamic_loss_scale(SCALED[name]()), dtypes)
 
 
-@pytest.mark.parametrize("wrap", [optim.skip_nonfinite, lambda tx: optim.low_precision(tx, accumulator="e5m9")])
+@pytest.mark.parametrize("dtypes", DTYPES, ids="-".join)
+@pytest.mark.parametrize("chain", [optax.identity(), optax.add_decayed_weights(0.01)])
+def test_moments_beside_an_accumulator_have_its_dtype(chain: Any, dtypes: tuple[str, str]) -> None:
+    assert_stays(optim.low_precision(optax.chain(chain, optax.sgd(0.1, 0.9)), accumulator="e5m9"), dtypes)
+
+
+@pytest.mark.parametrize("wrap", [optim.skip_nonfinite, lambda tx: optim.low_precision(tx, weight="e4m3")])
 def test_a_state_that_begins_from_float32_takes_gradients_of_float32(wrap: Any) -> None:
     """As the documentation advises for moments that are not packed."""
     tx = wrap(optax.chain(optax.add_decayed_weights(0.01), optax.sgd(0.1, 0.9)))
