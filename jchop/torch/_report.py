@@ -9,6 +9,7 @@ import torch
 from torch import nn
 from torch.nn.utils import parametrize
 
+from jchop._checks import brief
 from jchop._text import Part, Tables
 from jchop.torch._modules import layers_of, own_parameters
 from jchop.torch._packed import PackedTensor, packed_in
@@ -108,7 +109,7 @@ def report(module: nn.Module) -> ModuleReport:
         all                                                388  5.791
     """
     if not isinstance(module, nn.Module):
-        raise TypeError(f"module={module!r} must be a torch.nn.Module")
+        raise TypeError(f"module={brief(module)} must be a torch.nn.Module")
     seen: set[int] = set()
     rows = []
     for path, layer, _ in layers_of(module):
