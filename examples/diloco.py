@@ -4,6 +4,8 @@ Prints the loss of each run, and the bytes that one rank sends in a step. The ra
 with --processes four processes that talk over the loopback device.
 
     python examples/diloco.py [--small] [--processes]
+
+With `--small` it takes some 55 seconds of CPU time.
 """
 
 from __future__ import annotations

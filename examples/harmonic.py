@@ -5,8 +5,9 @@
 
 In exact arithmetic the sum diverges. Rounded to nearest after every addition, it stops when 1/k is less than half the
 distance to the next number; rounded stochastically, it grows on, right on average. Every term and every partial sum is
-rounded to the format; the float32 carrier holds the exact sum of two numbers of at most 11 bits of precision closely
-enough for rounding to nearest to be that of the exact sum.
+rounded to the format. JAX adds in float32, which is wide enough for formats of at most 11 bits: to nearest, its sum
+rounds to the same number as the exact sum. The chance of a stochastic rounding differs from that of the exact sum by
+at most 2^-14. It takes some 7 seconds of CPU time.
 """
 
 from __future__ import annotations

@@ -6,7 +6,7 @@ The variance of numbers near 10 is computed as E[x²] - E[x]² in bfloat16. `jc.
 operation rounded and without, and gives each operation its part of the error of the result; the parts add up to the
 error. The subtraction, in which the digits vanish, has no part: its operands have lost them before. Then the parts are
 kept in float32 one after the other, the worst first, until the result is right. An operation in bfloat16 rounds its
-operands, so the subtraction is kept in float32 from the beginning.
+operands, so the subtraction is kept in float32 from the beginning. With `--small` it takes some 5 seconds of CPU time.
 """
 
 from __future__ import annotations

@@ -3,7 +3,8 @@
     python examples/perplexity.py [--small] [--steps 400] [--plot perplexity.png]
 
 Four blocks in plain JAX, a scan over stacked parameters, continue text letter by letter. The text is that of NumPy's
-docstrings, so nothing is loaded. Every tenth one is kept for the table: neither training nor rounding sees it.
+docstrings, so nothing is loaded. Every tenth one is kept for the table: neither training nor rounding sees it. With
+`--small` it takes some 55 seconds of CPU time.
 """
 
 from __future__ import annotations

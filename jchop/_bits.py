@@ -126,6 +126,58 @@ def is_sharded(x: Any) -> bool:
     return isinstance(x, jax.Array) and any(part is not None for part in jax.typeof(x).sharding.spec)
 
 
+def gathered(x: Any, axes: Sequence[int]) -> Any:
+    """An array without an explicit sharding along axes, counted from its end; each device then has their elements."""
+    where = jax.typeof(x).sharding if is_sharded(x) else None
+    if where is None or all(where.spec[axis] is None for axis in axes):
+        return x
+    spec = [None if i - x.ndim in axes else part for i, part in enumerate(where.spec)]
+    return jax.sharding.reshard(x, where.update(spec=jax.P(*spec)))
+
+
+def of_whole_parts(x: jax.Array, sizes: Sequence[int]) -> jax.Array:
+    """An array gathered along the axes that an explicit sharding cuts within parts of these sizes."""
+    if not is_sharded(x):
+        return x
+    shard = jax.typeof(x).sharding.shard_shape(x.shape)
+    return gathered(x, [i - x.ndim for i, size in enumerate(sizes) if shard[i] % size])
+
+
+def sharded_like(x: jax.Array, like: jax.Array) -> jax.Array:
+    """`x` with the explicit sharding of an array of its shape, if that has one."""
+    where = jax.typeof(like).sharding
+    return jax.sharding.reshard(x, where) if is_sharded(like) and jax.typeof(x).sharding != where else x
+
+
+def in_auto_mesh(
+    function: Callable[..., Any],
+    *operands: Any,
+    along: Sequence[Sequence[int]],
+    like: Callable[..., Any] | None = None,
+) -> Any:
+    """``function(*operands)`` for operands with an explicit sharding, whose types would refuse slices and reshapes.
+
+    The operands are gathered along the axes of `along` first, so the order of sums along these is that of one device.
+
+    Args:
+        function: it is traced as in an automatic mesh.
+        operands: arrays, keys or None.
+        along: axes of each operand, counted from its end.
+        like: a function of the gathered operands whose result has the sharding of that of `function`. Default: the
+            result has the shape and the sharding of the first operand.
+    """
+    sharded = [x for x in operands if is_sharded(x)]
+    if not sharded:
+        return function(*operands)
+    mesh = jax.typeof(sharded[0]).sharding.mesh
+    whole = [gathered(x, axes) for x, axes in zip(operands, along, strict=True)]
+    kind = jax.eval_shape(like or (lambda x, *_: x), *whole)
+    # In two steps: a sharding of the result along gathered axes would spread to the sums.
+    where = jax.sharding.NamedSharding(mesh, kind.sharding.spec if kind.sharding else jax.P())
+    out: Any = jax.sharding.auto_axes(function, axes=mesh.explicit_axes, out_sharding=where)(*whole)
+    return out if like else sharded_like(out, operands[0])
+
+
 def varying(x: Any) -> Sequence[str]:
     """The axes of a mesh over which a value is known to vary; the attribute depends on the version of JAX."""
     kind = jax.typeof(x) if isinstance(x, jax.Array) else x

@@ -30,7 +30,7 @@ def as_numpy(name: str, value: Any) -> np.ndarray:
     """`value` as a NumPy array in the machine's byte order.
 
     Raises:
-        TypeError: for a masked array, because the result would lose the mask.
+        TypeError: for a masked array, because the result would lose the mask, and for arrays that JAX traces.
         ValueError: for lists of different lengths.
     """
     if isinstance(value, np.ma.MaskedArray):
@@ -39,6 +39,12 @@ def as_numpy(name: str, value: Any) -> np.ndarray:
         )
     try:
         array = np.asarray(value)
+    except TypeError as error:
+        if type(error).__name__ != "TracerArrayConversionError":  # JAX is not imported on this floor
+            raise
+        raise TypeError(f"{name} has arrays that JAX traces (jit, vmap, grad), which NumPy does not take. Within jit "
+                        "jchop.quantize and jchop.dequantize convert numbers and codes, and jnp.asarray joins "
+                        "lists") from None  # fmt: skip
     except ValueError as error:
         if not isinstance(value, list | tuple):
             raise

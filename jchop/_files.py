@@ -14,6 +14,8 @@ from io import BufferedReader
 from pathlib import Path
 from typing import IO
 
+from jchop._checks import brief
+
 
 def open_regular(path: Path, name: str = "") -> BufferedReader:
     """A regular file, open for reading. It never blocks, as opening a FIFO would.
@@ -97,6 +99,17 @@ def new_file(path: Path, token: str | None = None) -> Iterator[IO[bytes]]:
 
 
 _NO_SPACE = (errno.ENOSPC, errno.EFBIG, errno.EDQUOT)  # of a write, which names no file
+
+
+def path_of(name: str, value: object) -> Path:
+    """An argument as a path.
+
+    Raises:
+        TypeError: if it is none.
+    """
+    if not isinstance(value, str | os.PathLike):
+        raise TypeError(f"{name}={brief(value)} must be a path: a text or a pathlib.Path")
+    return Path(value)
 
 
 def part_of(path: Path, token: str) -> Path:

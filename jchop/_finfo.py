@@ -7,12 +7,14 @@ from fractions import Fraction
 from typing import TYPE_CHECKING, Any
 
 from jchop.formats import ElementFormat, FloatFormat, ScaledFormat
+from jchop.formats._facts import short
 from jchop.spec import Spec, as_spec
 
 Number = float | Fraction
+_SHOWN = ("bits", "max", "min", "eps", "smallest_normal", "smallest_subnormal")
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class finfo:
     """The facts of a format under the names of `jax.numpy.finfo`, each exact: a float, or a fraction if none holds it.
 
@@ -30,6 +32,8 @@ class finfo:
         >>> info = jc.finfo("float8_e4m3fn")
         >>> info.max, info.eps, info.smallest_subnormal, info.minexp
         (448.0, 0.125, 0.001953125, -6)
+        >>> jc.finfo("int4")
+        finfo(integer4, bits=4, max=7.0, min=-8.0)
     """
 
     format: ElementFormat
@@ -40,6 +44,11 @@ class finfo:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "format", as_spec(self.format, "format", scaled=True).element)
+
+    def __repr__(self) -> str:
+        found = {name: getattr(self, name, None) for name in _SHOWN}
+        facts = (f"{name}={short(v) if isinstance(v, Fraction) else v}" for name, v in found.items() if v is not None)
+        return f"finfo({', '.join([str(self.format), *facts])})"
 
     def _known(self, name: str, value: Any) -> Any:
         if value is None:

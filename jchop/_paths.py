@@ -88,6 +88,8 @@ def nearest_paths(patterns: Iterable[str], paths: Iterable[str]) -> str:
     Example:
         >>> nearest_paths(["blocks/*/mpl"], ["blocks/0/mlp", "head"])
         "; the nearest paths are 'blocks/0/mlp'"
+        >>> nearest_paths(["5.weight"], ["0", "1", "5"])
+        "; the nearest paths are '5'"
     """
     patterns = list(patterns)
     given = [path for path in dict.fromkeys(paths) if path and path not in patterns]
@@ -104,7 +106,8 @@ def _likeness(parts: list[str], path: str) -> float:
     """How like some parts are to the most similar stretch of a path, from 0 to 1."""
     own, wanted = _parts(path), "/".join(parts)
     starts = range(max(len(own) - len(parts), 0) + 1)
-    return max(SequenceMatcher(None, wanted, "/".join(own[i : i + len(parts)])).ratio() for i in starts)
+    whole = _NEAR if own and own == parts[: len(own)] else 0.0  # the parameter of a layer, where layers have paths
+    return max(whole, *(SequenceMatcher(None, wanted, "/".join(own[i : i + len(parts)])).ratio() for i in starts))
 
 
 #: Paths that are compared, and from which likeness on they are near.

@@ -6,14 +6,13 @@ import os
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import IO, Any
 
 import jax
 import numpy as np
 
 from jchop._checks import check_int
-from jchop._files import write_atomically
+from jchop._files import path_of, write_atomically
 from jchop._round.round_to_format import round_to_format
 from jchop.formats import ElementFormat, ScaledFormat
 from jchop.spec import Spec, as_spec
@@ -74,7 +73,7 @@ def round_file(
     """
     spec = as_spec(spec, scaled=True)
     chunk = check_int("chunk", chunk, 1)
-    source, target = Path(src), Path(dst)
+    source, target = path_of("src", src), path_of("dst", dst)
     if target.suffix != ".npy":
         raise ValueError(f"dst={str(dst)!r} must be the name of a .npy file")
     tell = _teller(progress, target.name)

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from jchop._checks import check_bool, check_int, check_text, close_to, quoted, split_outside
+from jchop._checks import brief, check_bool, check_int, check_text, close_to, quoted, split_outside
 from jchop._text import html
 from jchop.formats import ALIASES, CATALOGUE, ElementFormat, FloatFormat, ScaledFormat, UniformFormat, parse_format
 from jchop.formats._facts import facts_of
@@ -286,7 +286,7 @@ def as_spec(value: object, argument: str = "spec", *, scaled: bool = False) -> S
         value = Spec(value)
     if not isinstance(value, Spec):
         raise TypeError(
-            f"{argument}={value!r} must be a Spec, a format, or text such as 'e5m2:stochastic:saturate'"
+            f"{argument}={brief(value)} must be a Spec, a format, or text such as 'e5m2:stochastic:saturate'"
             f"{_text_of(value)}"
         )
     if value.scaled is not None and not scaled:

@@ -142,8 +142,8 @@ def tensor_core(unit: str, dtype: str, *, out: str = "binary32", promote_every: 
     Args:
         unit: ``"volta"``, ``"turing"``, ``"ampere"``, ``"ada"``, ``"hopper"``, ``"blackwell"`` (datacenter, tcgen05),
             ``"cdna1"``, ``"cdna2"``, ``"cdna3"`` or ``"tpu"``.
-        dtype: ``"fp16"``, ``"bf16"``, ``"tf32"`` (operands cut to 10 fraction bits), ``"fp8"`` (e4m3; e4m3fnuz on
-            CDNA3), ``"fp8_e5m2"``, or on Blackwell ``"mxfp8"`` (e4m3), ``"mxfp8_e5m2"``, ``"mxfp4"`` and ``"nvfp4"``,
+        dtype: ``"fp16"``, ``"bf16"``, ``"tf32"`` (operands cut to 10 fraction bits), ``"fp8"`` (e4m3fn; e4m3fnuz on
+            CDNA3), ``"fp8_e5m2"``, or on Blackwell ``"mxfp8"`` (e4m3fn), ``"mxfp8_e5m2"``, ``"mxfp4"`` and ``"nvfp4"``,
             if the unit has it. Or the format of the operands, which names the same row: ``"float16"``, ``"bfloat16"``,
             ``"float8_e4m3fn"``, ``"float8_e5m2"``. `TENSOR_CORES` has all rows, with the source of each.
         out: the accumulator: ``"binary32"`` (default), or ``"binary16"``, rounded to nearest, for fp16 and fp8 on

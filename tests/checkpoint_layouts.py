@@ -6,6 +6,7 @@ Nothing of jchop is imported. Every number is a product (and a sum) in float32, 
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -268,13 +269,13 @@ def values_awq(t: Tensors) -> np.ndarray:
 # -- bitsandbytes ------------------------------------------------------------------------------------------------------
 
 
-def bnb_case(shape: tuple[int, int], size: int, nested: bool, spec: str | None = None) -> Case:
-    state_name, blocks = "w.weight.quant_state.bitsandbytes__nf4", shape[0] * shape[1] // size
+def bnb_case(shape: tuple[int, ...], size: int, nested: bool, spec: str | None = None) -> Case:
+    state_name, blocks = "w.weight.quant_state.bitsandbytes__nf4", -(-math.prod(shape) // size)
 
     def make(rng: np.random.Generator) -> Tensors:
         state = {"quant_type": "nf4", "blocksize": size, "dtype": "bfloat16", "shape": list(shape)}
         tensors = {
-            "w.weight": rng.integers(0, 256, (shape[0] * shape[1] // 2, 1), np.uint8),
+            "w.weight": rng.integers(0, 256, (-(-math.prod(shape) // 2), 1), np.uint8),
             "w.weight.absmax": np.abs(rng.standard_normal(blocks)).astype(np.float32),
             "w.weight.quant_map": NF4,
         }
@@ -293,8 +294,8 @@ def bnb_case(shape: tuple[int, int], size: int, nested: bool, spec: str | None =
                 state["nested_offset"]
             )
         flat = t["w.weight"].reshape(-1)
-        levels = t["w.weight.quant_map"][np.stack([flat >> 4, flat & 15], -1).reshape(-1)]
-        return (levels.reshape(-1, state["blocksize"]) * absmax.reshape(-1, 1)).reshape(state["shape"])
+        levels = t["w.weight.quant_map"][np.stack([flat >> 4, flat & 15], -1).reshape(-1)[: math.prod(state["shape"])]]
+        return (levels * absmax.reshape(-1)[np.arange(levels.size) // state["blocksize"]]).reshape(state["shape"])
 
     return Case("bitsandbytes", make, values, {"quant_method": "bitsandbytes", "load_in_4bit": True}, writes=spec)
 
@@ -371,6 +372,11 @@ CASES: dict[str, Case] = {
     "nf4": bnb_case((4, 128), 64, False, "nf4(group=64)"),
     "nf4 double": bnb_case((4, 128), 64, True),
     "nf4 blocks of rows": bnb_case((8, 32), 64, True),
+    "nf4 blocks that cross rows": bnb_case((5, 96), 64, True),
+    "nf4 less than a block": bnb_case((3, 7), 64, False),
+    "nf4 odd rows": bnb_case((11, 7), 64, False),
+    "nf4 experts": bnb_case((2, 4, 96), 32, True),
+    "nf4 experts in blocks of rows": bnb_case((2, 4, 32), 64, False),
     "torchao int4 by 8": torchao_case(
         "IntxUnpackedToInt8Tensor",
         {"block_size": [1, 32], "target_dtype": {"_type": "torch.dtype", "_data": "int4"}},

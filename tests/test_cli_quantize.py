@@ -142,6 +142,21 @@ def test_bad_rules(capsys: pytest.CaptureFixture[str], source: Path, rules: list
     assert not target.exists()
 
 
+def test_a_tensor_that_a_rule_cannot_quantize_can_be_left_out(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    for place in ("a.safetensors", "folder/model.safetensors"):
+        (tmp_path / place).parent.mkdir(exist_ok=True)
+        jc.save_safetensors(tmp_path / place, {"w": np.ones((4, 64), np.float32), "step": np.float32(3)})
+    for source, target in (("a.safetensors", "b.safetensors"), ("folder", "other")):
+        argv = ("quantize", str(tmp_path / source), str(tmp_path / target), "--rule")
+        said = error(capsys, *argv, "*=int4(group=32)")
+        assert "tensor 'step' of shape []: int4(group=32) names axis -1" in said
+        rule = said.split("; the rule ")[1].split("'")[1]
+        run(capsys, *argv, rule)
+        assert set(jc.storage.load_checkpoint(tmp_path / target)) == {"w", "step"}
+
+
 def test_bad_files(capsys: pytest.CaptureFixture[str], source: Path) -> None:
     rule, folder = ("--rule", "*=bfloat16"), source.parent
     assert "must end in .safetensors" in error(capsys, "quantize", str(source), str(folder / "x.bin"), *rule)

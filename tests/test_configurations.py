@@ -508,6 +508,19 @@ def test_a_result_that_is_nan_is_an_error_of_jax(work: Callable[[], Any]) -> Non
         work()
 
 
+@pytest.mark.parametrize(
+    "fun",
+    [jax.nn.softmax, lambda x: jnp.max(x, initial=-jnp.inf), lambda x: jnp.max(x, where=x > 1, initial=-jnp.inf)],
+)
+def test_an_infinity_of_the_program_itself_is_no_error(fun: Callable[..., Any]) -> None:
+    """As in JAX: a maximum begins with -inf. A result that is infinite is an error."""
+    low, x = jc.emulate(fun, "bfloat16"), jnp.arange(4.0)
+    with jax.debug_infs(True):
+        np.testing.assert_array_equal(low(x), jax.jit(low)(x))
+        with pytest.raises(FloatingPointError, match="inf"):
+            jc.emulate(jnp.exp, "bfloat16")(x * 1e3)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "configuration"),

@@ -311,6 +311,10 @@ def test_calls_of_python_are_left_alone() -> None:
     assert [(row.primitive, row.spec) for row in rows] == [("debug_callback", "carrier"), ("pure_callback", "carrier")]
 
 
+def _raising(x: Any, **params: Any) -> Any:
+    raise TypeError("the user's own")
+
+
 @pytest.mark.parametrize(
     ("error", "message", "call"),
     [
@@ -320,6 +324,27 @@ def test_calls_of_python_are_left_alone() -> None:
         (TypeError, "rules=3", lambda: jc.emulate(jnp.sin, "e5m2", rules=3)),  # type: ignore[arg-type]
         (TypeError, "rules: key=3", lambda: jc.emulate(jnp.sin, "e5m2", rules={3: None})),  # type: ignore[dict-item]
         (TypeError, r"rules\['sin'\]", lambda: jc.emulate(jnp.sin, "e5m2", rules={"sin": 3})),
+        (ValueError, r"rules\['sin'\]: .*'e5m2x'", lambda: jc.emulate(jnp.sin, "e5m2", rules={"sin": "e5m2x"})),
+        (
+            TypeError,
+            r"^rules=Rule must .* as {'sin': 'bfloat16'}; a Rule is for jchop.quantize_fn$",
+            lambda: jc.emulate(jnp.sin, "e5m2", rules=jc.Rule(weight="int8")),  # type: ignore[arg-type]
+        ),
+        (
+            TypeError,
+            r"rules\['sin'\] returned None; .*\(3,\)",
+            lambda: jc.emulate(jnp.sin, "e5m2", rules={"sin": lambda x, **p: None})(jnp.ones(3)),
+        ),
+        (
+            TypeError,
+            r"rules\['sin'\] .* keywords \(accuracy\); write it as lambda x, \*\*params",
+            lambda: jc.emulate(jnp.sin, "e5m2", rules={"sin": lambda x: x})(jnp.ones(3)),
+        ),
+        (
+            TypeError,
+            "^the user's own$",
+            lambda: jc.emulate(jnp.sin, "e5m2", rules={"sin": _raising})(jnp.ones(3)),
+        ),
         (ValueError, "gradient", lambda: jc.emulate(jnp.sin, "e5m2:gradient=clipped")),
         (TypeError, "key=0", lambda: jc.emulate(jnp.sin, "e5m2", key=0)),  # type: ignore[arg-type]
         (ValueError, "key=None", lambda: jc.emulate(jnp.sin, "e5m2:stochastic")(X)),

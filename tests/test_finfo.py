@@ -38,6 +38,13 @@ def test_a_format_a_spec_and_texts_mean_the_same() -> None:
     assert hash(jc.finfo("e5m2")) == hash(wanted)
 
 
+def test_the_facts_are_shown() -> None:
+    facts = "max=448.0, min=-448.0, eps=0.125, smallest_normal=0.015625, smallest_subnormal=0.001953125"
+    assert repr(jc.finfo("e4m3fn")) == str(jc.finfo("e4m3fn")) == f"finfo(float8_e4m3fn, bits=8, {facts})"
+    assert repr(jc.finfo("fixed4.4")) == "finfo(fixed4.4, bits=8, max=7.9375, min=-8.0)"
+    assert "max=1.875 · 2^8191" in repr(jc.finfo(jc.FloatFormat(14, 3)))
+
+
 def test_values_that_no_float_holds_are_fractions() -> None:
     info = jc.finfo(jc.FloatFormat(14, 3))
     assert info.max == Fraction(15, 8) * Fraction(2) ** 8191 and info.smallest_normal == Fraction(1, 2**8190)

@@ -379,12 +379,8 @@ def test_the_design_page_names_every_place() -> None:
         assert rows[0].startswith(f"| {floor} |"), rows[0]
 
 
-def test_the_design_page_counts_and_names_files_that_exist() -> None:
+def test_the_design_page_names_files_that_exist() -> None:
     page = (PACKAGE.parent / "docs/design.md").read_text(encoding="utf-8")
-    said = re.search(r"about ([\d,]+) lines in about (\d+) files", page)
-    assert said is not None
-    lines = sum(path.read_text(encoding="utf-8").count("\n") for path in FILES.values())
-    assert abs(int(said[1].replace(",", "")) / lines - 1) < 0.05 and abs(int(said[2]) / len(FILES) - 1) < 0.05
     there = [
         f"/{path.relative_to(PACKAGE.parent).as_posix()}"
         for path in [*PACKAGE.rglob("*.py"), *PACKAGE.parent.glob("tests/*.py")]

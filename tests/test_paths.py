@@ -69,6 +69,8 @@ def test_the_nearest_paths_come_first() -> None:
     )
     assert nearest_paths(["zzz"], paths) == f"; the nearest paths are {', '.join(map(repr, paths))}"
     assert nearest_paths(["a"], [""]) == ""
+    assert nearest_paths(["5.weight"], ["0", "1", "5"]) == "; the nearest paths are '5'"
+    assert nearest_paths(["a.0.mpl"], ["a", "a.1.mlp"]) == "; the nearest paths are 'a.1.mlp', 'a'"
     assert nearest_paths(["head"], ["head", "head/kernel"]) == "; the nearest paths are 'head/kernel'"
 
 

@@ -269,6 +269,19 @@ def test_explicit_sharding_and_shard_map(text):
     np.testing.assert_array_equal(part(x), expected)
 
 
+@needs_eight
+@pytest.mark.in_turn(2)
+@pytest.mark.parametrize("text", ["mxfp4(group=8):stochastic", "uint4(group=7,zero_point=integer)", "int8(sparse=1:8)"])
+def test_explicit_sharding_may_cut_groups(text):
+    x, key = jnp.asarray(numbers((32, 24))), KEY if "stochastic" in text else None
+    placed = jax.device_put(x, NamedSharding(mesh(AxisType.Explicit), P("a", "b")))
+    out = jc.round_to_format(placed, text, key)
+    assert out.sharding.spec == P("a", "b")  # type: ignore[attr-defined]
+    np.testing.assert_array_equal(out, jc.round_to_format(x, text, key))
+    for got, expected in zip(*map(jax.tree.leaves, (jc.quantize(v, text, key) for v in (placed, x))), strict=True):
+        np.testing.assert_array_equal(got, expected)
+
+
 # -- properties --------------------------------------------------------------------------------------------------------
 
 FLOATS = st.floats(-(2.0**40), 2.0**40, width=32, allow_subnormal=False)

@@ -261,6 +261,11 @@ def test_instabilities_of_shards_are_counted() -> None:
     fun = jax.shard_map(lambda x: (x / 3 + 1e5) - 1e5, mesh=mesh, in_specs=rows, out_specs=rows)
     (row,) = jc.significant_digits(fun, jnp.ones(4), key=KEY, samples=12).instabilities
     assert (row.kind, row.count, row.primitive) == ("cancellation", 4, "sub")
+    one = jax.shard_map(lambda x: jnp.sum(x / 3)[None], mesh=mesh, in_specs=rows, out_specs=rows)
+    every = jax.shard_map(lambda x: jax.lax.psum(x / 3, "x"), mesh=mesh, in_specs=rows, out_specs=jax.P())
+    for summed, x in ((one, [1e6, -1e6 + 0.3, 1, 2, 3, 4, 5, 6]), (every, [1e6, 1, -1e6, 0.3])):
+        found = jc.significant_digits(summed, jnp.array(x), key=KEY, samples=12)
+        assert kinds(found) == {"cancellation": 1 if summed is one else 4}
 
 
 # -- instabilities -----------------------------------------------------------------------------------------------------
@@ -272,6 +277,70 @@ def test_a_cancellation_is_counted_with_its_line() -> None:
     (row,) = found.instabilities
     assert (row.kind, row.count, row.primitive) == ("cancellation", 4, "sub")
     assert row.place.startswith("test_significant_digits.py:")
+
+
+#: Sums in one operation of terms that cancel, and of terms that do not; the count of cancellations.
+SUMS = {
+    "reduce_sum": (jnp.sum, 1),
+    "dot_general": (lambda t: t[None] @ jnp.ones((4, 3), t.dtype), 3),
+    "scatter-add": (lambda t: jax.ops.segment_sum(t, jnp.array([1, 1, 1, 0]), num_segments=2), 1),
+    "cumsum": (jnp.cumsum, 2),
+    "scatter-sub": (lambda t: t.at[0].subtract(-t[2]), 1),
+    "reduce_window_sum": (lambda t: jax.lax.reduce_window(t, 0.0, jax.lax.add, (4,), (1,), "VALID"), 1),
+    "conv_general_dilated": (lambda t: jnp.convolve(t, jnp.ones(4, t.dtype), "valid"), 1),
+    "ragged_dot_general": (lambda t: jax.lax.ragged_dot(t[None], jnp.ones((1, 4, 2), t.dtype), jnp.array([1])), 2),
+}
+TERMS = jnp.array([1e6, 1.0, -1e6, 0.3])
+
+
+@pytest.mark.parametrize(
+    "primitive", [pytest.param(x, marks=[] if i < 3 else pytest.mark.slow) for i, x in enumerate(SUMS)]
+)
+def test_a_cancellation_in_a_sum_of_many_terms_is_counted(primitive: str) -> None:
+    fun, count = SUMS[primitive]
+    found = jc.significant_digits(lambda x: fun(x / 3), TERMS, key=jax.random.key(3), samples=10)
+    assert [(r.kind, r.primitive, r.count) for r in found.instabilities] == [("cancellation", primitive, count)]
+    assert jc.significant_digits(lambda x: fun(x / 3), jnp.abs(TERMS), key=KEY, samples=10).instabilities == ()
+
+
+def test_small_and_noisy_terms_hide_no_cancellation_and_earlier_losses_are_not_counted() -> None:
+    def noise(x: Array) -> Array:
+        return (x / 3 + 1e12) - 1e12
+
+    def hidden(x: Array) -> Array:  # the terms: a large one, noise far below the error of the sum, zero, a large one
+        return jnp.sum(jnp.stack([x[0] / 3, noise(x[1]) * 1e-12, 0 * x[0], x[2] / 3 + 0.05]))
+
+    def before(x: Array) -> Array:  # noise of the size of the sum
+        return jnp.sum(jnp.stack([x[0] / 3, -noise(x[0])]))
+
+    rows = [jc.significant_digits(f, TERMS, key=KEY, samples=10).instabilities for f in (hidden, before)]
+    assert [[r.primitive for r in each if r.primitive == "reduce_sum"] for each in rows] == [["reduce_sum"], []]
+
+
+def test_cancellations_of_a_matrix_product_are_those_of_its_terms() -> None:
+    """From the samples: by the sum of all products of two numbers, and of their variances."""
+
+    def fun(a: Array, b: Array, c: Array) -> tuple[Array, Array, Array]:
+        u, v = jnp.concatenate([a, a * c], 1) / 3, jnp.concatenate([b, -b]) / 7
+        return u, v, u @ v
+
+    rng, samples = np.random.default_rng(0), 5
+    with jax.enable_x64(True):  # type: ignore[attr-defined]
+        low = jc.emulate(fun, "binary32:stochastic")
+        args = rng.normal(size=(9, 5)), rng.normal(size=(5, 7)), 1 + 1e-4 * rng.normal(size=(9, 5))
+        found = jc.significant_digits(low, *args, key=KEY, samples=samples)
+        runs = [[np.asarray(x) for x in low(*args, key=jax.random.fold_in(KEY, i))] for i in range(samples)]
+    every = [np.stack(x) for x in zip(*runs, strict=True)]
+    (u, v, y), (du, dv, dy) = ([f(x) for x in every] for f in (lambda x: x.mean(0), lambda x: x.var(0, ddof=1)))
+    u, du = u[:, :, None], du[:, :, None]
+    size, error = ((u * v) ** 2).sum(1), (du * v**2 + u**2 * dv + du * dv).sum(1)
+    factor = math.sqrt(samples) / 2.776  # Student's distribution with four degrees of freedom
+    before, after = (
+        np.clip(np.log10(factor * np.sqrt(square / var)), 0, MOST) for square, var in ((size, error), (y**2, dy))
+    )
+    count = int(np.sum(before - after >= 4))
+    assert 3 < count < 60
+    assert kinds(found) == {"cancellation": count}
 
 
 def test_a_division_by_noise_is_counted() -> None:

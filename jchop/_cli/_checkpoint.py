@@ -21,7 +21,7 @@ from jchop.storage._checkpoints.folder import SHARD
 from jchop.storage._checkpoints.opened import NAMES, OWN, PLAIN, Checkpoint, open_checkpoint
 from jchop.storage._checkpoints.public import convert
 from jchop.storage._checkpoints.table import beside_weights
-from jchop.storage._stream import Rule, check_unused, fates_of
+from jchop.storage._stream import Rule, check_unused, fates_of, without
 
 
 def is_checkpoint(path: Path, layout: str) -> bool:
@@ -33,9 +33,10 @@ def is_checkpoint(path: Path, layout: str) -> bool:
 
 
 def run_convert(options: argparse.Namespace) -> None:
-    if options.shard is not None and options.target.suffix.lower() in (".safetensors", ".gguf"):
+    one_file = options.target.suffix.lower() in (".safetensors", ".gguf")
+    if options.shard is not None and one_file:
         raise ValueError(f"--shard {options.shard >> 20} belongs to a folder; OUT {options.target} is one file")
-    if not options.target.is_dir():
+    if one_file and not options.target.is_dir():
         check_new("OUT", options.target, options.force)
     kept = convert(
         options.source,
@@ -78,7 +79,7 @@ def quantize_folder(source: Path, target: Path, rules: Sequence[Rule], seed: int
                 packed = quantize(value, rule.spec)
                 fates = fates_of(value, np.asarray(dequantize(packed)))
         except (ValueError, TypeError) as error:
-            raise ValueError(f"tensor {name!r} of shape {list(value.shape)}: {error}") from None
+            raise without(rule, name, value.shape, error) from None
         if fates:
             notes.append(f"note: {name}: {counted(fates)}")
         return packed

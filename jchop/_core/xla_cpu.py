@@ -17,7 +17,7 @@ from jax.extend.core import Primitive
 from jax.interpreters import batching, mlir
 
 from jchop._bits import CARRIERS
-from jchop._core.sizes import if_known
+from jchop._core.sizes import are_known, if_known
 from jchop._settings import compiled
 
 __all__ = [
@@ -381,6 +381,8 @@ def maximum(x: Array, axis: int | tuple[int, ...], keepdims: bool = True) -> Arr
 
 
 def _parts(length: int) -> int:
+    if not are_known((length,)):
+        return 1
     most = _PARTS if length <= _LONG else _PARTS_OF_LONG
     return max((n for n in range(2, most + 1) if length % n == 0 and length // n >= _LANES), default=1)
 

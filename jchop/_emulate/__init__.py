@@ -1,4 +1,8 @@
-"""`emulate`: any function of JAX in another arithmetic, every operation rounded."""
+"""`emulate`: any function of JAX in another arithmetic, every operation rounded.
+
+`_rules.py` says how each primitive is computed, `_plan.py` applies it to a program, and `_reports/` has `report`,
+`blame` and `significant_digits`.
+"""
 
 from __future__ import annotations
 

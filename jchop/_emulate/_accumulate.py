@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jchop._bits import CARRIERS
+from jchop._bits import CARRIERS, in_auto_mesh
 from jchop._core.arithmetic.basic import range_of
 from jchop._core.arithmetic.operations import draws, fold_seeds, operation, operation_carrier, words
 from jchop._core.arithmetic.sums import cumulative, product_along, sum_along
@@ -47,6 +47,10 @@ def accumulated(step: Step, seeds: Seeds | None, args: list[Any]) -> list[Any]:
         known = (how.operands,) * len(arrays)
     plain = partial(_plain, step)
     run = partial(_RUNS[step.name], step, replace(how, operands=_static(known)))
+    if step.name in _SUMMED:
+        along = _SUMMED[step.name](step.eqn.params)
+        ends = [(), *([axis - x.ndim for axis in axes] for x, axes in zip(arrays, along, strict=True))]
+        run = partial(in_auto_mesh, run, along=ends, like=lambda seeds, *values: plain(*values))
     return [straight_through(lambda values, seeds: _stored(step, run(seeds, *values), seeds), plain, arrays, seeds)]
 
 
@@ -222,6 +226,14 @@ def _scatter(name: str, step: Step, how: MatmulSpec, seeds: Seeds | None, x: Arr
 #: The first draw number of a step's sums: at most two operands are rounded twice, and the result draws number 4, which
 #: is also that of the index of a scatter.
 _AFTER = 5
+
+#: The axes of each operand that are summed over, or lie within a window.
+_SUMMED: dict[str, Callable[[Any], Sequence[Sequence[int]]]] = {
+    "reduce_sum": lambda params: (params["axes"],),
+    "reduce_prod": lambda params: (params["axes"],),
+    "dot_general": lambda params: params["dimension_numbers"][0],
+    "conv_general_dilated": lambda params: [numbers[1:] for numbers in params["dimension_numbers"][:2]],
+}
 
 _RUNS: dict[str, Callable[..., Array]] = {
     "reduce_sum": _reduce_sum,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from typing import Any
 
 import jax
@@ -9,6 +10,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from jchop._bits import CARRIERS, ordered, split
+from jchop._checks import brief
 from jchop._core.arithmetic.operations import draws
 from jchop._emulate._perform import round_value
 from jchop._emulate._step import Step
@@ -41,12 +43,37 @@ def _results(step: Step, args: list[Any]) -> list[Any]:
     eqn, function = step.eqn, step.choice.function
     if function is None:
         return bind(eqn.primitive, eqn.params, *args)
-    out = function.call(*args, **eqn.params)
-    results = [jnp.asarray(x) for x in (out if eqn.primitive.multiple_results else [out])]
-    got, want = ([(x.shape, x.dtype) for x in avals] for avals in (results, [v.aval for v in eqn.outvars]))
+    name = f"rules[{step.name!r}]"
+    try:
+        out = function.call(*args, **eqn.params)
+    except TypeError as error:
+        if _takes(function.call, args, eqn.params):
+            raise
+        raise TypeError(
+            f"{name} is a function that does not take what it is called with: the operands, of which there are "
+            f"{len(args)}, and the primitive's parameters as keywords ({', '.join(eqn.params) or 'here none'}); write "
+            f"it as lambda x, **params: ...; Python: {error}"
+        ) from error
+    want = [(v.aval.shape, v.aval.dtype) for v in eqn.outvars]
+    try:
+        results = [jnp.asarray(x) for x in (out if eqn.primitive.multiple_results else [out])]
+    except (TypeError, ValueError) as error:
+        raise TypeError(f"{name} returned {brief(out)}; the primitive has arrays of (shape, dtype) {want}") from error
+    got = [(x.shape, x.dtype) for x in results]
     if got != want:
-        raise TypeError(f"rules[{step.name!r}] returned arrays of (shape, dtype) {got}; the primitive has {want}")
+        raise TypeError(f"{name} returned arrays of (shape, dtype) {got}; the primitive has {want}")
     return results
+
+
+def _takes(function: Any, args: list[Any], params: dict[str, Any]) -> bool:
+    """Whether a function has parameters for these arguments."""
+    try:
+        inspect.signature(function).bind(*args, **params)
+    except TypeError:
+        return False
+    except ValueError:  # some builtin functions have no signature
+        pass
+    return True
 
 
 def rounded(x: Array, spec: Spec, seeds: Seeds | None, number: int) -> Array:

@@ -186,15 +186,17 @@ class Emulated:
         """`fun` of the arguments; `key` replaces the key of `emulate`."""
         seeds = self.seeds(key, args, kwargs)
         program = self._program(key, args, kwargs)
-        # A program may compute a NaN that it never uses, as jnp.var does, so jax_debug_nans checks the results only.
-        with jax.disable_jit(False), jax.debug_nans(False), jax.named_scope(OWN_SCOPE):
+        # A program may compute a NaN that it never uses, as jnp.var does, or begin a maximum with -inf, so
+        # jax_debug_nans and jax_debug_infs check the results only.
+        check = jax.config.jax_debug_nans or jax.config.jax_debug_infs  # type: ignore[attr-defined]
+        with jax.disable_jit(False), jax.debug_nans(False), jax.debug_infs(False), jax.named_scope(OWN_SCOPE):
             if self.settings.stop_at is None:
                 results = run(program, self.settings.spec, seeds)
             else:
                 results = _run_until_stopped(self.fun, self.settings, args, kwargs, seeds)
             out = jax.tree.unflatten(program.tree, typed(results, program.source.outvars))
             out = jax.tree.map(lambda x: x if is_stored(x) else own_results(x), out, is_leaf=is_stored)
-        return jax.tree.map(jnp.copy, out) if jax.config.jax_debug_nans else out  # type: ignore[attr-defined]
+        return jax.tree.map(jnp.copy, out) if check else out
 
     def seeds(self, key: Array | None, args: Any, kwargs: Any) -> Seeds | None:
         """The seeds of a call with these arguments; `key` replaces the key of `emulate`."""

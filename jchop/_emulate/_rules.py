@@ -8,7 +8,7 @@ from typing import Any
 
 from jax.extend.core import Primitive
 
-from jchop._checks import check_choice, check_int
+from jchop._checks import brief, check_choice, check_int
 from jchop._kernels.primitive import OpPrimitive
 from jchop._paths import check_pattern, matches_path
 from jchop._program.step import CONTROL
@@ -186,7 +186,10 @@ def make_settings(
     if accumulate is not None and not isinstance(accumulate, MatmulSpec):
         raise TypeError(f"accumulate={accumulate!r} must be a MatmulSpec, or None for the carrier's own sums")
     if rules is not None and not isinstance(rules, Mapping):
-        raise TypeError(f"rules={rules!r} must map names of primitives or scopes to specs")
+        why = "; a Rule is for jchop.quantize_fn" if type(rules).__name__ == "Rule" else ""
+        raise TypeError(
+            f"rules={brief(rules)} must map names of primitives or scopes to specs, as {{'sin': 'bfloat16'}}{why}"
+        )
     if max_turns is not None:
         max_turns = check_int("max_turns", max_turns, 1, (1 << 32) - 1)
     if stop_at is not None:
@@ -203,7 +206,12 @@ def _rule(value: Any, argument: str) -> Spec | MatmulSpec | Function | None:
         return value
     if not isinstance(value, Spec | ElementFormat | ScaledFormat) and callable(value):
         return Function(value)
-    return _plain(value, argument)
+    try:
+        return _plain(value, argument)
+    except ValueError as error:  # the error of a text names no argument
+        if str(error).startswith(argument):
+            raise
+        raise ValueError(f"{argument}: {error}") from None
 
 
 def _plain(value: Any, argument: str) -> Spec | None:

@@ -27,6 +27,7 @@ from jax.extend.core import Primitive
 from jax.extend.mlir import ir, passmanager
 from jax.interpreters import batching, mlir
 
+from jchop._bits import sharded_like
 from jchop._checks import check_choice
 from jchop._core.sizes import are_known
 from jchop._settings import compiled, own_settings
@@ -202,6 +203,8 @@ def _flat(op: _Op, fun: Callable[..., Any], wide: bool, vmaps: _Vmaps, static: _
         # A lowering may come after the context in which 64-bit data was traced.
         with own_settings(), jax.enable_x64(wide or jax.config.jax_enable_x64):  # type: ignore[attr-defined]
             out = mapped(*args)
+        if op.like_first and out.shape == args[0].shape:
+            out = sharded_like(out, args[0])
         return [out] if op.single else list(out)
 
     flat.__name__ = flat.__qualname__ = op.name

@@ -12,6 +12,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.errors import InconclusiveDimensionOperation
 
 from jchop._bits import CARRIERS, types_for
 from jchop._core.rounding.codebooks import refuse_table
@@ -306,7 +307,13 @@ def require_scaled(spec: Spec, shape: Sequence[int], dtype: str) -> Plan:
         ValueError: for an array without the axes of the format, or a carrier that is too narrow for it.
     """
     fmt = _format(spec)
-    fmt.group_shape(shape)
+    try:
+        fmt.group_shape(shape)
+    except InconclusiveDimensionOperation:
+        raise NotImplementedError(
+            f"shape={tuple(shape)}: {fmt} cuts an axis into groups, and its length must be known, not symbolic; export "
+            "the program for known lengths, or use a format without groups along this axis"
+        ) from None
     if isinstance(fmt.scale, ScaledFormat):
         fmt.scale.group_shape(shape)
     return make_plan(replace(spec, format=fmt.dense), CARRIERS[dtype])

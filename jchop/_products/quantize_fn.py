@@ -48,9 +48,10 @@ def quantize_fn(
         fun: a function of a pytree of parameters, and of anything else.
         rules: a `Rule`, or several; the first that matches the path of a parameter applies to it and to its products.
             A path is that of `jax.tree_util.keystr`, joined by slashes. `weight` rounds parameters that reach a
-            product, `bias` those that are added to data, `activation` the other operand of the product; `gradient`,
-            `input_gradient`, `weight_gradient` and `matmul` are as in `Rule`. A product without a parameter (attention)
-            has the first rule that matches its scope (`jax.named_scope`), which rounds both operands to `activation`.
+            product, `bias` those that are added to data and other biases, `activation` the other operand of the
+            product; `gradient`, `input_gradient`, `weight_gradient` and `matmul` are as in `Rule`. A product without a
+            parameter (attention) has the first rule that matches its scope (`jax.named_scope`), which rounds both
+            operands to `activation`.
             `scale_from` keeps scales of products with a parameter; they are an argument of each call, `Scales`, which
             `start` begins. `output` and `cache` need layers, and are refused.
         key: a typed key if a rule is stochastic; the keyword argument ``key`` of the result takes its place.

@@ -59,9 +59,10 @@ class Rule:
         operation: a pattern for what is computed: ``"dot_general"`` (matrix products and einsums), ``"conv"``,
             ``"ragged_dot"``, ``"embedding"`` (rows that are looked up). A parameter is of its first product. Default
             None: any, and layers that have none, as norms.
-        weight: the spec of the kernel, the embedding, or the scale of a norm: a `Spec`, a format, a scaled format, or
-            text.
-        activation: the spec of the layer's input; in attention of queries, keys, values and attention weights.
+        weight: the spec of the kernel or the embedding: a `Spec`, a format, a scaled format, or text. A rule that
+            decides norms alone, in a model of layers, rounds their scales to it; every other rule leaves them.
+        activation: the spec of the layer's input; in attention of queries, keys, values and attention weights. The
+            input of a norm is rounded as its scale: by a rule that decides norms alone.
         output: the spec of the layer's result.
         bias: the spec of the bias.
         gradient: the spec of the incoming gradient g in both backward products, dx = g w and dw = x g. If it is given,
@@ -306,7 +307,7 @@ def as_rules(rules: Any) -> tuple[Rule, ...]:
     given: Sequence[Any] = (rules,) if isinstance(rules, Rule) else tuple(rules) if isinstance(rules, Iterable) else ()
     wrong = [rule for rule in given if not isinstance(rule, Rule)]
     if wrong or not given:
-        raise TypeError(f"rules={rules!r} must be a jchop.Rule, or several")
+        raise TypeError(f"rules={rules!r} must be a jchop.Rule, or several, as jc.Rule(weight='int4')")
     return tuple(given)
 
 

@@ -131,7 +131,7 @@ def random_bits(key: Array, shape: Any, *, width: int = 32, offset: Any = 0) -> 
     check_key("key", key)
     if not isinstance(shape, Sequence):
         raise TypeError(f"shape={shape!r} must be a tuple of integers >= 0")
-    shape = tuple(check_int("shape", size, 0) for size in shape)
+    shape = tuple(check_int(f"shape={shape!r}: length", size, 0) for size in shape)
     place, starts = stream_offset(offset, shape)
     return draw(seed_words(key), shape, place, starts, width)
 

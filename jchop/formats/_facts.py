@@ -7,7 +7,7 @@ from typing import Any
 
 from jchop._text import html
 
-__all__ = ["facts_of", "html_of"]
+__all__ = ["facts_of", "html_of", "short"]
 
 
 def facts_of(fmt: Any) -> list[tuple[str, str]]:
@@ -20,14 +20,14 @@ def facts_of(fmt: Any) -> list[tuple[str, str]]:
     """
     if hasattr(fmt, "element"):
         return _scaled_facts(fmt)
-    facts = [("bits", str(fmt.bits)), ("values", f"from {_text(fmt.min)} to {_text(fmt.max)}")]
+    facts = [("bits", str(fmt.bits)), ("values", f"from {short(fmt.min)} to {short(fmt.max)}")]
     for name, value in {
         "significand bits": fmt.precision,
         "smallest normal": fmt.smallest_normal,
         "smallest": fmt.smallest,
         "unit roundoff": fmt.unit_roundoff,
     }.items():
-        facts += [] if value is None else [(name, _text(value))]
+        facts += [] if value is None else [(name, short(value))]
     special = [
         name
         for name, has in {"infinities": fmt.has_inf, "NaN": fmt.has_nan, "-0": fmt.has_negative_zero}.items()
@@ -44,14 +44,14 @@ def _scaled_facts(fmt: Any) -> list[tuple[str, str]]:
     else:
         groups = f"{fmt.group} elements along axis {fmt.axis} share a scale"
     facts = [("bits per element", f"{fmt.bits_per_element():.4g}"), ("groups", groups)]
-    facts += [("element", f"{fmt.element}, from {_text(fmt.element.min)} to {_text(fmt.element.max)}")]
+    facts += [("element", f"{fmt.element}, from {short(fmt.element.min)} to {short(fmt.element.max)}")]
     facts += [("scale", f"{fmt.scale}, rule {fmt.rule}")]
     if fmt.sparse is not None:
         facts += [("sparse", f"{fmt.sparse[0]} of every {fmt.sparse[1]} numbers along axis {fmt.axis_of_sparse}")]
     return facts + ([("zero point", fmt.zero_point)] if fmt.zero_point else [])
 
 
-def _text(value: Any) -> str:
+def short(value: Any) -> str:
     """At most six digits; a power of two or another exact number that no float holds as c · 2^k."""
     if not isinstance(value, Fraction):
         return f"{value:.6g}" if isinstance(value, float) else str(value)

@@ -23,8 +23,8 @@ def as_sparse(value: object) -> tuple[int, int] | None:
     pair = value if found is None else tuple(map(int, found.groups()))
     if not isinstance(pair, tuple | list) or len(pair) != 2:
         raise ValueError(f"sparse={value!r} must be two integers n and m, or text such as '2:4'")
-    m = check_int("sparse (m of n:m)", pair[1], 2, _MOST_TOGETHER)
-    return check_int("sparse (n of n:m)", pair[0], 1, m - 1), m
+    m = check_int(f"sparse={value!r} keeps n of every m: m", pair[1], 2, _MOST_TOGETHER)
+    return check_int(f"sparse={value!r} keeps n of every m: n", pair[0], 1, m - 1), m
 
 
 def kept_count(sparse: tuple[int, int], length: int) -> int:

@@ -6,6 +6,7 @@ import re
 from collections.abc import Callable, Iterable
 from typing import Any
 
+from jchop._checks import quoted
 from jchop.formats._base import ElementFormat
 from jchop.formats._text import CALL, built, integer_of, options_of, parse_element, split_options, truth_of, unknown
 
@@ -73,6 +74,11 @@ def parse_any(
     match = CALL.fullmatch(text)
     if match is None:
         raise unknown(text, names)
+    if ")(" in text:
+        raise ValueError(
+            f"format text {quoted(text)}: all that belongs to a format stands in one pair of parentheses, as in "
+            f"{quoted(text.replace(')(', ','))}"
+        )
     stem, items = match[1], split_options(match[2])
     ours, rest = (
         [item for item in items if (item.partition("=")[0] in _OPTIONS) is wanted] for wanted in (True, False)

@@ -10,8 +10,10 @@ from typing import Any, Literal
 
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 
 from jchop._arguments import Array, SpecLike, as_operands, carrier_of, checked_key, run
+from jchop._bits import in_auto_mesh
 from jchop._checks import check_bool, check_int
 from jchop._core.arithmetic.operations import check_matmul, check_operation, widened
 from jchop._core.rounding.grid import require_carrier
@@ -213,6 +215,14 @@ def _padding(
 
 @partial(compiled, static_argnums=(0, 1), inline=True)
 def _conv(spec: MatmulSpec, window: _Window, x: Any, kernel: Any, key: Array | None) -> Array:
+    def like(x: Array, kernel: Array, key: Array | None) -> Array:
+        return lax.conv_general_dilated(x, kernel, window.stride, window.padding, rhs_dilation=window.dilation)
+
+    along = range(1 - x.ndim, 0)
+    return in_auto_mesh(partial(_of_windows, spec, window), x, kernel, key, along=(along, along, ()), like=like)
+
+
+def _of_windows(spec: MatmulSpec, window: _Window, x: Any, kernel: Any, key: Array | None) -> Array:
     keys = _split(key)
     a, w = _operands(spec, keys, x, kernel)
     a = jnp.pad(a, ((0, 0), (0, 0), *window.padding))

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jchop._arguments import Array, SpecLike, as_operands, checked_key, run
+from jchop._bits import in_auto_mesh
 from jchop._checks import check_int
 from jchop._core.arithmetic.operations import check_matmul
 from jchop._settings import compiled, own_settings, split
@@ -227,8 +228,7 @@ def trace(
     first, second = check_axis(axis1, array.ndim, "axis1"), check_axis(axis2, array.ndim, "axis2")
     if first == second:
         raise ValueError(f"axis1={axis1!r} and axis2={axis2!r} are the same axis of an array of shape {array.shape}")
-    along = _module(array).diagonal(array, offset=check_int("offset", offset), axis1=first, axis2=second)
-    return _sum(along, spec, key, axis=-1)
+    return _sum(_diagonal(array, first, second, check_int("offset", offset)), spec, key, axis=-1)
 
 
 # -- subscripts --------------------------------------------------------------------------------------------------------
@@ -312,13 +312,24 @@ def _module(x: Any) -> Any:
     return np if isinstance(x, np.ndarray) else jnp
 
 
+def _diagonal(x: Any, first: int, second: int, offset: int = 0) -> Any:
+    """The diagonal of two axes of an array, as its last axis."""
+    diagonal = partial(_module(x).diagonal, offset=offset, axis1=first, axis2=second)
+    kept = [axis for axis in range(x.ndim) if axis not in (first, second)]
+
+    def like(x: Array) -> Array:
+        return jnp.max(jnp.transpose(x, (*kept, first, second)), -1)
+
+    return in_auto_mesh(diagonal, x, along=((first - x.ndim, second - x.ndim),), like=like)
+
+
 def _diagonals(x: Any, term: str) -> tuple[Any, str]:
     """`x` without repeated indices."""
     for letter in dict.fromkeys(term):
         while term.count(letter) > 1:
             first = term.index(letter)
             second = term.index(letter, first + 1)
-            x = _module(x).diagonal(x, axis1=first, axis2=second)
+            x = _diagonal(x, first, second)
             term = term[:first] + term[first + 1 : second] + term[second + 1 :] + letter
     return x, term
 
@@ -336,7 +347,7 @@ def _contracted(
     mspec = as_matmul_spec(spec)
     check_matmul(mspec, arrays[0].dtype)
     key = checked_key(key, mspec.stochastic, mspec)
-    return run(partial(_in_pairs, mspec, terms, result, path), arrays, key)
+    return run(partial(_of_several, mspec, terms, result, path), arrays, key)
 
 
 def _steps(terms: tuple[str, ...], result: str, path: _Path) -> Iterator[tuple[tuple[int, ...], tuple[str, str], str]]:
@@ -353,6 +364,14 @@ def _steps(terms: tuple[str, ...], result: str, path: _Path) -> Iterator[tuple[t
 
 
 @partial(compiled, static_argnums=(0, 1, 2, 3), inline=True)
+def _of_several(spec: MatmulSpec, terms: tuple[str, ...], result: str, path: _Path, *arrays_and_key: Any) -> Array:
+    def like(*arrays_and_key: Any) -> Array:
+        return jnp.einsum(f"{','.join(terms)}->{result}", *arrays_and_key[:-1])
+
+    along = [[i - len(term) for i, letter in enumerate(term) if letter not in result] for term in (*terms, "")]
+    return in_auto_mesh(partial(_in_pairs, spec, terms, result, path), *arrays_and_key, along=along, like=like)
+
+
 def _in_pairs(spec: MatmulSpec, terms: tuple[str, ...], result: str, path: _Path, *arrays_and_key: Any) -> Array:
     *left, key = arrays_and_key
     for number, ((i, j), pair, kept) in enumerate(_steps(terms, result, path)):

@@ -14,7 +14,7 @@ from jax import lax
 from jax.custom_derivatives import SymbolicZero
 
 from jchop._arguments import as_operands, checked_key, run
-from jchop._bits import CARRIERS
+from jchop._bits import CARRIERS, in_auto_mesh
 from jchop._checks import check_choice
 from jchop._core.arithmetic.basic import carrier_range, multiply
 from jchop._core.arithmetic.matmul import Plan
@@ -103,6 +103,15 @@ def matmul(a: Any, b: Any, spec: SumSpecLike, key: Array | None = None, *, impl:
 
 @partial(compiled, static_argnames=("spec", "impl"), inline=True)
 def _matmul(a: Array, b: Array, key: Array | None, *, spec: MatmulSpec, impl: str) -> Array:
+    return in_auto_mesh(
+        partial(_of_any_shape, spec=spec, impl=impl),
+        *(a, b, key),
+        along=((-1,), (-2 if b.ndim > 1 else -1,), ()),
+        like=lambda a, b, key: jnp.matmul(a, b),
+    )
+
+
+def _of_any_shape(a: Array, b: Array, key: Array | None, *, spec: MatmulSpec, impl: str) -> Array:
     keys = None if key is None else split(key, 4)
     x, y = a[None] if a.ndim == 1 else a, b[:, None] if b.ndim == 1 else b
     seeds = None if keys is None else _seeds(keys, spec)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jchop._arguments import Array, SpecLike, as_array, as_operands, carrier_of, checked_key, run
+from jchop._bits import in_auto_mesh
 from jchop._checks import check_int
 from jchop._core.arithmetic.operations import check_operation, widened, words
 from jchop._core.rounding.grid import require_carrier
@@ -239,6 +240,15 @@ def from_rows(rows: Array, axes: Axes, shape: tuple[int, ...]) -> Array:
 def mask_rows(mask: Array | None, x: Array, axes: Axes) -> Array | None:
     """The mask of each row of `as_rows`."""
     return None if mask is None else as_rows(jnp.broadcast_to(mask, x.shape), axes)[0]
+
+
+def reduced_in_auto_mesh(
+    function: Callable[..., Array], axes: Axes, keepdims: bool | None, x: Array, *more: Any
+) -> Array:
+    """`in_auto_mesh` of a function of `x`, masks and a key that sums along `axes`; `keepdims` is None if these stay."""
+    along = [axis - jnp.ndim(x) for axis in axes]
+    like = None if keepdims is None else lambda x, *_: jnp.sum(x, axes, keepdims=keepdims)
+    return in_auto_mesh(function, x, *more, along=[along] * (1 + len(more)), like=like)
 
 
 def fold(key: Array | None, number: int) -> Array | None:

@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from jchop._arguments import Array, SpecLike, as_operands, carrier_of, checked_key, run
+from jchop._bits import in_auto_mesh
 from jchop._checks import check_bool
 from jchop._core.arithmetic.operations import check_operation, draws, widened
 from jchop._core.arithmetic.sums import cumulative, product_along
@@ -18,7 +19,17 @@ from jchop._round.round_to_format import round_to_format
 from jchop._settings import compiled, split
 from jchop.gradients import CustomJvp
 from jchop.math._family import check_backward
-from jchop.math._parts import Axes, Axis, as_axes, as_initial, as_mask, as_rows, fold, mask_rows
+from jchop.math._parts import (
+    Axes,
+    Axis,
+    as_axes,
+    as_initial,
+    as_mask,
+    as_rows,
+    fold,
+    mask_rows,
+    reduced_in_auto_mesh,
+)
 from jchop.spec import Spec, as_spec
 
 __all__ = ["cumprod", "cumsum", "prod"]
@@ -66,7 +77,7 @@ def prod(
     axes = as_axes(axis, array.ndim)
     mask = as_mask(where, array.shape)
     key = checked_key(key, draws(spec), spec)
-    return run(partial(_products, spec, axes, keepdims, len(arrays) > 1), (*arrays, *mask), key)
+    return run(partial(_reduce, spec, axes, keepdims, len(arrays) > 1), (*arrays, *mask), key)
 
 
 def cumsum(x: Any, spec: SpecLike, key: Array | None = None, *, axis: int | None = None) -> Any:
@@ -126,6 +137,11 @@ def _check(spec: Spec, array: Any) -> None:
 
 
 @partial(compiled, static_argnums=(0, 1, 2, 3), inline=True)
+def _reduce(spec: Spec, axes: Axes, keepdims: bool, starts: bool, *operands_and_key: Any) -> Array:
+    how = partial(_products, spec, axes, keepdims, starts)
+    return reduced_in_auto_mesh(how, axes, keepdims, *operands_and_key)
+
+
 def _products(spec: Spec, axes: Axes, keepdims: bool, starts: bool, *operands_and_key: Any) -> Array:
     """The operands are x, the initial value if `starts`, and the mask if there is one."""
     x, *more, key = operands_and_key
@@ -166,6 +182,12 @@ def _stepped(kind: str, x: Any, spec: SpecLike, key: Any, axis: int | None) -> A
 
 @partial(compiled, static_argnums=(0, 1, 2), inline=True)
 def _steps(kind: str, spec: Spec, axes: Axes | None, x: Array, key: Array | None) -> Array:
+    along = [i - x.ndim for i in (range(x.ndim) if axes is None else axes)], ()
+    like = None if axes is not None else lambda x, key: x.ravel()
+    return in_auto_mesh(partial(_stepped_in_order, kind, spec, axes), x, key, along=along, like=like)
+
+
+def _stepped_in_order(kind: str, spec: Spec, axes: Axes | None, x: Array, key: Array | None) -> Array:
     keys = (None, None) if key is None else tuple(split(key))
     rounded = widened(round_to_format(jnp.asarray(x), spec, keys[0]))
     return _cumulative(kind, spec, axes, rounded, keys[1]).astype(x.dtype)

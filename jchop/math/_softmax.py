@@ -18,7 +18,17 @@ from jchop.math import _elementwise
 from jchop.math._extrema import extremum
 from jchop.math._family import evaluated, exactly
 from jchop.math._matmul import to_dtype
-from jchop.math._parts import Axes, Axis, as_axes, as_mask, as_rows, fold, from_rows, mask_rows
+from jchop.math._parts import (
+    Axes,
+    Axis,
+    as_axes,
+    as_mask,
+    as_rows,
+    fold,
+    from_rows,
+    mask_rows,
+    reduced_in_auto_mesh,
+)
 from jchop.math._sums import anything, as_sum_spec, rounded_operand, row_sums
 
 __all__ = ["logsumexp", "softmax"]
@@ -108,10 +118,17 @@ def _reduced(
     check_operation(how.accumulate, array.dtype, "accumulate")
     axes, mask = as_axes(axis, array.ndim), as_mask(where, array.shape)
     key = checked_key(key, how.stochastic, how)
-    return run(partial(_over_rows, function, how, axes, keepdims), (array, *mask), key)
+    return run(partial(_reduce, function, how, axes, keepdims), (array, *mask), key)
 
 
 @partial(compiled, static_argnums=(0, 1, 2, 3), inline=True)
+def _reduce(
+    function: Callable[..., Array], spec: MatmulSpec, axes: Axes, keepdims: bool, *operands_and_key: Any
+) -> Array:
+    how = partial(_over_rows, function, spec, axes, keepdims)
+    return reduced_in_auto_mesh(how, axes, None if function is _softmax else keepdims, *operands_and_key)
+
+
 def _over_rows(
     function: Callable[..., Array], spec: MatmulSpec, axes: Axes, keepdims: bool, *operands_and_key: Any
 ) -> Array:

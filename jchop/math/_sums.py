@@ -23,7 +23,17 @@ from jchop.accumulation import MatmulSpec, SumSpecLike, as_matmul_spec
 from jchop.gradients import CustomJvp
 from jchop.math._family import exactly
 from jchop.math._matmul import product_of_matrices, to_dtype
-from jchop.math._parts import Axes, Axis, as_axes, as_initial, as_mask, as_rows, fold, mask_rows
+from jchop.math._parts import (
+    Axes,
+    Axis,
+    as_axes,
+    as_initial,
+    as_mask,
+    as_rows,
+    fold,
+    mask_rows,
+    reduced_in_auto_mesh,
+)
 
 __all__ = ["mean", "norm", "std", "sum", "var"]
 
@@ -258,11 +268,18 @@ def _reduced(
         check_operation(spec.accumulate, array.dtype, "accumulate")
     mask = as_mask(where, array.shape)
     key = checked_key(key, spec.stochastic, spec)
-    how = partial(_over_rows, function, spec, as_axes(axis, array.ndim), keepdims, len(arrays) > 1)
+    how = partial(_reduce, function, spec, as_axes(axis, array.ndim), keepdims, len(arrays) > 1)
     return run(how, (*arrays, *mask), key)
 
 
 @partial(compiled, static_argnums=(0, 1, 2, 3, 4), inline=True)
+def _reduce(
+    function: Callable[..., Array], spec: MatmulSpec, axes: Axes, keepdims: bool, starts: bool, *operands_and_key: Any
+) -> Array:
+    how = partial(_over_rows, function, spec, axes, keepdims, starts)
+    return reduced_in_auto_mesh(how, axes, keepdims, *operands_and_key)
+
+
 def _over_rows(
     function: Callable[..., Array], spec: MatmulSpec, axes: Axes, keepdims: bool, starts: bool, *operands_and_key: Any
 ) -> Array:

@@ -132,7 +132,9 @@ def load_lora(
     layers = {path: placed.module for placed, _ in placed_layers(result) for path in placed.paths}
     linear = {path: layer for path, layer in layers.items() if is_linear(layer)}
     made: dict[int, Adapted] = {}
-    for path, (a, b, rule) in read_adapters(folder, linear, lambda path: weight_of(linear[path]).shape).items():
+    for path, (a, b, rule) in read_adapters(folder, linear, lambda path: weight_of(linear[path]).shape[-2:]).items():
+        if weight_of(linear[path]).ndim > 2:
+            raise ValueError(f"{folder}: the layer {path!r} is a stack, which a file of PEFT has not")
         rule = rule if rngs is not None else replace(rule, dropout=0.0)
         dropout = nnx.Dropout(rule.dropout, rngs=rngs) if rule.dropout and rngs is not None else None
         made[id(linear[path])] = Adapted(linear[path], a, b, rule, dropout)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Final
 
 import jax
@@ -16,7 +17,10 @@ from jchop._paths import check_pattern, nearest_paths
 
 Array = jax.Array
 
-__all__ = ["INITS", "LoraRule", "as_lora_rules", "as_matrix", "beside", "check_used", "first_adapter", "merged_weight"]
+__all__ = [
+    "INITS", "LoraRule", "as_lora_rules", "as_matrix", "beside", "check_used", "first_adapter", "first_adapters",
+    "merged_weight",
+]  # fmt: skip
 
 #: The first values of adapters: the name, and whether they need the weights before they were packed.
 INITS: Final = {"zeros": False, "loftq": True, "pissa": True}
@@ -125,6 +129,23 @@ def first_adapter(
         return a, b, None
     product = rule.factor * (np.asarray(a, np.float64) @ np.asarray(b, np.float64))
     return a, b, jnp.asarray(exact - product, weight.dtype)
+
+
+def first_adapters(
+    rule: LoraRule, what: str, draw: Callable[[int], Array], weight: Array, original: Any, packed: bool
+) -> tuple[Array, Array, Array | None]:
+    """`first_adapter` of each layer of a stack, whose axes are in front; `draw` gives a key for each."""
+    stack = weight.shape[:-2]
+    parts = [
+        first_adapter(rule, what, partial(draw, i), weight[at], None if original is None else original[at], packed)
+        for i, at in enumerate(np.ndindex(*stack))
+    ]
+    a, b, rest = (
+        None if some[0] is None else jnp.stack(some).reshape(*stack, *some[0].shape)
+        for some in zip(*parts, strict=True)
+    )
+    assert a is not None and b is not None
+    return a, b, rest
 
 
 def _best(matrix: np.ndarray, rule: LoraRule) -> tuple[np.ndarray, np.ndarray]:

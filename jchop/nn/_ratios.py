@@ -141,7 +141,9 @@ def ratios_of(
     Raises:
         ValueError: without batches.
     """
-    inputs_only = [Rule(rule.path, activation=rule.activation) for rule in rules]
+    inputs_only = [
+        Rule(rule.path, layer=rule.layer, operation=rule.operation, activation=rule.activation) for rule in rules
+    ]
     under, inside = (
         {path: module for path, module, _ in layers_of(quantize(model, each))} for each in (rules, inputs_only)
     )

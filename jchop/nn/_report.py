@@ -18,9 +18,7 @@ from jchop._products.units import PLATFORMS, operands_on
 from jchop._text import Part, Tables
 from jchop.nn._nnx.attach import QuantizedParam, check_parameters, packed_shape
 from jchop.nn._nnx.hooks import Convolution
-from jchop.nn._nnx.kinds import Kind
-from jchop.nn._nnx.layers import own_parameters, placed_layers, rules_for
-from jchop.nn._nnx.modules import Placed
+from jchop.nn._nnx.layers import Decided, decided_layers, own_parameters
 from jchop.nn._nnx.programs import Inputs, report_program
 from jchop.nn._ratios import Ratios, ratios_of
 from jchop.nn._trees.modules import is_module, report_module
@@ -227,15 +225,11 @@ def report(
         of_program: Any = report_module if program else report_program
         found = of_program(model, given, inputs, platform)
         return found if isinstance(inputs, Mapping) else found["__call__"]
-    every = list(placed_layers(model))
-    rows = [_row(placed, kind, given, platform) for placed, kind in every]
+    every = decided_layers(model, given)
+    rows = [_row(one, bool(given), platform) for one in every]
     if batches is None:
         return ModelReport(tuple(rows))
-    chosen = {
-        row.path: given[rules_for(placed, kind, given)[0]]
-        for row, (placed, kind) in zip(rows, every, strict=True)
-        if row.specs
-    }
+    chosen = {row.path: one.own for row, one in zip(rows, every, strict=True) if row.specs and one.own is not None}
     found = ratios_of(model, given, chosen, batches)
     return ModelReport(tuple(_measured(row, found[row.path]) if row.path in found else row for row in rows))
 
@@ -244,7 +238,7 @@ def _measured(row: LayerRow, ratios: Ratios) -> LayerRow:
     return replace(row, weight_snr=ratios.weights, activation_snr=ratios.inputs, output_snr=ratios.results)
 
 
-def why_wide(layer: str, supported: bool, rule: Rule | None, role: str | None) -> str | None:
+def why_wide(layer: str, supported: bool, rule: Rule | None, role: str | None, own: Rule | None) -> str | None:
     """The reason why a parameter of a layer stays in full precision; None if it does not.
 
     Args:
@@ -252,6 +246,7 @@ def why_wide(layer: str, supported: bool, rule: Rule | None, role: str | None) -
         supported: whether the class can be quantized.
         rule: the rule of the layer.
         role: the field of a rule for the parameter; None if there is none.
+        own: what the rule rounds in this layer.
     """
     if rule is None:
         return "no rule matches"
@@ -261,18 +256,19 @@ def why_wide(layer: str, supported: bool, rule: Rule | None, role: str | None) -
         return f"{layer} cannot be quantized as a layer, only in its program"
     if role is None:
         return f"no field of a rule is for this parameter of {layer}"
-    return None if getattr(rule, role) is not None else f"{rule} has no {role}"
+    if getattr(rule, role) is None:
+        return f"{rule} has no {role}"
+    return None if getattr(own, role) is not None else f"{rule} leaves norms, since it decides other layers, too"
 
 
-def _row(placed: Placed, kind: Kind | None, rules: tuple[Rule, ...], platform: str | None) -> LayerRow:
+def _row(one: Decided, under_rules: bool, platform: str | None) -> LayerRow:
+    placed, kind, _, given, rule = one
     (path, *also), layer = placed.paths, placed.module
-    numbers = rules_for(placed, kind, rules)
-    rule = rules[numbers[0]] if numbers else None
-    name, shown, own = type(layer).__name__, "" if rule is None else str(rule), own_parameters(placed)
+    name, shown, own = type(layer).__name__, "" if given is None else str(given), own_parameters(placed)
     before = sum(map(bytes_of, own.values()))
     wide = []
-    for key, value in own.items() if rules else ():
-        why = why_wide(name, kind is not None, rule, None if kind is None else kind.parameters.get(key))
+    for key, value in own.items() if under_rules else ():
+        why = why_wide(name, kind is not None, given, None if kind is None else kind.parameters.get(key), rule)
         if why is not None and isinstance(value, nnx.Param):
             wide.append(("/".join(filter(None, (path, key))), tuple(value.shape), why))
     packed = {key: value.get_value() for key, value in own.items() if isinstance(value, QuantizedParam)}

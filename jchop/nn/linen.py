@@ -44,9 +44,9 @@ def quantize(module: nn.Module, rules: Rule | Iterable[Rule], *, program: bool =
         module: any module. Without `program` the layers that rules match must be Dense, DenseGeneral, Einsum, Conv,
             ConvTranspose, Embed, a norm, or attention. Cells of recurrent networks (LSTMCell, GRUCell, SimpleCell)
             consist of Dense layers, which rules match.
-        rules: as in `jchop.nn.quantize`. Kept scales (`scale_from`) are variables, see `start`: learned ones are
-            parameters, ranges and histories are in the collection ``"scale_stats"``. A packed `cache` is in the
-            collection ``"cache"``.
+        rules: as in `jchop.nn.quantize`, also for norms. Kept scales (`scale_from`) are variables, see `start`: learned
+            ones are parameters, ranges and histories are in the collection ``"scale_stats"``. A packed `cache` is in
+            the collection ``"cache"``.
         program: quantize the program of the module, as `jchop.quantize_fn` does, whatever the classes of its layers:
             parameters of its own in an einsum, experts, scanned and boxed ones. Rules then have no `output` and
             `cache`. Default False.

@@ -25,9 +25,9 @@ from jchop.ptq._maps.mapping import Mapped, map_parameters
 from jchop.ptq._report import PtqReport, WeightRow
 from jchop.ptq._resume import Journal, Kept, check_resume, fingerprint
 from jchop.ptq._round import Outcome, pruning_of, round_parameter
-from jchop.ptq._run import Data, as_bytes, check_batches, parts_of, turn_bytes
+from jchop.ptq._run import Data, as_bytes, check_batches, check_fits, parts_of, turn_bytes
 from jchop.ptq._sites import Site, Sites, Stage
-from jchop.ptq._steps import HalfQuadratic, Step, Steps, as_steps, gptq
+from jchop.ptq._steps import HalfQuadratic, Step, Steps, Sweep, as_steps, gptq
 from jchop.ptq._sums import Sums, value
 from jchop.storage._half_quadratic import check_moves_zero_points
 
@@ -73,17 +73,18 @@ def quantize(
             arguments continues a run that was killed, and its result is that of a run that was not, bit for bit;
             `batches` must be iterable more than once. Delete the folder when the result is saved. Default None.
         memory: the most memory that statistics may need at a time, in bytes, or text such as ``"4GiB"`` (KiB, MiB, GiB,
-            TiB): two float32 matrices of the square of the inputs for each weight and each turn of its loop, and as
-            many of one batch. The data, which must be iterable more than once, are run as often as that takes, and the
-            report has the number of passes. A mapping looks at all turns, and at the weights that share an input, at
-            once. Default None: one pass, or one for each stage, and one for each mapping.
+            TiB): two float32 matrices of the square of the inputs, and five vectors of them, for each weight and each
+            turn of its loop, and as many of one batch. The data, which must be iterable more than once, are run as
+            often as that takes, and the report has the number of passes. A mapping looks at all turns, and at the
+            weights that share an input, at once. Default None: one pass, or one for each stage, and one for each
+            mapping.
 
     Returns:
         The packed parameters, as `jchop.QuantizedFunction.pack` gives them, and a `PtqReport`.
 
     Raises:
         TypeError, ValueError: for other arguments; as `jchop.quantize_fn`; within a traced function; for no batch; for
-            NaN or infinities in the data or the parameters; for less `memory` than one weight needs; if the folder
+            NaN or infinities in the data or the parameters; for less `memory` than each weight needs; if the folder
             `resume` has a run with another function, other parameters, batches, rules, steps, memory or versions.
         OSError: if `resume` cannot be read or written.
 
@@ -167,14 +168,13 @@ class _Job:
                 self.journal.keep_sums(sums)
         self.passes += 1
         self._start(last)
-        self._stages(self._all_stages(), lambda stage: _turn(sums, stage))
+        self._stages(self.stages, lambda stage: _turn(sums, stage))
 
     def in_parts(self) -> None:
         """As `at_once`, with the statistics of some weights at a time."""
         assert self.memory is not None
         self._start(self.data.first())
-        stages = self._all_stages()
-        parts = parts_of(stages, self._sizes(False), self.memory, self.program.paths.__getitem__)
+        parts = parts_of(self.stages, self._sizes(False), self.memory, self.program.paths.__getitem__)
         part_of = {stage: part for part in parts for stage in part.stages}
         held: list[Any] = [None, {}]
 
@@ -194,31 +194,25 @@ class _Job:
         full: dict[int, Array] = {}
         compared = self.steps.correction is not None or self.steps.biases is not None
         trajectories = [full] if compared else []
-        stages, part_of = self._all_stages(), {}
         if self.memory is not None:
-            for stage in stages:
-                (part,) = parts_of([stage], self._sizes(compared, 1), self.memory, self.program.paths.__getitem__)
-                part_of[stage] = part
+            check_fits(self.stages, self._sizes(compared), self.memory, self.program.paths.__getitem__)
 
         def sums_of(stage: Stage) -> Mapping[int, Sums]:
-            window = (stage.turn[0], 1) if stage in part_of and stage.turn else None
+            window = (stage.turn[0], 1) if self.memory is not None and stage.turn else None
             sums, _ = self.data.sums([*trajectories, self.numbers], True, stage.leaves, window)
             return _turn(sums, stage, window)
 
-        self.passes += len(stages)
-        self._stages(stages, sums_of)
+        self.passes += len(self.stages)
+        self._stages(self.stages, sums_of)
 
-    def _all_stages(self) -> list[Stage]:
-        return list(self.sites.stages(list(self.wanted)))
-
-    def _sizes(self, both: bool, turns: int | None = None) -> dict[int, tuple[int, int]]:
+    def _sizes(self, both: bool) -> dict[int, tuple[int, int]]:
         """The bytes of the statistics of each weight in a turn of its outermost loop, and the number of turns."""
         found = {}
         for leaf, site in self.wanted.items():
             loops = self.program.shapes[leaf][: site.turns]
             dtype = jnp.promote_types(self.call.values[leaf].dtype, jnp.float32)
             each = turn_bytes(site, dtype, both) * math.prod(loops[1:])
-            found[leaf] = each, (loops[0] if turns is None else turns) if loops else 1
+            found[leaf] = each, loops[0] if loops else 1
         return found
 
     def _stages(self, stages: Sequence[Stage], sums_of: Callable[[Stage], Mapping[int, Sums]]) -> None:
@@ -289,6 +283,10 @@ class _Job:
         self.low_leaves: dict[int, Any] = {i: rounded[i] for i in self.wanted}
         self.numbers = {i: numbers_of(v) for i, v in rounded.items() if i not in self.wanted}
         self.numbers |= {i: self.program.placements[i][0].turned(jnp.asarray(self.call.values[i])) for i in self.wanted}
+        self.stages = list(self.sites.stages(list(wanted)))
+        self.beside = [some for some in self.sites.beside(self.program, self.stages) if some[0] in wanted]
+        for leaf, place, _ in self.beside:
+            self.numbers[leaf] = self.numbers[leaf].at[place].set(numbers_of(rounded[leaf])[place])
         self.biases: dict[int, Array] = {}  # corrected ones, before they are rounded
         none: tuple[dict[int, BiasSite], dict[int, str]] = {}, {}
         self.bias_of, self.no_bias = find_biases(self.program, self.sites) if self.steps.biases is not None else none
@@ -312,7 +310,11 @@ class _Job:
         missing = int((count == 0).sum())
         note = "" if site.turns == site.stack else "one statistic for the whole stack"
         if missing:
-            note = "no input reached it" if not reached else f"no input reached {missing} of its {count.size} matrices"
+            note = _NEVER if not reached else f"no input reached {missing} of its {count.size} matrices"
+        few = int(((count > 0) & (count < site.layout.matrices[1])).sum())
+        if few and (isinstance(self.steps.sweep, Sweep) or self.steps.correction is not None):
+            some = "" if few == count.size else f" in {few} of its {count.size} matrices"
+            note = _joined(note, f"fewer rows than inputs{some}")
         shared = self.call.values[leaf].shape[len(turn) : site.stack]
         for place in np.ndindex(*shared):
             self._round_one(leaf, (*turn, *place), inputs, note, placement)
@@ -329,7 +331,7 @@ class _Job:
             drawn = jax.random.fold_in(self.key, leaf)
             for number in turn:
                 drawn = jax.random.fold_in(drawn, number)
-        path = self.program.paths[leaf] + (f"[{','.join(map(str, turn))}]" if turn else "")
+        path = self._path(leaf, turn)
         check_finite(weight, f"params: {path!r}")
         layout, mean = self.wanted[leaf].layout, value(inputs.total) / divisor
         shift = None if inputs.shift is None else value(inputs.shift) / divisor
@@ -348,8 +350,12 @@ class _Job:
         self.fresh.weights.append((leaf, turn, jax.tree.leaves(out.packed)))
         if self.steps.biases is not None:
             out, why = self._correct_bias(leaf, turn, weight, out, mean, shift, rows)
-            note = "; ".join(text for text in (note, why) if text)
-        self.rows.append(self._of_mapping(leaf, turn, self._row(leaf, path, weight.shape, out, rows, note)))
+            note = _joined(note, why)
+        row = self._row(leaf, turn, out, rows, note)
+        if self.steps.pruning is None and round(row.after, 2) < round(row.before, 2):  # as the report shows them
+            why = "worse than nearest" if self.steps.correction is None else _NOT_COUNTED
+            row = replace(row, note=_joined(row.note, why))
+        self.rows.append(self._of_mapping(leaf, turn, row))
 
     def _of_mapping(self, leaf: int, turn: tuple[int, ...], row: WeightRow) -> WeightRow:
         """A row with the errors before the parameters were mapped, and with what was done."""
@@ -357,7 +363,7 @@ class _Job:
         taken = ", ".join([*self.mapped.methods.get(leaf, ()), *([] if row.method == "nearest" else [row.method])])
         return replace(
             row, method=taken or row.method, before=_decibels(energy, before) if energy else row.before,
-            note="; ".join(text for text in (row.note, self.mapped.note(leaf, turn)) if text),
+            note=_joined(row.note, self.mapped.note(leaf, turn)),
         )  # fmt: skip
 
     def _correct_bias(
@@ -393,25 +399,32 @@ class _Job:
         return placed[0].pack(bias, drawn)
 
     def _row(
-        self, leaf: int, path: str = "", shape: Sequence[int] = (), out: Outcome | None = None,
-        rows: Array | None = None, note: str = "",
+        self, leaf: int, turn: tuple[int, ...] = (), out: Outcome | None = None, rows: Array | None = None,
+        note: str = "",
     ) -> WeightRow:  # fmt: skip
         held = self.leaves[self.call.places[leaf]] if leaf in self.program.placements else None
         spec, bits = ("", math.nan) if held is None else (str(held.spec), 8 * held.nbytes / max(1, _size(held.shape)))
-        path, shape = path or self.program.paths[leaf], tuple(shape) or self.program.shapes[leaf]
+        path, shape = self._path(leaf, turn), tuple(self.program.shapes[leaf][len(turn) :])
         if out is None:
-            return WeightRow(path, tuple(shape), spec, bits, "nearest" if held is not None else "", note=note)
+            return WeightRow(path, shape, spec, bits, "nearest" if held is not None else "", note=note)
         bias = self.program.paths[self.bias_of[leaf].leaf] if leaf in self.bias_of else ""
         assert rows is not None
         energy, before, after = (float((v * rows).sum()) for v in (out.energy, out.before, out.after))
         return WeightRow(
-            path, tuple(shape), spec, bits, self.steps.names, _decibels(energy, before), _decibels(energy, after),
+            path, shape, spec, bits, self.steps.names, _decibels(energy, before), _decibels(energy, after),
             float(out.damping.max()), int(out.tries.max()), int(out.dead.sum()), float(rows.sum()),
-            float(out.zeros), bias, "; ".join(text for text in (note, self.sites.notes.get(leaf, "")) if text),
+            float(out.zeros), bias, _joined(note, self.sites.notes.get(leaf, "")),
         )  # fmt: skip
 
+    def _path(self, leaf: int, turn: tuple[int, ...]) -> str:
+        return self.program.paths[leaf] + (f"[{','.join(map(str, turn))}]" if turn else "")
+
     def _others(self) -> None:
-        """Rows of the parameters that are rounded by themselves, and of weights that no rule rounds."""
+        """Rows of the parameters, and layers, that are rounded by themselves, and of weights that no rule rounds."""
+        for leaf, place, use in self.beside:
+            note = _joined(_BY_THEMSELVES.get(use, _NEVER), self.sites.notes.get(leaf, ""))
+            row = self._row(leaf, place, note=note)
+            self.rows.append(self._of_mapping(leaf, place, row))
         for leaf in sorted({*self.program.placements, *self.sites.by_leaf, *self.sites.left_out} - set(self.wanted)):
             placed = self.program.placements.get(leaf)
             if placed is None:
@@ -429,8 +442,10 @@ def _turn(sums: Mapping[int, Sums], stage: Stage, window: tuple[int, int] | None
     return {leaf: jax.tree.map(lambda v: v[place], sums[leaf]) for leaf in stage.leaves if leaf in sums}
 
 
+_NEVER = "no input reached it"
+_NOT_COUNTED = "worse than nearest, not counting the errors that correct_error makes up for"
 #: Why a parameter without a product is rounded by itself.
-_BY_THEMSELVES = {"rows": "rows of it are looked up", "sum": "it is added"}
+_BY_THEMSELVES = {"rows": "it is looked up", "sum": "it is added"}
 
 
 def _check_spec(steps: Steps, path: str, shape: Sequence[int], placement: Placement, use: Use) -> None:
@@ -459,6 +474,10 @@ def _along_sum(shape: Sequence[int], placement: Placement, use: Use) -> bool:
     last = next((part for part in reversed(use.laid.summed) if part.size > 1), None)
     inner = placement.shape[placement.spec.scaled.axis_of_sparse % len(placement.shape) + 1 :]
     return last is None or last.inner * _size(shape[last.axis + 1 :]) == _size(inner)
+
+
+def _joined(*notes: str) -> str:
+    return "; ".join(text for text in notes if text)
 
 
 def _size(shape: Sequence[int]) -> int:

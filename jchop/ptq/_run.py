@@ -22,7 +22,8 @@ from jchop.ptq._sums import Sums, added, of_rows
 
 Array = jax.Array
 
-__all__ = ["Data", "Looked", "Part", "as_bytes", "changed_batches", "check_batches", "parts_of", "turn_bytes"]
+__all__ = ["Data", "Looked", "Part", "as_bytes", "changed_batches", "check_batches", "check_fits", "parts_of",
+           "turn_bytes"]  # fmt: skip
 
 _UNITS = {"B": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
 
@@ -117,6 +118,22 @@ class Part(NamedTuple):
     window: tuple[int, int] | None
 
 
+def check_fits(stages: Sequence[Stage], sizes: Mapping[int, tuple[int, int]], memory: int, path: Any) -> None:
+    """Refuse less memory than each turn of weights that share an input needs; arguments as of `parts_of`.
+
+    Raises:
+        ValueError: that names those that need the most.
+    """
+    needs = {stage.leaves: sum(sizes[i][0] for i in stage.leaves) for stage in stages}
+    most = max(needs.values(), default=0)
+    if most > memory:
+        leaves = next(leaves for leaves, need in needs.items() if need == most)
+        raise ValueError(
+            f"memory={memory} bytes is less than the {most} bytes that the statistics of "
+            f"{', '.join(repr(path(i)) for i in leaves)} need, the most of all"
+        )
+
+
 def parts_of(stages: Sequence[Stage], sizes: Mapping[int, tuple[int, int]], memory: int, path: Any) -> list[Part]:
     """Stages cut into parts whose statistics need no more memory than there is.
 
@@ -129,8 +146,9 @@ def parts_of(stages: Sequence[Stage], sizes: Mapping[int, tuple[int, int]], memo
         path: of a parameter by its index, for an error.
 
     Raises:
-        ValueError: if one turn of weights that share an input needs more.
+        ValueError: as `check_fits`.
     """
+    check_fits(stages, sizes, memory, path)
     groups: dict[tuple[int, ...], list[Stage]] = {}
     for stage in stages:
         groups.setdefault(stage.leaves, []).append(stage)
@@ -152,13 +170,7 @@ def parts_of(stages: Sequence[Stage], sizes: Mapping[int, tuple[int, int]], memo
         if whole([leaves]) <= memory:
             pending.append(leaves)
             continue
-        each = sum(sizes[i][0] for i in leaves)
-        count, turns = memory // each, max(sizes[i][1] for i in leaves)
-        if not count or not all(stage.turn for stage in own):
-            raise ValueError(
-                f"memory={memory} bytes is less than the {each} bytes that the statistics of "
-                f"{', '.join(repr(path(i)) for i in leaves)} need"
-            )
+        count, turns = memory // sum(sizes[i][0] for i in leaves), max(sizes[i][1] for i in leaves)
         for start in range(0, turns, count):
             some = tuple(stage for stage in own if start <= stage.turn[0] < start + count)
             first = min(start, turns - count)  # every window has one size, so that it is compiled once

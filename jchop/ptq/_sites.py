@@ -100,17 +100,25 @@ class Sites:
     given: dict[int, list[int]] = field(default_factory=dict)
 
     def stages(self, leaves: Sequence[int]) -> Iterator[Stage]:
-        """The stages of some parameters, in the order of the program; each turn of a loop by itself.
-
-        Layers of a stack that no product takes come last.
-        """
+        """The stages of some parameters, in the order of the program; each turn of a loop by itself."""
         seen: set[tuple[int, tuple[int, ...]]] = set()
-        rest = [(leaf, place) for leaf in leaves for place in np.ndindex(*self.stacks.get(leaf, (0,)))]
-        for some in (*_flat(self.parts, {}), *([pair] for pair in rest)):
+        for some in _flat(self.parts, {}):
             fresh = [pair for pair in dict.fromkeys(some) if pair[0] in leaves and pair not in seen]
             seen.update(fresh)
             for place in dict.fromkeys(place for _, place in fresh):
                 yield Stage(tuple(leaf for leaf, own in fresh if own == place), place)
+
+    def beside(self, program: Any, stages: Sequence[Stage]) -> list[tuple[int, tuple[int, ...], str]]:
+        """The layers of stacks that are in none of some stages: the parameter, the indexes, and its use if known."""
+        seen = {(leaf, stage.turn) for stage in stages for leaf in stage.leaves}
+        found = []
+        for leaf, place in ((leaf, place) for leaf, own in self.stacks.items() for place in np.ndindex(*own)):
+            if (leaf, place) not in seen:
+                uses = [use for use in program.uses[leaf] if use.kind == "rows"]
+                named = [_indexes(use, program.shapes[leaf]) for use in uses]
+                looked_up = any(indexes == place[: len(indexes)] for indexes in named)
+                found.append((leaf, place, "rows" if looked_up else ""))
+        return found
 
 
 def _flat(parts: Sequence[Any], turn: dict[int, tuple[int, ...]]) -> Iterator[list[tuple[int, tuple[int, ...]]]]:

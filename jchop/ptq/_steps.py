@@ -154,7 +154,9 @@ def gptq(order: Literal["activation", "plain"] = "activation", *, damping: float
     independent of the groups. A column whose input was always zero is rounded as it is.
 
     Args:
-        order: ``"activation"``: columns with larger inputs first. ``"plain"``: as they lie.
+        order: ``"activation"``: columns with larger inputs first. ``"plain"``: in the order of the inputs that
+            `statistics` has. If a product sums over several axes, that is their order in the traced product, which can
+            differ from that in the weight.
         damping: what is added to the diagonal of H, the mean of x x^T, over the mean of that diagonal; at least 0. If H
             cannot be factorized, it is made four times larger until that succeeds; the report has the last one.
             Default 0.01.

@@ -79,6 +79,11 @@ class QArray:
     dtype: np.dtype
     places: Any = None
 
+    def __post_init__(self) -> None:
+        if isinstance(self.spec, str):
+            raise TypeError(f"spec={self.spec!r} must be a Spec, under which the codes were made; for another one: "
+                            "jchop.quantize(jchop.dequantize(q), spec)")  # fmt: skip
+
     # -- properties ----------------------------------------------------------------------------------------------------
     @property
     def shape(self) -> tuple[int, ...]:
@@ -112,11 +117,13 @@ class QArray:
 
     def __repr__(self) -> str:
         facts = f"dtype={np.dtype(self.dtype).name}, spec={str(self.spec)!r}"
-        if not all(isinstance(leaf, Array | np.ndarray) for leaf in jax.tree.leaves(self)):
+        leaves = jax.tree.leaves(self)
+        gradient = any(getattr(leaf, "dtype", None) == jax.dtypes.float0 for leaf in leaves)
+        if gradient or not all(isinstance(leaf, Array | np.ndarray) for leaf in leaves):
             names = ("qvalue", "scale", "zero_point", *(() if self.places is None else ("places",)))
             parts = ", ".join(f"{name}={getattr(self, name)!r}" for name in names)
             return f"QArray({parts}, {facts})"
-        traced = any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves(self))
+        traced = any(isinstance(leaf, jax.core.Tracer) for leaf in leaves)
         if traced or self.size > _MOST_SHOWN:
             return f"QArray(shape={self.shape}, {facts})"
         with jax.enable_x64(True):

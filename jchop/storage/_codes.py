@@ -97,6 +97,9 @@ def check_dtype(stored: Codes, fmt: ElementFormat) -> None:
         ValueError: for a dtype of another size than that of codes.
     """
     own = code_dtype(fmt)
+    if stored.dtype == jax.dtypes.float0:
+        raise ValueError("the QArray is a gradient, in which integer codes have none (float0): only its scales, and "
+                         "float zero points, have numbers")  # fmt: skip
     if stored.dtype.itemsize != own.itemsize:
         raise ValueError(
             f"qvalue is {stored.dtype}, and the codes of its spec are {own}: arithmetic on the leaves of a QArray does "

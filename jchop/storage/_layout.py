@@ -91,7 +91,7 @@ def with_kinds(fmt: ScaledFormat, kinds: Sequence[Kind]) -> ScaledFormat:
 def scale_shape(kinds: Sequence[Kind], shape: Sequence[int]) -> tuple[int, ...]:
     """The shape of the scales: one for each group."""
     return tuple(
-        n if kind == OWN else min(n, 1) if kind == WHOLE else -(-n // int(kind))
+        n if kind == OWN else int(n != 0) if kind == WHOLE else -(-n // int(kind))
         for kind, n in zip(kinds, shape, strict=True)
     )
 

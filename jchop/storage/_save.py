@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -16,7 +15,7 @@ from jax.sharding import NamedSharding
 from jchop._arguments import has_tracer
 from jchop._bits import CARRIERS
 from jchop._checks import check_bool
-from jchop._files import write_atomically
+from jchop._files import path_of, write_atomically
 from jchop.formats import ScaledFormat
 from jchop.spec import parse
 from jchop.storage._array import QArray
@@ -72,7 +71,7 @@ def save_safetensors(path: str | os.PathLike[str], tree: Any, *, metadata: Mappi
         raise TypeError(
             "tree has traced arrays, and save_safetensors writes values: call it outside of transformations"
         )
-    texts = _checked_metadata(metadata)
+    texts, path = _checked_metadata(metadata), path_of("path", path)
     tensors: dict[str, Any] = {}
     described: dict[str, dict[str, Any]] = {}
     leaves = named_leaves(tree)
@@ -92,7 +91,7 @@ def save_safetensors(path: str | os.PathLike[str], tree: Any, *, metadata: Mappi
     texts |= qarray_metadata(described) | tree_metadata({name: path for name, path, _ in leaves})
     texts |= {KEYS: json.dumps(keys)} if keys else {}
     if any(map(spans_processes, tensors.values())):
-        write_together(Path(path), tensors, entries, texts)
+        write_together(path, tensors, entries, texts)
         return
 
     def write(file: Any) -> None:
@@ -101,7 +100,7 @@ def save_safetensors(path: str | os.PathLike[str], tree: Any, *, metadata: Mappi
             writer.write(name, np.asarray(tensors[name]))
         writer.finish()
 
-    write_atomically(Path(path), write)
+    write_atomically(path, write)
 
 
 def load_safetensors(path: str | os.PathLike[str], *, like: Any = None, nested: bool = False) -> Any:
@@ -140,7 +139,7 @@ def load_safetensors(path: str | os.PathLike[str], *, like: Any = None, nested: 
     check_bool("nested", nested)
     if nested and like is not None:
         raise ValueError("nested=True has no effect beside like=, which defines the structure")
-    with TensorFile(path) as file, jax.enable_x64(True):
+    with TensorFile(path_of("path", path)) as file, jax.enable_x64(True):
         described = described_in(file)
         owners = {part for name, fields in described.items() for part in part_names(name, fields)}
         keys = _keys_in(file, owners)

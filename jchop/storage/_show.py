@@ -57,9 +57,11 @@ def facts(q: Any) -> list[tuple[str, str]]:
 
 
 def _has_numbers(q: Any) -> bool:
-    """Whether all leaves are arrays that can be read here: no tracers, shapes, deleted arrays, parts elsewhere."""
+    """Whether all leaves are arrays that can be read here: no tracers, shapes, gradients, deleted or remote arrays."""
     for leaf in jax.tree.leaves(q):
         if isinstance(leaf, jax.core.Tracer) or not isinstance(leaf, jax.Array | np.ndarray):
+            return False
+        if leaf.dtype == jax.dtypes.float0:  # of codes in a gradient
             return False
         if isinstance(leaf, jax.Array) and (leaf.is_deleted() or not leaf.is_fully_addressable):
             return False

@@ -19,7 +19,7 @@ from jchop._bits import CARRIERS
 from jchop._core.rounding.grid import holds
 from jchop._decibels import decibels
 from jchop._files import write_atomically
-from jchop._paths import matches_path, nearest_paths
+from jchop._paths import matches_path, nearest_paths, pattern_of
 from jchop._round.round_to_format import round_to_format
 from jchop.formats import (
     ElementFormat,
@@ -190,7 +190,7 @@ def _jobs(file: TensorFile, rules: Sequence[Rule]) -> list[_Job]:
         else:
             why = ""
             used.add(index)
-        jobs.append(_job(name, entry, None if index is None else rules[index].spec, why))
+        jobs.append(_job(name, entry, None if index is None else rules[index], why))
     unused = [rule for i, rule in enumerate(rules) if i not in used]
     check_unused(unused, [job.name for job in jobs if job.spec is None], described)
     count = Counter(output for job in jobs for output in job.outputs)
@@ -222,9 +222,16 @@ def check_unused(unused: Sequence[Rule], names: Iterable[str], packed: Iterable[
     raise ValueError(f"no tensor is quantized by {texts}{known}{near}. `jchop inspect` lists the names")
 
 
-def _job(name: str, entry: Entry, spec: Spec | None, why: str) -> _Job:
-    if spec is None:
+def without(rule: Rule, name: str, shape: Sequence[int], error: Exception) -> ValueError:
+    """The error for a tensor that a rule cannot quantize, with a rule that leaves it out."""
+    other = f"{rule.pattern} !{pattern_of(name)}={rule.spec}"
+    return ValueError(f"tensor {name!r} of shape {list(shape)}: {error}; the rule {other!r} leaves it as it is")
+
+
+def _job(name: str, entry: Entry, rule: Rule | None, why: str) -> _Job:
+    if rule is None:
         return _Job(name, entry, None, why, {name: Entry(entry.dtype, entry.shape)})
+    spec = rule.spec
     native = _native(spec)
     if native is not None:
         return _Job(name, entry, spec, "", {name: Entry(native, entry.shape)})
@@ -234,7 +241,7 @@ def _job(name: str, entry: Entry, spec: Spec | None, why: str) -> _Job:
         with jax.enable_x64(True):
             q = jax.eval_shape(lambda x: quantize(x, spec, key), x)
     except (ValueError, TypeError) as error:
-        raise ValueError(f"tensor {name!r} of shape {list(entry.shape)}: {error}") from None
+        raise without(rule, name, entry.shape, error) from None
     outputs = {part: Entry(np.dtype(leaf.dtype), tuple(leaf.shape)) for part, leaf in parts_of(name, q).items()}
     return _Job(name, entry, spec, "", outputs, description(q))
 
@@ -268,24 +275,28 @@ def _convert(
     after = sum(output.nbytes for output in job.outputs.values())
     to = job.why or str(spec)
     report = Report(job.name, entry.dtype.name, entry.shape, to, entry.nbytes, after, copied=spec is None)
-    fmt = None if spec is None or spec.scaled is None else from_end(spec.scaled, len(entry.shape))
+    if spec is None:
+        step = max(chunk_bytes // entry.dtype.itemsize // 2 * 2, 2)  # even: a file has two numbers of four bits a byte
+        for at in range(0, math.prod(entry.shape), step):
+            x = file.read(job.name, at, min(step, math.prod(entry.shape) - at))
+            writer.write(job.name, x)
+            progress((at + x.size) * entry.bits // 8)
+        return report
+    fmt = None if spec.scaled is None else from_end(spec.scaled, len(entry.shape))
     cut = plan_cut(entry.shape, entry.dtype.itemsize, fmt, chunk_bytes)
     extremes = _extremes(file, job, cut, fmt) if fmt is not None and cut.needs_extremes else None
     key = None
-    if spec is not None and spec.rounding.stochastic:
+    if spec.rounding.stochastic:
         key = jax.random.fold_in(jax.random.key(seed or 0), zlib.crc32(job.name.encode()))
     for chunk in chunks(entry.shape, cut):
         x = file.read(job.name, chunk.start, math.prod(chunk.shape)).reshape(chunk.shape)
-        if spec is None:
-            writer.write(job.name, x)
+        stored = _quantized(x, job, spec, key, chunk, cut, extremes)
+        if isinstance(stored, QArray):
+            _write_parts(writer, job.name, stored, chunk)
+            stored = dequantize(stored)
         else:
-            stored = _quantized(x, job, spec, key, chunk, cut, extremes)
-            if isinstance(stored, QArray):
-                _write_parts(writer, job.name, stored, chunk)
-                stored = dequantize(stored)
-            else:
-                writer.write(job.name, stored)
-            report.add(x, stored)
+            writer.write(job.name, stored)
+        report.add(x, stored)
         progress((chunk.start + x.size) * entry.dtype.itemsize)
     return report
 

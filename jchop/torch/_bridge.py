@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import jax
+import jax.core
 import torch
 
 from jchop._bits import types_for
+from jchop.torch._plan import outside_graphs
 
 Array = jax.Array
 
@@ -18,6 +21,7 @@ ALIGNMENT = 64
 _DEVICES = ("cpu", "cuda")
 
 
+@outside_graphs
 def as_jax(tensor: torch.Tensor, *, copy: bool = False) -> Array:
     """A JAX array that shares the memory of a tensor.
 
@@ -49,6 +53,7 @@ def as_jax(tensor: torch.Tensor, *, copy: bool = False) -> Array:
     return imported(contiguous(tensor, copy))
 
 
+@outside_graphs
 def as_tensor(array: Array) -> torch.Tensor:
     """A tensor that shares the memory of a JAX array.
 
@@ -61,7 +66,7 @@ def as_tensor(array: Array) -> torch.Tensor:
         A contiguous tensor of the same shape, dtype and device.
 
     Raises:
-        TypeError: if `array` is not a JAX array, or has a dtype that torch cannot read, such as int4.
+        TypeError: if `array` is not a JAX array, is traced by JAX, or has a dtype that torch cannot read, such as int4.
 
     Example:
         >>> import jax.numpy as jnp, jchop as jc
@@ -71,6 +76,7 @@ def as_tensor(array: Array) -> torch.Tensor:
     """
     if not isinstance(array, Array):
         raise TypeError(f"array={array!r} must be a JAX array; for a NumPy array use torch.from_numpy")
+    check_known("array", array)
     try:
         return torch.from_dlpack(array)
     except (RuntimeError, BufferError) as error:
@@ -140,6 +146,14 @@ def _copied(tensor: torch.Tensor, why: str, copy: bool) -> torch.Tensor:
     if not copy:
         raise ValueError(f"tensor {why}, so its memory cannot be shared with JAX: pass copy=True to allow a copy")
     return tensor.resolve_conj().resolve_neg().clone(memory_format=torch.contiguous_format)
+
+
+def check_known(name: str, value: Any) -> None:
+    """Refuse arrays that JAX traces: they have no numbers yet."""
+    if any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves(value)):
+        raise TypeError(
+            f"{name} is traced by JAX, and torch needs its numbers: call this outside of jax.jit, vmap and grad"
+        )
 
 
 def check_tensor(name: str, value: object) -> None:

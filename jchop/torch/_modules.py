@@ -13,7 +13,7 @@ from torch.nn.parameter import is_lazy
 from torch.nn.utils import parametrize
 
 from jchop._checks import check_choice
-from jchop._paths import matches_path, nearest_paths
+from jchop._paths import matches_path, nearest_paths, pattern_of
 from jchop.spec import Spec
 from jchop.torch._bridge import check_tensor
 from jchop.torch._packed import PackedTensor, codes_of, pack_parameter, packed_in
@@ -48,18 +48,22 @@ def quantize_module(module: nn.Module, rules: Mapping[str, Mapping[str, Any]], s
             used.setdefault(pattern, set()).update(_equip(layer, path, checked[pattern], (seed, number), shared))
     for pattern, roundings in checked.items():
         if pattern not in used:
-            paths = [path for path, _, _ in layers]
-            raise ValueError(f"rules: {pattern!r} matches {_why_unused(pattern, checked, paths)}")
+            raise ValueError(f"rules: {pattern!r} matches {_why_unused(pattern, checked, layers)}")
         idle = [name for name in ("weight", "bias") if getattr(roundings, name) and name not in used[pattern]]
         if idle:
             raise ValueError(f"rules[{pattern!r}]: {idle[0]} has no effect, since no layer that it matches has one")
     return result
 
 
-def _why_unused(pattern: str, rules: Mapping[str, Roundings], paths: list[str]) -> str:
+def _why_unused(pattern: str, rules: Mapping[str, Roundings], layers: list[tuple[str, nn.Module, bool]]) -> str:
     """What a pattern matches that is the first match of no layer."""
+    paths = [path for path, _, _ in layers]
     takers = dict.fromkeys(first_match(path, rules) for path in paths if matches_path(pattern, path))
     if not takers:
+        for path, layer, _ in layers:
+            for name in (*own_parameters(layer), *packed_in(layer)):
+                if matches_path(pattern, f"{path}.{name}"):
+                    return f"no layer, but its parameter {name!r}: name the layer alone, as {pattern_of(path)!r}"
         return f"no layer{nearest_paths([pattern], paths)}"
     names = ", ".join(map(repr, takers))
     earlier = f"rule {names} takes" if len(takers) == 1 else f"rules {names} take"

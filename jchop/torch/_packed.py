@@ -18,8 +18,9 @@ from jchop._bits import types_for
 from jchop.storage import QArray
 from jchop.storage._decode import check_parts, shape_of
 from jchop.storage._save import description, joined, parts_of
-from jchop.torch._bridge import as_jax, as_tensor
+from jchop.torch._bridge import as_jax, as_tensor, check_known
 from jchop.torch._library import CARRIERS, check_carrier, imported_words, key_of
+from jchop.torch._plan import outside_graphs
 
 __all__ = ["PACKED", "PackedTensor", "codes_of", "dequantize", "pack_parameter", "packed_in"]
 
@@ -44,6 +45,7 @@ def codes_of(x: Tensor, spec: str, words: Tensor, *, copy: bool) -> QArray:
     return q if x.is_cuda else jax.block_until_ready(q)
 
 
+@outside_graphs
 def dequantize(q: QArray, dtype: torch.dtype | None = None) -> Tensor:
     """The numbers of a `jchop.QArray` as a tensor.
 
@@ -55,7 +57,7 @@ def dequantize(q: QArray, dtype: torch.dtype | None = None) -> Tensor:
         A new tensor, on the device of the codes.
 
     Raises:
-        TypeError: if `q` is not a QArray, or `dtype` not a carrier.
+        TypeError: if `q` is not a QArray, or is traced by JAX, or `dtype` is not a carrier.
 
     Example:
         >>> import torch, jchop as jc
@@ -65,6 +67,7 @@ def dequantize(q: QArray, dtype: torch.dtype | None = None) -> Tensor:
     """
     if dtype is not None and dtype not in CARRIERS:
         raise TypeError(f"dtype={dtype!r} is not a carrier; allowed: {', '.join(map(str, CARRIERS))}")
+    check_known("q", q)
     numbers = storage.dequantize(q, None if dtype is None else CARRIERS[dtype])
     with types_for(numbers.dtype):
         return as_tensor(jnp.array(numbers, copy=True) if _is_stored(numbers, q) else numbers)
@@ -129,6 +132,7 @@ class PackedTensor(nn.Module):
         super().__init__()
         if not isinstance(q, QArray):
             raise TypeError(f"q={q!r} must be a jchop.QArray, as returned by jchop.torch.quantize of a tensor")
+        check_known("q", q)
         check_parts(q)
         for name, part in parts_of("", q).items():
             self.register_buffer(name.removeprefix("."), as_tensor(part))
@@ -139,6 +143,7 @@ class PackedTensor(nn.Module):
         """The numbers, in a new tensor."""
         return numbers_op(list(self._buffers.values()), self.text, CARRIERS[self.dtype])
 
+    @outside_graphs
     def as_qarray(self, *, copy: bool = False) -> QArray:
         """The stored array in JAX.
 

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from functools import lru_cache
+from functools import lru_cache, wraps
 from typing import Any, NamedTuple, TypeVar
+
+import torch
 
 from jchop.formats import ElementFormat, ScaledFormat
 from jchop.spec import Gradient, Spec, as_spec
 
-__all__ = ["Plan", "SpecLike", "clips", "constant", "plan_of"]
+__all__ = ["Plan", "SpecLike", "clips", "constant", "outside_graphs", "plan_of"]
 
 SpecLike = Spec | ElementFormat | ScaledFormat | str
 Function = TypeVar("Function", bound=Callable[..., Any])
@@ -23,6 +25,28 @@ def constant(function: Function) -> Function:
     """
     function._dynamo_marked_constant = True  # type: ignore[attr-defined]
     return function
+
+
+def outside_graphs(function: Function) -> Function:
+    """A function that torch.compile does not trace: its graph ends before a call, and another one begins after it.
+
+    Equivalent to `torch.compiler.disable`, which would import the compiler and take seconds.
+    """
+
+    @wraps(function)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_compiling() and _disabled(function):
+            return function.outside(*args, **kwargs)  # type: ignore[attr-defined]
+        return function(*args, **kwargs)
+
+    return call  # type: ignore[return-value]
+
+
+@constant
+def _disabled(function: Any) -> bool:
+    """True; runs while torch.compile traces, which finds the new attribute afterwards."""
+    function.outside = torch.compiler.disable(function)
+    return True
 
 
 class Plan(NamedTuple):

@@ -12,7 +12,7 @@ from jchop.storage import QArray
 from jchop.torch._library import check_carrier
 from jchop.torch._modules import Mode, quantize_module
 from jchop.torch._packed import codes_of
-from jchop.torch._plan import SpecLike, plan_of
+from jchop.torch._plan import SpecLike, outside_graphs, plan_of
 from jchop.torch._words import drawn_words
 
 __all__ = ["quantize"]
@@ -36,6 +36,7 @@ def quantize(
 def quantize(x: nn.Module, how: Rules, *, mode: Mode = ..., seed: int | None = ...) -> nn.Module: ...
 
 
+@outside_graphs
 def quantize(
     x: Tensor | nn.Module,
     how: SpecLike | Rules,

@@ -28,6 +28,7 @@ SPECS = (
 )
 STORED = (*SPECS, "int4(group=32)")
 RULES = {
+    "one scale": jc.Rule(weight="int4(group=32)", activation="int8", product="codes"),
     "float": jc.Rule(weight=ROW, activation=ROW),
     "codes": jc.Rule(weight=ROW, activation=ROW, product="codes"),
     "blocks": jc.Rule(weight="int8(group=32)", activation="int8(group=32)", product="codes"),
@@ -108,3 +109,26 @@ def test_draws_need_known_lengths() -> None:
 
     with pytest.raises(NotImplementedError, match="a symbolic length cannot be drawn for"):
         export.export(jax.jit(drawn))(jax.ShapeDtypeStruct(export.symbolic_shape("b, 64"), jnp.float32))
+
+
+@pytest.mark.parametrize(
+    ("function", "said"),
+    [
+        (lambda x: jc.math.sum(x, "bfloat16", axis=0), "none runs along a symbolic length"),
+        (jc.emulate(lambda x: x.T @ x, "bfloat16", accumulate=ACCUMULATED), "none runs along a symbolic length"),
+        (
+            lambda x: jc.round_to_format(x, "int8(group=4,axis=0)"),
+            "cuts an axis into groups, and its length must be known",
+        ),
+    ],
+)
+def test_lengths_that_must_be_known(function: Callable[[Any], Any], said: str) -> None:
+    with pytest.raises(NotImplementedError, match=said):
+        export.export(jax.jit(function))(jax.ShapeDtypeStruct(export.symbolic_shape("b, 64"), jnp.float32))
+
+
+def test_one_scale_along_a_symbolic_last_axis() -> None:
+    run = jax.jit(lambda x: jc.round_to_format(x, "int8"))
+    exported = export.export(run)(jax.ShapeDtypeStruct(export.symbolic_shape("4, b"), jnp.float32))
+    x = np.random.default_rng(0).normal(size=(4, 50)).astype(np.float32)
+    np.testing.assert_array_equal(exported.call(x), run(x))

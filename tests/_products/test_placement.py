@@ -140,6 +140,46 @@ def test_groups_keep_to_the_part_of_an_axis_that_is_summed_over(spec: str, found
     np.testing.assert_array_equal(low(low.pack(w, x), x), low(w, x))
 
 
+NUMBERS: dict[str, tuple[Function, Function, Function]] = {  # with the table laid out as (rows, groups)
+    "both indexes": (lambda t, i: t[i, i], lambda t: t.reshape(-1, 8), lambda r: r),
+    "one token": (lambda t, i: t[i[0], i[1], i[0]], lambda t: t.reshape(-1, 8), lambda r: r),
+    "of a flat table": (lambda t, i: t.reshape(-1)[i], lambda t: t.reshape(-1, 8), lambda r: r),
+    "of the transpose": (
+        lambda t, i: t.T[i, i, i], lambda t: t.T.reshape(-1, t.shape[0]), lambda r: r.reshape(8, -1, r.shape[1]).T
+    ),
+    "along an axis": (
+        lambda t, i: jnp.take_along_axis(t, jnp.broadcast_to(i[:1], (t.shape[0], 1, 8)), 1),
+        lambda t: t.reshape(-1, 8), lambda r: r,
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("spec", ["int4(group=4)", "int4(group=all)", "int4(group=32)"])
+@pytest.mark.parametrize("name", NUMBERS)
+def test_a_table_of_single_numbers_has_groups_along_its_last_axis(name: str, spec: str) -> None:
+    look_up, lay, back = NUMBERS[name]
+    table, i = numbers(4, 16, 8), jnp.array([3, 1])
+    if name == "both indexes":
+        table = table.reshape(64, 8)
+    rounded = back(rows_of(lay(table), spec)).reshape(table.shape)
+    low = jc.quantize_fn(look_up, jc.Rule(weight=spec))
+    packed = low.pack(table, i)
+    assert low.report(table, i).parameters[0].use == "rows"
+    assert packed.nbytes <= table.size / 2 + 4 * table.size / 4  # one scale for 4 numbers at least
+    np.testing.assert_array_equal(jc.dequantize(packed), rounded)
+    np.testing.assert_array_equal(low(table, i), look_up(jnp.asarray(rounded), i))
+    np.testing.assert_array_equal(low(packed, i), low(table, i))
+
+
+def test_a_vector_of_single_numbers_has_groups_along_itself() -> None:
+    vector, i = numbers(64), jnp.array([3, 1])
+    low = jc.quantize_fn(lambda v, i: v[i], jc.Rule(weight="int4(group=16)"))
+    packed = low.pack(vector, i)
+    assert packed.nbytes == 64 // 2 + 4 * 4
+    np.testing.assert_array_equal(jc.dequantize(packed), rows_of(vector, "int4(group=16)"))
+    np.testing.assert_array_equal(low(packed, i), low(vector, i))
+
+
 def test_an_axis_that_the_operand_has_not_is_an_error_in_every_mode() -> None:
     low = jc.quantize_fn(lambda w, x: x @ w, jc.Rule(weight="int8(channel=5)"))
     for call in (low, low.pack, low.report):

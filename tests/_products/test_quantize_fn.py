@@ -343,6 +343,65 @@ def test_rules_for_rows_select_them_as_an_embedding() -> None:
     assert specs == {"experts": "int8(group=all,axis=-2)", "scale": "", "table": "float8_e4m3"}
 
 
+BIASES = {
+    "itself": lambda b, shape: b,
+    "broadcast": jnp.broadcast_to,
+    "tiled": lambda b, shape: jnp.tile(b, (shape[0], 1)),
+    "repeated": lambda b, shape: jnp.repeat(b[None], shape[0], 0),
+    "cast": lambda b, shape: jnp.broadcast_to(b.astype(jnp.bfloat16), shape).astype(jnp.float32),
+    "reshaped": lambda b, shape: jnp.broadcast_to(b.reshape(1, 4, 4), (shape[0], 4, 4)).reshape(shape),
+    "scaled": lambda b, shape: jnp.broadcast_to(2 * b, shape),
+}
+
+
+@pytest.mark.parametrize("latents", [6, 1])  # of one, the shapes of a bias and of its sum are the same
+@pytest.mark.parametrize("name", BIASES)
+def test_a_bias_that_is_added_to_a_product_of_parameters_is_a_bias(name: str, latents: int) -> None:
+    def attend(p: Any, x: Any) -> Any:
+        y = p["latents"] @ p["query"]
+        return jnp.einsum("ld,btd->blt", y + BIASES[name](p["bias"], y.shape), x @ p["key"] + p["bias_of_key"])
+
+    own = {"latents": normal(latents, 32), "query": normal(32, 16), "bias": normal(16), "key": normal(32, 16)}
+    params, x = own | {"bias_of_key": normal(16)}, normal(2, 5, 32)
+    low = jc.quantize_fn(attend, jc.Rule(weight="int4(group=all)"))
+    report, packed = low.report(params, x), low.pack(params, x)
+    rows = {row.path: (row.use, row.primitive, bool(row.spec), row.reason) for row in report.parameters}
+    assert rows["bias"] == rows["bias_of_key"] == ("sum", "add", False, "")
+    assert {path for path, row in rows.items() if row[2]} == {"latents", "query", "key"}
+    assert isinstance(packed["bias"], jax.Array)
+    np.testing.assert_array_equal(low(packed, x), low(params, x))
+    both = jc.quantize_fn(attend, jc.Rule(weight="int4(group=all)", bias="e4m3")).report(params, x)
+    assert {row.path: row.spec for row in both.parameters}["bias"] == "float8_e4m3"
+
+
+def test_of_heads_a_bias_has_axes_of_one_operand_alone() -> None:
+    def attend(p: Any, x: Any) -> Any:  # one latent, without an axis of its own
+        return jnp.einsum("hk,thk->ht", jnp.einsum("d,dhk->hk", p["latent"], p["query"]) + p["bias"], x)
+
+    params = {"latent": normal(32), "query": normal(32, 4, 8), "bias": normal(4, 8)}
+    report = jc.quantize_fn(attend, jc.Rule(weight="int4(group=all)")).report(params, normal(5, 4, 8))
+    assert {row.path: row.use for row in report.parameters} == {"bias": "sum", "latent": "product", "query": "product"}
+
+
+SUMS_OF_WEIGHTS = {
+    "low rank": lambda p: p["w"] + p["a"] @ p["b"],
+    "low rank, with a new axis": lambda p: (p["w"][None] + (p["a"] @ p["b"])[None])[0],
+    "of one column": lambda p: p["w"] - p["a"][:, :1] @ p["b"][:1],
+    "two": lambda p: p["w"] + p["other"],
+    "a convolution": lambda p: (p["w"][None] + jax.lax.conv(p["w"][None], p["kernel"], (1,), "SAME"))[0],
+    "standardized": lambda p: p["w"] - p["w"].mean(0),
+    "a constant": lambda p: (jnp.broadcast_to(p["w"], (2, 32, 16)) + 1e-6)[0],
+}
+
+
+@pytest.mark.parametrize("name", SUMS_OF_WEIGHTS)
+def test_a_sum_of_weights_is_a_weight(name: str) -> None:
+    params = {"w": normal(32, 16), "a": normal(32, 2), "b": normal(2, 16), "other": normal(32, 16)}
+    params["kernel"] = normal(32, 32, 3)
+    low = jc.quantize_fn(lambda p, x: x @ SUMS_OF_WEIGHTS[name](p), jc.Rule(weight="int4(group=all)"))
+    assert all(row.spec for row in low.report(params, X).parameters if row.use)
+
+
 @pytest.mark.parametrize("gradient", [None, "e5m2"])
 def test_a_weight_comes_out_of_a_function_under_jit_as_it_went_in(gradient: str | None) -> None:
     rule = jc.Rule(
@@ -442,6 +501,21 @@ def test_parameters_that_a_traced_function_holds_are_packed_and_checked() -> Non
 def test_a_rule_that_does_nothing_is_an_error(rules: Any, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         jc.quantize_fn(mlp, rules)(PARAMS, X)
+
+
+def test_a_function_that_rounds_its_weights_already_is_said() -> None:
+    rule, params = jc.Rule(weight="int4(group=16)"), {"w": PARAMS["up"]}
+    by_hand = lambda p, x: x @ jc.round_to_format(p["w"], "int4(group=16,axis=0)")  # noqa: E731
+    packed = lambda p, x: x @ jc.dequantize(jc.quantize(p["w"], "int4(group=16,axis=0)"))  # noqa: E731
+    low = jc.quantize_fn(lambda p, x: x @ p["w"], rule)
+    already = "parameter 'w'.* is rounded already, by {}; give the plain function$"
+    for fun, by in ((low, "the rules of .*"), (by_hand, r"jchop at .*_fn.py:\d+"), (packed, r"jchop at .*_fn.py:\d+")):
+        for again in (jc.quantize_fn(fun, rule), jc.quantize_fn(fun, jc.Rule("w", weight="int8"))):
+            for call in (again, again.pack, again.report):
+                with pytest.raises(ValueError, match=already.format(by)):
+                    call(params, X)
+        with pytest.raises(ValueError, match=already.format(by)):
+            jc.ptq.quantize(fun, rule, params, [X])
 
 
 def test_a_rule_of_products_of_parameters_alone_is_said() -> None:

@@ -356,8 +356,8 @@ def test_formats_that_keep_n_of_every_m() -> None:
     assert fmt.kept_shape((3, 7)) == (3, 4) and fmt.scale_shape((3, 33)) == (3, 2)
     assert ("sparse", "2 of every 4 numbers along axis -1") in facts_of(fmt)
     for text, why in {
-        "int4(sparse=4:4)": "sparse .n of n:m.=4 must be an integer from 1 to 3",
-        "int4(sparse=1:65)": "sparse .m of n:m.=65",
+        "int4(sparse=4:4)": "sparse='4:4' keeps n of every m: n=4 must be an integer from 1 to 3",
+        "int4(sparse=1:65)": "sparse='1:65' keeps n of every m: m=65",
         "int4(sparse=2)": "sparse='2' must be two integers n and m, or text such as '2:4'",
         "int4(sparse_axis=0)": "sparse_axis=0 is the axis of sparse=; without it it has no effect",
         "nf4(scale=uint8(group=8,sparse=2:4))": "would drop scales, which every group needs",

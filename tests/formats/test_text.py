@@ -185,6 +185,8 @@ def test_grammar(text, fmt):
         ("codebook(1,0)", r"levels=\(1.0, 0.0\) must be strictly increasing"),
         ("codebook(0,inf)", r"format text 'codebook\(0,inf\)': .* must be finite"),
         ("bfp99", "format text 'bfp99': bits=99"),
+        ("codebook(-1,0,1)(group=2)", r"one pair of parentheses, as in 'codebook\(-1,0,1,group=2\)'"),
+        ("int4(group=2)(axis=0)", r"one pair of parentheses, as in 'int4\(group=2,axis=0\)'"),
     ],
 )
 def test_unknown_text(text, words):

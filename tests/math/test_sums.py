@@ -14,6 +14,8 @@ import oracle
 import oracle_arithmetic as arithmetic
 import oracle_math
 import pytest
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
 from oracle import Fraction, Value
 from oracle_matmul import Arithmetic, How, Sum, Words, rounded
 
@@ -443,3 +445,42 @@ def test_what_cannot_be_done_is_refused_with_a_reason(name: str) -> None:
     make, error, message = REFUSED[name]
     with pytest.raises(error, match=message):
         make()
+
+
+# -- explicit meshes ---------------------------------------------------------------------------------------------------
+
+WEIGHT = normal(24, 4, seed=1)
+PAIRWISE = MatmulSpec(accumulate="bfloat16", order="pairwise")
+STOCHASTIC = "bfloat16:stochastic"
+#: Functions of x, of shape (16, 24) and sharded along both axes, and the sharding of the results.
+ON_A_MESH: dict[str, tuple[Callable[[Any], Any], P]] = {
+    "softmax": (lambda x: jc.math.softmax(x, STOCHASTIC, KEY), P("a", "b")),
+    "logsumexp": (lambda x: jc.math.logsumexp(x, "bfloat16", axis=-1, keepdims=True), P("a", None)),
+    "sum": (lambda x: jc.math.sum(x, STOCHASTIC, KEY, axis=0, where=x > -1, initial=1.0), P("b")),
+    "all": (lambda x: jc.math.sum(x, PAIRWISE), P()),
+    "cumsum": (lambda x: jc.math.cumsum(x, STOCHASTIC, KEY, axis=0), P("a", "b")),
+    "flat cumsum": (lambda x: jc.math.cumsum(x, "bfloat16"), P(None)),
+    "prod": (lambda x: jc.math.prod(x, "bfloat16", axis=1), P("a")),
+    "matmul": (
+        lambda x: jc.math.matmul(x, WEIGHT, MatmulSpec(accumulate="e5m2", order="matrix_unit(8)")),
+        P("a", None),
+    ),
+    "einsum": (lambda x: jc.math.einsum("ij,jk->ki", x, WEIGHT, spec=PAIRWISE), P(None, "a")),
+    "trace": (lambda x: jc.math.trace(x, "bfloat16"), P()),
+    "conv": (lambda x: jc.math.conv(x[:, None], WEIGHT[None, None, :3, 0], "bfloat16"), P("a", None, None)),
+    "emulate": (jc.emulate(lambda x: (x @ WEIGHT).sum(1), "bfloat16", accumulate=PAIRWISE), P("a")),
+    "derivative": (jax.grad(lambda x: (x * jc.math.softmax(x, PAIRWISE)).max()), P("a", "b")),
+    "vmap": (jax.vmap(lambda row: jc.math.softmax(row, PAIRWISE)), P("a", "b")),
+}
+
+
+@pytest.mark.skipif(jax.device_count() < 8, reason="needs eight (forced host) devices")
+@pytest.mark.in_turn(3)
+@pytest.mark.parametrize("name", ON_A_MESH)
+def test_sums_along_an_axis_of_an_explicit_mesh_have_the_same_bits(name: str) -> None:
+    function, spec = ON_A_MESH[name]
+    x, mesh = jnp.asarray(normal(16, 24)), jax.make_mesh((4, 2), ("a", "b"), axis_types=(AxisType.Explicit,) * 2)
+    with jax.set_mesh(mesh):
+        out = jax.jit(function)(jax.device_put(x, NamedSharding(mesh, P("a", "b"))))
+    assert out.sharding.spec == spec
+    same(out, jax.jit(function)(x))

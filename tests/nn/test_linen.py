@@ -197,3 +197,31 @@ def test_packed_parameters_are_numbers_for_functions_of_trees() -> None:
     assert jax.tree.structure(moved) == jax.tree.structure(packed)
     again = low.pack(jax.tree.map(jnp.add, numbers, jax.tree.map(jnp.ones_like, numbers)), x)
     jax.tree.map(np.testing.assert_array_equal, moved, again)
+
+
+class Normed(linen.Module):
+    @linen.compact
+    def __call__(self, x: Any) -> Any:
+        x = linen.RMSNorm(name="norm")(linen.Dense(8, name="up")(x))
+        return linen.Dense(3, name="down")(x)
+
+
+def test_norms_are_rounded_by_rules_of_their_own_alone() -> None:
+    """As in a program, and as in NNX (tests/nn/test_surgery.py)."""
+    x = jax.random.normal(jax.random.key(3), (5, 8))
+    variables = Normed().init(jax.random.key(0), x)
+    variables["params"]["norm"]["scale"] = jnp.linspace(0.3, 1.7, 8)
+    rule = jc.nn.Rule(weight="int4(group=4)", activation="e2m1")
+    wide, program = quantized_linen.quantize(Normed(), rule), quantized_linen.quantize(Normed(), rule, program=True)
+    packed = wide.pack(variables, x)
+    np.testing.assert_array_equal(wide.apply(variables, x), program.apply(variables, x))
+    np.testing.assert_array_equal(wide.apply(packed, x), program.apply(variables, x))
+    assert isinstance(packed["params"]["norm"]["scale"], jax.Array)
+    why = f"{rule} leaves norms, since it decides other layers, too"
+    assert ("norm/scale", (8,), why) in wide.report(variables, x).wide
+
+    own = quantized_linen.quantize(Normed(), [jc.nn.Rule(layer="RMSNorm", weight="e2m1", activation="e4m3"), rule])
+    stored = own.pack(variables, x)
+    assert isinstance(stored["params"]["norm"]["scale"], quantized_linen.Packed)
+    np.testing.assert_array_equal(own.apply(stored, x), own.apply(variables, x))
+    assert (own.apply(variables, x) != wide.apply(variables, x)).any()

@@ -211,8 +211,63 @@ def test_a_general_layer_sums_over_its_own_axes() -> None:
         x, merged = np.random.default_rng(1).standard_normal((3, 3, 3)), merge_lora(adapted)
         np.testing.assert_allclose(adapted(x), merged(x), rtol=1e-4, atol=1e-5)
     batched = nnx.LinearGeneral(3, 4, batch_axis={0: 2}, rngs=nnx.Rngs(0))
-    with pytest.raises(ValueError, match=r"its weight of shape \[2, 3, 4\] is no matrix"):
+    with pytest.raises(ValueError, match=r"LinearGeneral \(without batch_axis\); exclude the layer"):
         add_lora(batched, LoraRule("*", rank=2), rngs=nnx.Rngs(1))
+
+
+class Stack(nnx.Module):
+    def __init__(self) -> None:
+        make = lambda key: nnx.LinearGeneral((2, 8), (2, 8), axis=(-2, -1), rngs=nnx.Rngs(key))  # noqa: E731
+        self.blocks = nnx.vmap(make)(jax.random.split(jax.random.key(0), 3))
+
+    def __call__(self, x: Any) -> Any:
+        scanned = nnx.scan(lambda x, layer: x + layer(x), in_axes=(nnx.Carry, 0), out_axes=nnx.Carry)
+        return scanned(x, self.blocks)
+
+
+@pytest.mark.parametrize("weight", [None, "int4(group=4)"])
+def test_a_stack_has_an_adapter_for_each_layer(weight: str | None, tmp_path: Path) -> None:
+    plain: Any = Stack()
+    model: Any = plain if weight is None else jc.nn.quantize(plain, Rule(weight=weight), "ptq")
+    x = np.random.default_rng(2).standard_normal((5, 2, 8)).astype(np.float32)
+    adapted = noised(add_lora(model, LoraRule("blocks", rank=2, alpha=4), rngs=nnx.Rngs(1)))
+    a, b = (np.asarray(p[...], np.float64) for p in (adapted.blocks.lora_a, adapted.blocks.lora_b))
+    assert (a.shape, b.shape) == ((3, 16, 2), (3, 2, 16)) and (a[0] != a[1]).any()
+    kernel, bias = plain.blocks.kernel[...], np.asarray(plain.blocks.bias[...])
+    if weight is not None:  # (3, 2, 8, 2, 8), the axes of inputs first
+        kernel = jax.vmap(lambda w: jc.round_to_format(w.reshape(16, 16).T, weight).T.reshape(w.shape))(kernel)
+    merged = np.asarray(kernel, np.float64) + 2 * np.einsum("lir,lro->lio", a, b).reshape(kernel.shape)
+    wanted = np.asarray(x, np.float64)
+    for w, offset in zip(merged, bias, strict=True):
+        wanted = wanted + np.einsum("nij,ijkl->nkl", wanted, w) + offset
+    np.testing.assert_allclose(adapted(x), wanted, rtol=1e-4, atol=1e-4)
+    np.testing.assert_allclose(merge_lora(adapted).blocks.kernel[...], merged, rtol=1e-5, atol=1e-6)
+    again, adapters = split_lora(adapted)
+    np.testing.assert_array_equal(again(x), model(x))
+    assert adapters["blocks"]["lora_a"].shape == (3, 16, 2)
+    with pytest.raises(ValueError, match="is one of a stack"):
+        save_lora(tmp_path, adapted)
+    save_lora(
+        tmp_path,
+        add_lora(nnx.Dict(blocks=nnx.Linear(16, 16, rngs=nnx.Rngs(0))), LoraRule("*", rank=2), rngs=nnx.Rngs(1)),
+    )
+    with pytest.raises(ValueError, match="'blocks' is a stack, which a file of PEFT has not"):
+        load_lora(tmp_path, model)
+
+
+def test_a_stack_begins_with_the_best_approximations_and_has_dropout() -> None:
+    plain, rate = Stack(), 0.5
+    model = jc.nn.quantize(plain, Rule(weight="int4(group=4)"), "ptq")
+    rule = LoraRule("*", rank=2, init="loftq", dropout=rate)
+    adapted: Any = add_lora(model, rule, rngs=nnx.Rngs(params=1, dropout=2), original=plain)
+    alone: Any = add_lora(model, LoraRule("*", rank=16, init="loftq"), rngs=nnx.Rngs(1), original=plain)
+    np.testing.assert_allclose(merge_lora(alone).blocks.kernel[...], plain.blocks.kernel[...], atol=1e-5)
+    x = jnp.ones((4, 2, 8))
+    first, second = adapted(x), adapted(x)
+    assert (first != second).any()
+    adapted.eval()
+    np.testing.assert_array_equal(adapted(x), adapted(x))
+    np.testing.assert_allclose(adapted(x), merge_lora(adapted)(x), rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.slow

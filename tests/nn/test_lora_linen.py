@@ -117,6 +117,15 @@ def test_merge_split_and_files(low: Any, packed: Any, tmp_path: Path) -> None:
     np.testing.assert_array_equal(jc.nn.load_lora(tmp_path, twin)["up"].lora_a[...], adapters["up"]["lora_a"])
 
 
+def test_merged_layers_leave_no_rule_for_the_norms_alone(plain: Any) -> None:
+    """The rule was for all layers, and left the norm; when its other layers are merged, it still does."""
+    low = jc.nn.linen.quantize(Net(), Rule(weight="int4(group=32)", activation="e4m3", output="e4m3"))
+    adapted, variables = add_lora(low, low.pack(plain, X), LoraRule("{up,down}", rank=2), X, key=KEY)
+    module, _ = merge_lora(adapted, variables, X)
+    assert isinstance(module, jc.nn.linen.Quantized)
+    assert [str(rule) for rule in module.rules][1:] == ["Rule('*', output=float8_e4m3)"]
+
+
 @pytest.mark.slow
 def test_all_merged_is_a_plain_module(low: Any, plain: Any, packed: Any) -> None:
     adapted, variables = add_lora(low, plain, LoraRule("up", rank=2), X, key=KEY)

@@ -76,7 +76,7 @@ def test_the_transformer_is_packed(monkeypatch: Any, capsys: Any, tmp_path: Path
     assert int(rows["mxfp4"][1]) < 0.17 * int(rows["float32"][1]) and picture.read_bytes().startswith(b"\x89PNG")
 
 
-LEAST = {"int8 × int8": 39, "int8 × int8, 128": 39.5, "e4m3 × e4m3": 28, "cache int8": 41, "int4, cache int8": 19}
+LEAST = {"int8 × int8": 39, "int8 × int8, 128": 39.5, "e4m3fn × e4m3fn": 28, "cache int8": 41, "int4, cache int8": 19}
 
 
 @pytest.mark.parametrize(("kind", "names"), [("paged", tuple(LEAST)), ("rolling", ("int4, cache int8",))])

@@ -77,7 +77,8 @@ def test_the_report_names_every_parameter_that_stays_wide() -> None:
     assert [
         path for path, _, why in all_of_it.wide if why == "Patches cannot be quantized as a layer, only in its program"
     ] == ["kept/0", "position"]
-    assert len(all_of_it.wide) == 2 and not jc.nn.report(Patches(rngs=nnx.Rngs(0))).wide
+    assert [path for path, _, why in all_of_it.wide if why.endswith("decides other layers, too")] == ["norm/scale"]
+    assert len(all_of_it.wide) == 3 and not jc.nn.report(Patches(rngs=nnx.Rngs(0))).wide
 
 
 def test_the_report_of_linen_names_the_same() -> None:

@@ -73,3 +73,9 @@ def test_rules_are_values() -> None:
 def test_fields_are_checked(fields: dict[str, Any], error: type[Exception], words: str) -> None:
     with pytest.raises(error, match=words):
         jc.nn.Rule(**fields)
+
+
+@pytest.mark.parametrize("rules", ["int4", {"*": {"weight": "int4"}}])
+def test_what_is_no_rule_is_answered_with_one(rules: Any) -> None:
+    with pytest.raises(TypeError, match=r"must be a jchop.Rule, or several, as jc\.Rule\(weight='int4'\)"):
+        jc.quantize_fn(lambda p, x: x @ p, rules)

@@ -254,3 +254,63 @@ def test_what_cannot_be_quantized_is_named() -> None:
         jc.nn.quantize(bare, jc.nn.Rule("linear", weight="e4m3"), mode="lora")  # type: ignore[arg-type]
     with pytest.raises(TypeError, match="module of Flax NNX"):
         jc.nn.quantize({"kernel": X}, jc.nn.Rule(weight="e4m3"))  # type: ignore[type-var]
+
+
+class Normed(nnx.Module):
+    def __init__(self, shift: bool, kind: Any = nnx.RMSNorm) -> None:
+        rngs = nnx.Rngs(0)
+        self.up, self.norm, self.down = nnx.Linear(8, 8, rngs=rngs), kind(8, rngs=rngs), nnx.Linear(8, 3, rngs=rngs)
+        self.norm.scale[...] = jnp.linspace(0.3, 1.7, 8)
+        self.shift = nnx.Param(jnp.zeros(3)) if shift else None
+
+    def __call__(self, x: Any) -> Any:
+        y = self.down(self.norm(self.up(x)))
+        return y if self.shift is None else y + self.shift[...]
+
+
+@pytest.mark.parametrize("fields", [{"weight": "int4(group=4)"}, {"activation": "e2m1"}])
+def test_one_rule_is_one_model_in_layers_and_in_a_program(fields: Any) -> None:
+    """Under a rule for products, too, a norm is as it is; a parameter more, which is zero, changes nothing."""
+    x, rule = jax.random.normal(jax.random.key(3), (5, 8)), jc.nn.Rule(**fields)
+    layers, program, more = (
+        jc.nn.quantize(Normed(shift), rule, inputs=inputs)
+        for shift, inputs in ((False, None), (False, (x,)), (True, None))
+    )
+    assert type(layers.norm) is nnx.RMSNorm and type(layers.up) is jc.nn.Linear
+    np.testing.assert_array_equal(layers(x), program(x))
+    np.testing.assert_array_equal(layers(x), more(x))
+    by_name = jc.nn.quantize(Normed(False), [jc.nn.Rule("norm"), rule])
+    np.testing.assert_array_equal(layers(x), by_name(x))
+    row = next(row for row in jc.nn.report(Normed(False), rule, batches=[x]).rows if row.path == "norm")
+    assert row.specs == () and row.bytes_after == row.bytes_before and row.output_snr is None
+
+
+@pytest.mark.parametrize("select", [{"path": "*norm*"}, {"layer": "RMSNorm"}])
+def test_a_rule_for_norms_alone_rounds_them(select: Any) -> None:
+    x, plain = jax.random.normal(jax.random.key(3), (5, 8)), Normed(False)
+    rules = [jc.nn.Rule(**select, weight="e4m3", activation="e4m3"), jc.nn.Rule(weight="e4m3")]
+    packed = jc.nn.quantize(plain, rules, mode="ptq")
+    assert isinstance(packed.norm.scale, jc.nn.QuantizedParam)
+    np.testing.assert_array_equal(packed(x), jc.nn.quantize(plain, rules)(x))
+    inside = plain.norm(jc.round_to_format(x, "e4m3")) / plain.norm.scale[...]
+    np.testing.assert_allclose(packed.norm(x), inside * jc.round_to_format(plain.norm.scale[...], "e4m3"), rtol=1e-6)
+    row = next(row for row in jc.nn.report(plain, rules, batches=[x]).rows if row.path == "norm")
+    assert row.specs == (("weight", "float8_e4m3"), ("activation", "float8_e4m3"))
+    assert row.activation_snr is not None and row.weight_snr is not None and row.activation_snr < 40
+
+
+def test_a_rule_for_products_too_has_outputs_and_biases_of_norms() -> None:
+    x, plain = jax.random.normal(jax.random.key(3), (5, 8)), Normed(False, nnx.LayerNorm)
+    plain.norm.bias[...] = jnp.linspace(-1, 1, 8)  # type: ignore[index]
+    rounded = jc.nn.quantize(plain, jc.nn.Rule(weight="e4m3", activation="e4m3", output="e5m2", bias="e5m2")).norm
+    assert isinstance(rounded, jc.nn.LayerNorm)
+    plain.norm.bias[...] = jc.round_to_format(plain.norm.bias[...], "e5m2")  # type: ignore[index]
+    np.testing.assert_array_equal(rounded(x), jc.round_to_format(plain.norm(x), "e5m2"))
+    emulated = jc.nn.quantize(plain, jc.nn.Rule(activation="e4m3"), mode="emulate").norm
+    assert (emulated(x) == jc.round_to_format(emulated(x), "e4m3")).all() and (emulated(x) != plain.norm(x)).any()
+
+
+def test_a_weight_that_only_a_norm_would_have_has_no_effect() -> None:
+    attention = nnx.MultiHeadAttention(2, 8, normalize_qk=True, decode=False, rngs=nnx.Rngs(0))
+    with pytest.raises(ValueError, match="weight has no effect on any of its layers: LayerNorm, MultiHeadAttention"):
+        jc.nn.quantize(attention, jc.nn.Rule("!{query,key,value,out}", weight="e4m3", activation="e4m3"))

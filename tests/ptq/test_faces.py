@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import jax
@@ -75,6 +76,16 @@ def test_a_quantized_model_is_refused() -> None:
     packed = jc.nn.quantize(model, RULE, "ptq", inputs=(x,))
     with pytest.raises(ValueError, match="model is quantized already"):
         jc.nn.quantize_with_data(packed, RULE, [x])
+    layer: Any = nnx.Sequential(nnx.Linear(32, 24, rngs=nnx.Rngs(0)), nnx.RMSNorm(24, rngs=nnx.Rngs(1)))
+    for mode in ("qat", "ptq"):
+        low = jc.nn.quantize(layer, [jc.Rule(layer="RMSNorm", weight="e4m3"), RULE], mode)
+        for again in (partial(jc.nn.quantize_with_data, low, RULE, [x]),
+                      partial(jc.nn.quantize, low, RULE, "ptq", inputs=(x,))):  # fmt: skip
+            with pytest.raises(ValueError, match="Linear at 'layers/0' rounds its kernel already; give the model that"):
+                again()
+    norms = jc.nn.quantize(layer, [jc.Rule("1", weight="e4m3"), jc.Rule(activation="int8(group=all)")])
+    rounded, report = jc.nn.quantize_with_data(norms, RULE, [x])  # its weights are not rounded yet
+    assert [row.path for row in report.weights] == ["layers/0/kernel"] and rounded(x).shape == (4, 24)
     with pytest.raises(TypeError, match="must be a module of Flax NNX"):
         jc.nn.quantize_with_data(plain, RULE, [x])  # type: ignore[type-var]
 

@@ -150,3 +150,16 @@ def test_bad_arguments() -> None:
         ValueError, match="memory=3000 bytes is less than the 17680 bytes that the statistics of 'a' need"
     ):
         jc.ptq.quantize(network, RULE, params, batches, memory=3000)
+
+
+def test_an_error_names_the_weight_that_needs_the_most() -> None:
+    """The first one that does not fit is another."""
+    params = {"a": jnp.ones((16, 48)), "b": jnp.ones((48, 8))}
+    fun = lambda p, x: jax.nn.relu(x @ p["a"]) @ p["b"]  # noqa: E731
+    n = 48
+    for steps, need in (
+        ([jc.ptq.gptq()], 8 * (2 * n**2 + 5 * n + 2)),
+        ([jc.ptq.correct_error(), jc.ptq.gptq()], 8 * (4 * n**2 + 7 * n + 2)),
+    ):
+        with pytest.raises(ValueError, match=f"less than the {need} bytes .* of 'b' need, the most of all"):
+            jc.ptq.quantize(fun, RULE, params, [jnp.ones((4, 16))], steps, memory=100)

@@ -276,6 +276,29 @@ def test_layers_by_a_constant_index_are_rounded_as_a_list(steps: Any, memory: An
     assert {path: row.note for path, row in rows.items()} == dict.fromkeys(("a[1]", "b[1]"), "no input reached it")
 
 
+@pytest.mark.parametrize("sequential", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_layers_whose_rows_are_looked_up_are_rounded_as_tables(sequential: bool) -> None:
+    def apart(p: Any, tokens: Any) -> Any:
+        return jnp.tanh(p["a"][tokens] + p["b"][tokens + 1]) @ p["head"].T
+
+    def fun(p: Any, tokens: Any) -> Any:
+        return apart({"a": p[0], "b": p[1], "head": p[2]}, tokens)
+
+    stack = jnp.asarray(np.random.default_rng(0).normal(size=(3, 20, 16)), jnp.float32)
+    layers = dict(zip(("a", "b", "head"), stack, strict=True))
+    rule, tokens = jc.Rule(weight="int4(group=8)"), jnp.arange(19)
+    steps = [jc.ptq.sparse(2, 4), jc.ptq.gptq()]
+    packed, report = jc.ptq.quantize(fun, rule, stack, [tokens], steps, sequential=sequential)
+    each, one = jc.ptq.quantize(apart, rule, layers, [tokens], steps, sequential=sequential)
+    for number, name in enumerate(layers):
+        np.testing.assert_array_equal(packed.qvalue[number], each[name].qvalue)
+    rows = {row.path: row for row in report.weights}
+    assert list(rows) == ["[2]", "[0]", "[1]"] and report.passes == one.passes == 1
+    for row in (rows["[0]"], rows["[1]"]):
+        assert (row.method, row.dead, row.note, row.shape) == ("nearest", 0, "it is looked up", (20, 16))
+    assert rows["[2]"].method == "sparse, gptq" and not rows["[2]"].note
+
+
 @pytest.mark.slow
 def test_inputs_that_are_shared_are_one_stage() -> None:
     def attend(p: Any, x: Any) -> Any:
@@ -341,7 +364,7 @@ def test_all_that_is_left_out_is_in_the_report() -> None:
         "w": "",
         "never": "no input reached it",
         "bias": "it is added",
-        "table": "rows of it are looked up",
+        "table": "it is looked up",
         "computed": "its numbers are computed with before the product",
         "without": "no rule rounds it",
     }
@@ -371,6 +394,34 @@ def test_inputs_of_low_rank_are_damped() -> None:
         )
         if not damping:
             assert row.tries > 1 and row.damping > 0
+
+
+def test_fewer_rows_than_inputs_are_noted() -> None:
+    few = "fewer rows than inputs"
+    rng = np.random.default_rng(0)
+    w, x = (jnp.asarray(rng.normal(size=shape), jnp.float32) for shape in ((8, 4), (8, 8)))
+
+    def note(steps: Any, *batches: Any, fun: Any = dense, w: Any = w) -> str:
+        _, report = jc.ptq.quantize(fun, jc.Rule(weight="int8(group=8)"), {"w": w}, batches, steps)
+        return report.weights[0].note
+
+    assert note([jc.ptq.gptq()], x[:4], x[4:7]) == few and note([jc.ptq.correct_error()], x[:7]) == few
+    assert note([jc.ptq.gptq()], x[:4], x[4:]) == note([jc.ptq.clip()], x[:7]) == note([], x[:7]) == ""
+    ragged = lambda p, x: lax.ragged_dot(x, p["w"], jnp.array([3, 0, 8]))  # noqa: E731
+    text = note([jc.ptq.gptq()], jnp.concatenate([x, x[:3]]), fun=ragged, w=jnp.stack([w] * 3))
+    assert text == f"no input reached 1 of its 3 matrices; {few} in 1 of its 3 matrices"
+
+
+def test_a_weight_worse_than_nearest_is_noted() -> None:
+    """By itself: with what `correct_error` makes up for, the output is better."""
+    weights, x, _ = network(0, 32)
+    rule, steps = jc.Rule(weight="int3(group=32)"), [jc.ptq.correct_error(1.0)]
+    packed, report = jc.ptq.quantize(chain, rule, weights, [x], steps)
+    low, y = jc.quantize_fn(chain, rule), chain(weights, x)
+    assert decibels(y, low(packed, x) - y) > decibels(y, low(weights, x) - y)
+    notes = ["worse than nearest, not counting the errors that correct_error makes up for" * (row.after < row.before)
+             for row in report.weights]  # fmt: skip
+    assert [row.note for row in report.weights] == notes and not notes[0] and notes[-1]
 
 
 @pytest.mark.slow

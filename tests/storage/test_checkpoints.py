@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -321,6 +322,9 @@ def test_folders(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("said", "data"),
     [
+        ("x.gguf is not a GGUF file: it ends within its header", b""),
+        ("x.gguf is not a GGUF file: it ends within its header", b"GGU"),
+        ("x.gguf is not a GGUF file: it does not begin with GGUF", bytes(64)),
         ("version 1 is not 2 or 3", b"GGUF" + (1).to_bytes(4, "little") + bytes(16)),
         ("ends within its header", gguf_file({"a": (0, (4,), bytes(16))})[:40]),
         ("more than its bytes", b"GGUF" + (3).to_bytes(4, "little") + (1 << 40).to_bytes(8, "little") + bytes(8)),
@@ -353,6 +357,10 @@ def test_arguments(tmp_path: Path) -> None:
         save_checkpoint({"kernel": q}, tmp_path / "m2", "compressed-tensors")
     with pytest.raises(ValueError, match="and only these, have the layout"):
         save_checkpoint({"w": q}, tmp_path / "m3", "gguf")
+    (taken := tmp_path / "m5").write_bytes(b"old")
+    with pytest.raises(ValueError, match=r"m5 is a file; tensors are written to a folder, or to a file that ends in"):
+        save_checkpoint({"w.weight": q}, taken, "plain")
+    assert taken.read_bytes() == b"old"
     with pytest.raises(TypeError, match="only arrays"):
         save_checkpoint({"w": "text"}, tmp_path / "m4", "plain")
     (path := tmp_path / "x.safetensors").write_bytes(pack_file(CASES["gptq"].make(np.random.default_rng(0)), {}))
@@ -512,6 +520,50 @@ def test_what_only_looks_like_codes_is_read(tmp_path: Path) -> None:
     assert set(load_checkpoint(path)) == set(tensors)
 
 
+@pytest.mark.parametrize("config", [True, False])
+def test_nf4_under_a_name_that_is_not_weight(tmp_path: Path, config: bool) -> None:
+    case, name = CASES["nf4 experts"], "mlp.experts.up_proj"
+    tensors = case.make(np.random.default_rng(0))
+    renamed = {key.replace("w.weight", name): value for key, value in tensors.items()}
+    more = {"norm.weight": np.ones(3, np.float32)}
+    write_folder(tmp_path, renamed | more, case if config else replace(case, config={}))
+    tree = load_checkpoint(tmp_path)
+    assert set(tree) == {name, "norm.weight"} and str(tree[name].spec) == "nf4(group=32)"
+    same(numbers(tree[name]), case.values(tensors))
+    write_folder(tmp_path, {key: value for key, value in renamed.items() if "quant_map" not in key}, case)
+    with pytest.raises(ValueError, match="form no weight of the layout bitsandbytes"):
+        load_checkpoint(tmp_path)
+    assert f"{name}.absmax" in load_checkpoint(tmp_path, "plain")
+
+
+@pytest.mark.parametrize(
+    ("name", "old", "new", "said"),
+    [
+        ("torchao int4 by 8", "w._weight", "w._up", "tensor 'w._up_qdata' is of no weight named"),
+        (
+            "int4 symmetric",
+            "w.weight",
+            "w.up",
+            "are of compressed-tensors under another name than weight, which is not",
+        ),
+    ],
+)
+def test_other_layouts_under_another_name(tmp_path: Path, name: str, old: str, new: str, said: str) -> None:
+    case = CASES[name]
+    tensors = {key.replace(old, new): value for key, value in case.make(np.random.default_rng(0)).items()}
+    metadata = {key.replace("w.weight", "w.up"): text for key, text in case.metadata.items()}
+    write_folder(tmp_path, tensors, replace(case, metadata=metadata))
+    with pytest.raises(ValueError, match=said):
+        load_checkpoint(tmp_path)
+
+
+def test_a_folder_with_files_of_other_models_names_some(tmp_path: Path) -> None:
+    for name in "abcde":
+        (tmp_path / f"{name}.safetensors").touch()
+    with pytest.raises(FileNotFoundError, match=r"files: 'a.safetensors', 'b.safetensors', 'c.safetensors' and 2 more"):
+        load_checkpoint(tmp_path)
+
+
 def test_modules_with_their_own_bits_and_one_scale(tmp_path: Path) -> None:
     """Configurations whose facts about all modules do not hold for the one that is read."""
     tensors = folder_of(tmp_path, "gptq", GPTQ | {"bits": 8, "dynamic": {"+:w": {"bits": 4}}})
@@ -556,6 +608,7 @@ def test_folders_with_files_that_are_missing(tmp_path: Path) -> None:
         ("not all of 2 numbered files are there, number 2 first", "none"),
         ("of an unfinished run of jchop: repeat its command", ".jchop-unfinished.json"),
         ("pass the path of one of its files: 'b.safetensors'", "b.safetensors"),
+        ("pass the path of one of its files: 'c.gguf'", "c.gguf"),
         ("'pytorch_model.bin' is a pickle of torch", "pytorch_model.bin"),
     ):
         (tmp_path / name).touch()

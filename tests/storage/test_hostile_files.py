@@ -63,7 +63,7 @@ REFUSED: list[tuple[str, Any, bytes]] = [
 def test_headers(tmp_path: Path, capsys: pytest.CaptureFixture[str], said: str, header: Any, data: bytes) -> None:
     path = tmp_path / "x.safetensors"
     path.write_bytes(packed(header, data))
-    with pytest.raises(ValueError, match=f"is not a safetensors file: bad header .*{said}"):
+    with pytest.raises(ValueError, match=f"is not a safetensors file that jchop reads: bad header .*{said}"):
         jc.load_safetensors(path)
     with pytest.raises(ValueError, match=said):
         quantize_file(path, tmp_path / "out.safetensors", [Rule(".*", jc.parse("bfloat16"))])
@@ -92,7 +92,7 @@ def test_what_the_reference_implementation_reads_is_read(tmp_path: Path) -> None
         path.write_bytes(content)
         with pytest.raises(reference.SafetensorError):
             reference.deserialize(content)
-        with pytest.raises(ValueError, match="not the length of a header"):
+        with pytest.raises(ValueError, match=r"not the length of a header|it is empty"):
             jc.load_safetensors(path)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -289,6 +290,11 @@ def test_repr(stored: Stored) -> None:
     q = jc.quantize(jnp.ones((40, 50)), "mxfp4")
     assert repr(q) == "QArray(shape=(40, 50), dtype=float32, spec='mxfp4')"
     jax.jit(lambda q: repr(q) and q.qvalue)(q)
+    gradient = jax.grad(lambda q: jc.dequantize(q).sum(), allow_int=True)(small)
+    assert "QArray int8(channel=-2) [1, 2]" in gradient._repr_html_()
+    assert "scale=" in repr(gradient) and "spec='int8(channel=-2)'" in repr(gradient)
+    with pytest.raises(ValueError, match="the QArray is a gradient, in which integer codes have none"):
+        jc.dequantize(gradient)
     assert "qvalue=(40, 25)" in repr(jax.tree.map(lambda leaf: leaf.shape, q))
 
 
@@ -525,6 +531,11 @@ def test_functions_of_numpy_take_the_numbers() -> None:
         np.array(q, copy=False)
     with pytest.raises(jax.errors.TracerArrayConversionError):
         jax.jit(np.asarray)(q)
+
+
+def test_a_spec_that_is_a_text_is_named() -> None:
+    with pytest.raises(TypeError, match=r"^spec='int4' must be a Spec, under which the codes were made"):
+        replace(jc.quantize(jnp.ones((2, 8)), "int8"), spec="int4")  # type: ignore[arg-type]
 
 
 def test_arithmetic_on_leaves_is_an_error_that_says_what_to_do() -> None:

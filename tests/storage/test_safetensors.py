@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,8 @@ import pytest
 import jchop as jc
 from jchop.storage import QArray
 from jchop.storage import _save as save
+from jchop.storage._checkpoints.public import convert
+from jchop.storage._files.parts import write_together
 from jchop.storage._files.safetensors import DTYPES, Entry, TensorFile, TensorWriter, lay_out
 from jchop.storage._stream import Rule, quantize_file
 
@@ -89,12 +92,68 @@ def test_other_libraries_read_it(tmp_path: Path) -> None:
 
 def test_every_dtype(tmp_path: Path) -> None:
     path = tmp_path / "all.safetensors"
-    saved = {name: np.array([[0, 1, 2]]).astype(dtype) for name, dtype in DTYPES.items() if name != "F8_E8M0"}
+    saved = {name: np.array([[0, 1, 2, 1]]).astype(dtype) for name, dtype in DTYPES.items() if name != "F8_E8M0"}
     saved["F8_E8M0"] = np.array([1.0, 4.0]).astype(ml_dtypes.float8_e8m0fnu)
     jc.save_safetensors(path, saved)
     same(jc.load_safetensors(path), saved)
     with TensorFile(path) as file:
         assert all(entry.start % entry.dtype.itemsize == 0 for entry in file.entries.values())
+
+
+def test_two_numbers_of_four_bits_are_in_a_byte(tmp_path: Path) -> None:
+    path, codes = tmp_path / "a.safetensors", np.random.default_rng(0).integers(0, 16, (6, 5, 3), np.uint8)
+    flat = codes.reshape(-1)
+
+    def write(data: bytes, **header: Any) -> None:
+        text = json.dumps(header).encode()
+        path.write_bytes(len(text).to_bytes(8, "little") + text + data)
+
+    def stored_in(name: str) -> bytes:
+        data = (tmp_path / name).read_bytes()
+        length = int.from_bytes(data[:8], "little")
+        start, end = json.loads(data[8 : 8 + length])["w"]["data_offsets"]
+        return data[8 + length + start : 8 + length + end]
+
+    data = bytes(flat[i] + 16 * flat[i + 1] for i in range(0, 90, 2))
+    more = {"dtype": "F32", "shape": [2, 32], "data_offsets": [45, 301]}
+    write(data + np.ones(64, "<f4").tobytes(), w={"dtype": "F4", "shape": [6, 5, 3], "data_offsets": [0, 45]}, x=more)
+    wanted = codes.view(ml_dtypes.float4_e2m1fn)
+    found = jc.load_safetensors(path)["w"]
+    np.testing.assert_array_equal(np.asarray(found).view(np.uint8), codes)
+    with TensorFile(path) as file:
+        np.testing.assert_array_equal(file.read("w", 7, 6).view(np.uint8), flat[7:13])
+    jc.save_safetensors(tmp_path / "b.safetensors", {"w": wanted})
+    assert stored_in("b.safetensors") == data
+    quantize_file(path, tmp_path / "c.safetensors", [Rule("x", jc.Spec("int8"))], chunk=7)
+    assert stored_in("c.safetensors") == data
+    convert(path, tmp_path / "d", "plain", shard_bytes=50)  # w waits in a file
+    np.testing.assert_array_equal(np.asarray(jc.storage.load_checkpoint(tmp_path / "d")["w"]).view(np.uint8), codes)
+    with pytest.raises(TypeError, match="leaf 'w' of float4_e2m1fn: several processes write whole bytes"):
+        write_together(path, {"w": wanted}, {"w": Entry(wanted.dtype, wanted.shape)}, {})
+    with pytest.raises(ValueError, match=r"'w' of float4_e2m1fn\[3\] fills no whole bytes"):
+        jc.save_safetensors(path, {"w": wanted[0, 0]})
+    write(bytes(2), w={"dtype": "F4", "shape": [3], "data_offsets": [0, 2]})
+    with pytest.raises(ValueError, match="do not fit shape"):
+        jc.load_safetensors(path)
+    write(bytes(3), w={"dtype": "F6_E2M3", "shape": [4], "data_offsets": [0, 3]})
+    with pytest.raises(ValueError, match=r"file that jchop reads: .* dtype 'F6_E2M3' is not known; read are F4, BOOL"):
+        jc.load_safetensors(path)
+
+
+@pytest.mark.parametrize(
+    ("call", "name"),
+    [
+        (lambda: jc.save_safetensors(3, {}), "path"),  # type: ignore[arg-type]
+        (lambda: jc.load_safetensors(3), "path"),  # type: ignore[arg-type]
+        (lambda: jc.storage.load_checkpoint(3), "path"),  # type: ignore[arg-type]
+        (lambda: jc.storage.save_checkpoint({}, 3, layout="plain"), "path"),  # type: ignore[arg-type]
+        (lambda: jc.round_file(3, "b.npy", "e4m3"), "src"),  # type: ignore[arg-type]
+        (lambda: jc.round_file("a.npy", 3, "e4m3"), "dst"),  # type: ignore[arg-type]
+    ],
+)
+def test_a_path_of_another_type(call: Callable[[], Any], name: str) -> None:
+    with pytest.raises(TypeError, match=f"^{name}=3 must be a path: a text or a pathlib.Path$"):
+        call()
 
 
 def test_a_file_appears_whole_or_not_at_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -168,6 +227,8 @@ def test_refused_files(tmp_path: Path) -> None:
 
     path.write_bytes(b"PK")
     loaded("not a safetensors file")
+    path.write_bytes(b"")
+    loaded("not a safetensors file: it is empty")
     path.write_bytes((1 << 40).to_bytes(8, "little") + b"{}")
     loaded("not a safetensors file")
     write(b"{nonsense")

@@ -107,6 +107,17 @@ def test_other_things_are_refused():
         jc.torch.as_tensor(np.ones(3))  # type: ignore[arg-type]
 
 
+@pytest.mark.parametrize(
+    ("name", "convert"),
+    [("array", jc.torch.as_tensor), ("q", jc.torch.dequantize), ("q", jc.torch.PackedTensor)],
+)
+def test_arrays_that_jax_traces_are_refused(name, convert):
+    given = jnp.ones((2, 4)) if name == "array" else jc.quantize(jnp.ones((2, 4)), "int4(group=4)")
+    for transform in (jax.jit, jax.vmap):
+        with pytest.raises(TypeError, match=f"^{name} is traced by JAX, and torch needs its numbers"):
+            transform(convert)(given)
+
+
 def test_codes_are_tensors_of_their_words():
     q = jc.quantize(jnp.linspace(-7, 7, 12).reshape(2, 6), "int4(group=all)")
     codes = jc.torch.as_tensor(q.qvalue)

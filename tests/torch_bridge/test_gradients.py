@@ -113,6 +113,21 @@ def test_compiled_functions_follow_their_spec():
         compiled(x.half(), "bfloat16")
 
 
+def test_calls_on_arrays_of_jax_end_a_compiled_graph():
+    """Codes and arrays are no values of a graph: such calls run between two graphs, and fullgraph refuses them."""
+
+    def through_codes(x):
+        codes, array = jc.torch.quantize(x * 3, "int4(group=all)"), jc.torch.as_jax(x + 1)
+        return jc.torch.dequantize(codes) + jc.torch.as_tensor(array) * jc.torch.dequantize(packed.as_qarray())
+
+    x, _ = data()
+    packed = jc.torch.PackedTensor(jc.torch.quantize(x, "nf4"))
+    assert torch.equal(torch.compile(through_codes, backend="eager")(x), through_codes(x))
+    whole = torch.compile(lambda x: jc.torch.quantize(x, "int4(group=all)"), backend="eager", fullgraph=True)
+    with pytest.raises(Exception, match="Skip calling"):
+        whole(x)
+
+
 def test_the_operators_pass_torch_s_own_checks():
     x, g = data()
     words = torch.tensor([0, 3], dtype=torch.int32)

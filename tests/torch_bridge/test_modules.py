@@ -198,6 +198,12 @@ def test_attention_and_tied_weights():
             r"weight of the layer '' \(Linear\): x is on device meta; allowed: cpu, cuda",
         ),
         (nn.Linear(2, 2), {"*": {"weight": "e5m2"}, "0": {}}, ValueError, "'0' matches no layer"),
+        (
+            nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)),
+            {"1.weight": {"weight": "e5m2"}},
+            ValueError,
+            "^rules: '1.weight' matches no layer, but its parameter 'weight': name the layer alone, as '1'$",
+        ),
         (nn.Linear(2, 2, bias=False), {"*": {"bias": "e5m2"}}, ValueError, "bias has no effect"),
         (nn.Linear(2, 2), {"*": {"weights": "e5m2"}}, TypeError, "some of the keys weight, bias"),
         (nn.Linear(2, 2), {"*": {"gradient": "e5m2:gradient=clipped"}}, ValueError, "cannot have a gradient itself"),

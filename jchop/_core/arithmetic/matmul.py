@@ -22,6 +22,7 @@ from jchop._core.arithmetic.aligned.unit import Unit
 from jchop._core.arithmetic.basic import Range, add, carrier_range, multiply, multiply_add, product_range, range_of
 from jchop._core.rounding.elements import round_elements
 from jchop._core.rounding.random_bits import SEEDS, random_words
+from jchop._core.sizes import are_known
 from jchop.accumulation import MatmulSpec
 from jchop.spec import Spec
 
@@ -198,6 +199,11 @@ def matmul_body(a: Array, b: Array, *more: Array, spec: MatmulSpec, tiling: Any 
         Shape (batch, m, n), the dtype of `a`.
     """
     del tiling
+    if not are_known(a.shape[2:]):
+        raise NotImplementedError(
+            f"shape={tuple(a.shape)}: a sum in a named order has a known number of steps, so none runs along a "
+            "symbolic length, here the last one; export the program for known lengths"
+        )
     plan = Plan(spec, CARRIERS[a.dtype.name], a.shape[2], one_cpu)
     zero = _zero(a, b)
     if not plan.k:

@@ -306,6 +306,7 @@ def _bytes_together(bits: int) -> int:
 
 def _in_groups(row: Array, size: int) -> Array:
     """The last axis in groups of `size`; the last group is filled with zeros."""
+    row = _bits.of_whole_parts(row, [*[1] * (row.ndim - 1), size])
     missing = -row.shape[-1] % size
     if missing:
         row = jnp.pad(row, [(0, 0)] * (row.ndim - 1) + [(0, missing)])

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jchop import _bits
-from jchop._bits import CARRIERS
+from jchop._bits import CARRIERS, of_whole_parts
 from jchop.formats import ScaledFormat
 from jchop.formats._grouping import kept_count
 
@@ -93,6 +93,7 @@ def spread(values: Array, kept: Array, sparse: tuple[int, int], axis: int) -> Ar
 
 def _groups(x: Array, size: int, axis: int) -> Array:
     """An array with an axis split into groups, the last of which is filled up with zeros."""
+    x = of_whole_parts(x, [size if i == axis else 1 for i in range(x.ndim)])
     missing = -x.shape[axis] % size
     if missing:
         x = jnp.pad(x, [(0, missing if i == axis else 0) for i in range(x.ndim)])

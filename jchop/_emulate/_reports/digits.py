@@ -16,6 +16,7 @@ import jax
 import jax.core
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 from jax.extend.core import Literal
 
 from jchop._arguments import check_key
@@ -30,6 +31,7 @@ from jchop._emulate._reports.shards import (
     Shards,
     aligned,
     at_row,
+    bound,
     mapped,
     spread,
     stacked,
@@ -57,6 +59,13 @@ Many = list[Any]
 #: A sum or difference that loses this many digits counts as a cancellation, as in CADNA.
 _CANCELLED = 4.0
 _DEFAULT = "binary32:stochastic"
+_SCATTERS = frozenset(("scatter-add", "scatter-sub"))
+#: Sums of many terms.
+_SUMS = frozenset(("reduce_sum", "cumsum", "reduce_window_sum", "psum", "psum_invariant")) | _SCATTERS
+#: Sums of products.
+_PRODUCTS = frozenset(("dot_general", "conv_general_dilated", "ragged_dot", "ragged_dot_general"))
+#: The equations whose digits are compared with those of their operands.
+_LOOKED_AT = _SUMS | _PRODUCTS | {"add", "sub", "div"}
 #: The kinds of equations that round nothing, or the exact result.
 _EXACT = SILENT | {"exact", "power"}
 
@@ -67,8 +76,10 @@ class Instability:
 
     Args:
         kind: ``"branching"``, comparisons with different outcomes in different samples; ``"cancellation"``, sums and
-            differences that have at least four digits fewer than their operands; ``"division"``, quotients with a
-            divisor of less than one digit.
+            differences that have at least four digits fewer than their operands, or, if they have many terms, than
+            they would have if no terms cancelled; ``"division"``, quotients with a divisor of less than one digit. The
+            operations inside of factorizations and solvers (``lu``, ``cholesky``, ``triangular_solve``, ``eigh``) are
+            not looked at.
         count: the number of such results, in all turns of loops.
         primitive: the name of the primitive.
         scope: the path of `jax.named_scope` and `jax.jit` names; empty outside of all.
@@ -357,9 +368,13 @@ class _Measure:
         with np.errstate(all="ignore"):
             moved = every - every[0]  # equal samples have a spread of exactly zero
             mean, spread = every[0] + moved.mean(0), moved.std(0, ddof=1)
+        return np.where(np.all(np.isfinite(every), axis=0), self.digits(mean, spread), 0.0), mean, spread
+
+    def digits(self, mean: np.ndarray, spread: np.ndarray) -> np.ndarray:
+        """The digits of numbers with this mean and standard deviation."""
+        with np.errstate(all="ignore"):
             found = np.log10(self.factor * np.abs(mean) / spread)
-        found = np.clip(np.where(spread == 0, self.most, found), 0, self.most)
-        return np.where(np.all(np.isfinite(every), axis=0), found, 0.0), mean, spread
+        return np.clip(np.where(spread == 0, self.most, found), 0, self.most)
 
 
 @dataclass
@@ -420,18 +435,55 @@ class _Samples:
             outcomes = np.stack([np.asarray(x) for x in results[0]])
             self._count(step, "branching", np.any(outcomes != outcomes[0], axis=0))
             return
-        name = EXACT.get(step.name)
-        if name not in ("add", "sub", "div") or step.choice.spec is None or not is_float(step.eqn.outvars[0].aval):
+        name = EXACT.get(step.name, step.name)
+        if name not in _LOOKED_AT or step.choice.spec is None or not is_float(step.eqn.outvars[0].aval):
             return
-        taken = self._each(partial(self.runner.taken, step), seeds, each)
-        shape = results[0][0].shape
-        facts = [self.measure.facts(many)[0] for many in _turned(taken, 2)]
-        before = [np.broadcast_to(aligned(x, len(shape)), shape) for x in facts]
+        after = [] if name == "div" else [self.measure.facts(many)[0] for many in results]
+        if after and all(np.all(x > self.measure.most - _CANCELLED) for x in after):
+            return  # no operand has more than the most digits
+        taken = _turned(self._each(partial(self.runner.taken, step), seeds, each), len(step.eqn.invars))
+        if name in _SUMS | _PRODUCTS:
+            before = self._uncancelled(untyped(step, self.axes), taken)
+        else:
+            shape = results[0][0].shape
+            facts = [self.measure.facts(many)[0] for many in taken[name == "div" :]]
+            before = [np.minimum.reduce([np.broadcast_to(aligned(x, len(shape)), shape) for x in facts])]
         if name == "div":
-            self._count(step, "division", before[1] < 1)
-            return
-        after = self.measure.facts(results[0])[0]
-        self._count(step, "cancellation", np.minimum(*before) - after >= _CANCELLED)
+            self._count(step, "division", before[0] < 1)
+        for digits, left in zip(before, after, strict=False):
+            self._count(step, "cancellation", digits - left >= _CANCELLED)
+
+    def _uncancelled(self, step: Step, taken: list[Many]) -> list[np.ndarray]:
+        """The digits of sums of many terms, had no terms cancelled.
+
+        Then the square of a sum is as large as the sum of the squares of its terms, and so is its spread's. So a term
+        that is small and noisy does not count: it does not spread the sum.
+        """
+        eqn = step.eqn
+        real = [jnp.issubdtype(v.aval.dtype, jnp.floating) for v in eqn.invars]
+        params = {name: None if name == "preferred_element_type" else x for name, x in eqn.params.items()}
+        if step.name in _SCATTERS:  # these hold the addition of two numbers of their dtype
+            params = {name: x for name, x in params.items() if not name.startswith("update_")}
+
+        def summed(*squares: np.ndarray) -> list[np.ndarray]:
+            left = iter(squares)
+            args = [next(left) if r else many[0] for many, r in zip(taken, real, strict=True)]
+            if step.name in _SCATTERS:
+                out = mapped(self.axes, lambda _, args: [lax.scatter_add(*args, **params)], None, args)
+            else:
+                out = bound(self.axes, eqn.primitive, params, args)
+            return [np.asarray(x) for x in out]
+
+        with np.errstate(all="ignore"), jax.enable_x64(True):  # type: ignore[attr-defined]
+            facts = [self.measure.facts(many)[1:] for many, r in zip(taken, real, strict=True) if r]
+            means, spreads = ([x * x for x in each] for each in zip(*facts, strict=True))
+            if step.name in _PRODUCTS:
+                (a, b), (da, db) = means, spreads
+                noises = [x + y for x, y in zip(summed(da, b + db), summed(a, db), strict=True)]
+            else:
+                noises = summed(*spreads)
+            sizes = summed(*means)
+            return [self.measure.digits(np.sqrt(x), np.sqrt(d)) for x, d in zip(sizes, noises, strict=True)]
 
     def _count(self, step: Step, kind: str, unstable: np.ndarray) -> None:
         count = int(np.sum(unstable))

@@ -11,6 +11,7 @@ from typing import Any
 import jax.numpy as jnp
 from jax.extend.core import Literal
 
+from jchop._arguments import OWN_SCOPE
 from jchop._products.layout import Layout
 from jchop._products.matrices import Laid
 from jchop._products.product import Conv, Dot, Ragged
@@ -42,8 +43,8 @@ class Use:
 
     Args:
         leaf: the index of the parameter.
-        kind: ``"product"``, ``"rows"`` (rows are looked up, as in an embedding), ``"sum"`` (it is added to data), or
-            ``"other"``.
+        kind: ``"product"``, ``"rows"`` (rows are looked up, as in an embedding), ``"sum"`` (it is added to data, or
+            is another bias), or ``"other"``.
         primitive: that takes it.
         source: file and line.
         laid: how a product takes it, or a look-up.
@@ -190,7 +191,9 @@ class Analyst(planner.Planner):
             if isinstance(product, str):
                 named = f"{name} ({product})"
                 uses = tuple(tuple(Use(o.leaf, "other", named, source) for o in fact.origins) for fact in known)
-                return replace(made, refused=product, uses=uses, out=(Fact(data=data, drawn=drawn),))
+                return replace(
+                    made, refused=product, uses=uses, out=(Fact(data=data, drawn=drawn, made=_made(eqn, known, 0)),)
+                )
             layouts = (product.forward.left, product.forward.right)
             why = _COMPLEX if is_complex(eqn) else ""
             batch = len(product.batch[0]) if isinstance(product, Dot) else isinstance(product, Ragged)
@@ -203,35 +206,44 @@ class Analyst(planner.Planner):
                     for o in known[i].origins
                 ))  # fmt: skip
             lost = lost_of(known)
-            return replace(
-                made, kind="product", product=product, uses=tuple(uses), lost=lost, out=(Fact(data=data, drawn=drawn),)
-            )
+            batch = len(product.batch[0]) if isinstance(product, Dot) else 0
+            out = Fact(data=data, drawn=drawn, made=_made(eqn, known, batch))
+            return replace(made, kind="product", product=product, uses=tuple(uses), lost=lost, out=(out,))
         if name in _LOOK_UPS and not data:
             return self._looked_up(made)
+        taken = OWN_SCOPE if name in CONTROL else name  # a program that a function of jchop holds
         if data:
             kind = "sum" if name in _SUMS else "other"
-            uses = tuple(tuple(Use(o.leaf, kind, name, source, cuts=o.cuts) for o in fact.origins) for fact in known)
+            uses = tuple(tuple(Use(o.leaf, kind, taken, source, cuts=o.cuts) for o in fact.origins) for fact in known)
             return replace(made, uses=uses, out=(DATA,) * len(eqn.outvars))
-        outs = [self._out(eqn, known, i) for i in range(len(eqn.outvars))]
-        lost = {o.leaf for fact in known for o in fact.origins} - {o.leaf for fact in outs for o in fact.origins}
+        biases = _biases(eqn, known) if name in _SUMS else set()
+        parts = [replace(fact, origins=tuple(o for o in fact.origins if o.leaf not in biases)) for fact in known]
+        outs = [self._out(eqn, parts, i) for i in range(len(eqn.outvars))]
+        lost = {o.leaf for fact in parts for o in fact.origins} - {o.leaf for fact in outs for o in fact.origins}
         uses = tuple(
-            tuple(Use(o.leaf, "other", name, source, cuts=o.cuts) for o in fact.origins if o.leaf in lost)
+            tuple(
+                Use(o.leaf, "sum" if o.leaf in biases else "other", taken, source, cuts=o.cuts)
+                for o in fact.origins if o.leaf in biases | lost
+            )
             for fact in known
-        )
-        gone = (*lost_of(known), *(replace(use, kind="product") for some in uses for use in some))
+        )  # fmt: skip
+        gone = (*lost_of(known), *(replace(use, kind="product") for some in uses for use in some if use.leaf in lost))
         outs = [replace(out, lost=gone, drawn=drawn) for out in outs]
         return replace(made, uses=uses, out=tuple(outs), moves=name in MOVES)
 
     def _out(self, eqn: Any, known: Sequence[Fact], number: int) -> Fact:
         """What is known of one of the results, that no data reaches."""
         name, shape, origins = eqn.primitive.name, getattr(eqn.outvars[number].aval, "shape", ()), {}
+        made = None
         for v, fact in zip(eqn.invars, known, strict=True):
+            if fact.made is not None and made is None:
+                made = moved(name, eqn.params, fact.made, v.aval.shape, shape) or Origin(-1, ((),) * len(shape))
             for origin in fact.origins:
                 after = moved(name, eqn.params, origin, v.aval.shape, shape)
                 if after is not None:
                     cuts = (*origin.cuts, *_cuts(eqn, number, origin, v.aval.shape, shape))
                     origins.setdefault(origin.leaf, replace(after, cuts=cuts))
-        return Fact(origins=tuple(origins.values()))
+        return Fact(origins=tuple(origins.values()), made=made)
 
     def _looked_up(self, made: ProductStep) -> ProductStep:
         """Of rows, an embedding; of whole matrices, those of experts; by the counter of a loop, one of its layers."""
@@ -242,7 +254,7 @@ class Analyst(planner.Planner):
             along = [parts for parts, n in zip(after.axes, eqn.outvars[0].aval.shape, strict=True) if parts and n != 1]
             if chosen and len(along) <= 1:
                 among = [parts for i, parts in enumerate(before.axes) if i in chosen or sizes[i] != 1]
-                rows = _rows(among, along)
+                rows = _rows(among, along or _last(made, before, chosen))
                 uses.append(Use(before.leaf, "rows", made.name, made.source, rows, cuts=before.cuts))
         if uses:
             return replace(made, uses=(tuple(uses),), out=(DATA,))
@@ -312,10 +324,49 @@ def _laid(origin: Origin, layout: Layout) -> Laid:
     return Laid(tuple(origin.axes[axis] for axis in layout.kept), summed)
 
 
+def _made(eqn: Any, known: Sequence[Fact], batch: int) -> Origin | None:
+    """A product, if it is of parameters alone; of its axes the first are those of a batch."""
+    if any(fact.data for fact in known) or not any(fact.origins or fact.made for fact in known):
+        return None
+    shape = eqn.outvars[0].aval.shape
+    if eqn.primitive.name != "dot_general":
+        return Origin(-1, ((),) * len(shape))
+    second = len(eqn.invars[0].aval.shape) - len(eqn.params["dimension_numbers"][0][0])
+    numbers = [0 if i < batch else i + 1 if i >= second else -1 - i for i in range(len(shape))]
+    return Origin(-1, tuple((Part(axis, n),) for axis, n in zip(numbers, shape, strict=True)))
+
+
+def _biases(eqn: Any, known: Sequence[Fact]) -> set[int]:
+    """The parameters that a sum without data adds to a value made of parameters, but not as parts of a weight.
+
+    They are repeated along an axis; or that value is a product, and they have axes of one of its operands alone.
+    """
+    found, parts = set(), set()
+    for i, (v, fact) in enumerate(zip(eqn.invars, known, strict=True)):
+        other = known[1 - i]
+        repeated = math.prod(eqn.outvars[0].aval.shape) > math.prod(v.aval.shape)
+        for origin in fact.origins:
+            bias = (origin.spread or repeated) and bool(other.origins or other.lost or other.made)
+            if other.made is not None and not other.origins:
+                both = zip(origin.axes, other.made.axes, strict=True)
+                axes = [part.axis for own, some in both if own for part in some or _EITHER]
+                bias |= min(axes, default=0) >= 0 or max(axes) <= 0
+            (found if bias else parts).add(origin.leaf)
+    return found - parts
+
+
+def _last(step: ProductStep, origin: Origin, chosen: set[int]) -> list[Axis]:
+    """The last axis of a parameter of which data choose single numbers: that of the groups, as for its rows."""
+    batch = step.eqn.params["dimension_numbers"].operand_batching_dims if step.name == "gather" else ()
+    parts = [part for i in sorted({*chosen, *batch}) for part in origin.axes[i]]
+    return [(part,) for part in parts[-1:]]
+
+
 def _rows(among: Sequence[Axis], along: Sequence[Axis]) -> Laid:
     """Rows that are looked up are kept; along a row is what a product would sum over."""
     row = tuple(part for parts in along for part in parts)
-    return Laid(tuple(parts for parts in among if parts and parts[0] not in row), row)
+    kept = (tuple(part for part in parts if part not in row) for parts in among)
+    return Laid(tuple(filter(None, kept)), row)
 
 
 def _chosen_by_start(step: ProductStep) -> set[int]:
@@ -375,6 +426,7 @@ def _ragged(eqn: Any) -> Ragged | str:
     return Ragged(tuple(sorted(eqn.params.items())))
 
 
+_EITHER = (Part(-1, 1), Part(1, 1))  # it is not known of which operand
 _CHANGED = "data change it"
 _COMPLEX = "complex numbers have no scales"
 _PRODUCTS = {"dot_general": dot_of, "conv_general_dilated": _conv, "ragged_dot_general": _ragged}

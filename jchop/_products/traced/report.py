@@ -22,7 +22,7 @@ class ParameterRow:
         shape: its shape.
         rule: the rule that matches it, as text; empty for none.
         primitive: the first product or look-up that takes it; else the first operation that computes with it and data.
-        use: ``"product"``, ``"rows"`` (look-ups), ``"sum"`` (added to data), ``"other"``; empty if nothing takes it.
+        use: ``"product"``, ``"rows"`` (look-ups), ``"sum"`` (a bias), ``"other"``; empty if nothing takes it.
         spec: what it is rounded to, with the groups along its own axes; empty if it is not rounded.
         source: file and line of the primitive.
         reason: why it is not rounded though its rule would; empty if nothing prevents it.

@@ -368,6 +368,8 @@ def _check_matches(
         if use is not None and (use.laid is None or left):
             why = "of which a product takes no axis" if use.is_lost else "which reaches no product"
             why = f"which stays as it is: {left}" if left else why
+            if already := _rounded_already(use):
+                raise ValueError(f"{rule} names the parameter {paths[leaf]!r}, which {already}")
             raise ValueError(
                 f"{rule} names the parameter {paths[leaf]!r}, {why}; it reaches {use.primitive} at "
                 f"{use.source or 'an unknown line'}. Put Rule({pattern_of(paths[leaf])!r}) before it to leave it as "
@@ -399,9 +401,10 @@ def _check_effect(
         idle = [name for name in FIELDS if getattr(rule, name) is not None and name not in used]
         if idle:
             reached = _reached(number, rules, paths, numbers, uses, placements, products)
+            hint = "report, under rules that have an effect, shows what each parameter reaches"
             raise ValueError(
-                f"{rule}: {', '.join(idle)} has no effect on the parameters and products that it matches: {reached}. "
-                "report, under rules that have an effect, shows what each parameter reaches"
+                f"{rule}: {', '.join(idle)} has no effect on the parameters and products that it matches: {reached}"
+                f"{'' if reached.endswith(_GIVE_PLAIN) else f'. {hint}'}"
             )
 
 
@@ -418,9 +421,12 @@ def check_weights(programs: Sequence[Resolved]) -> None:
         reached = _reached(
             number, first.rules, first.paths, first.numbers, first.uses, first.placements, first.products
         )
+        why = (
+            "A parameter is not followed if it is combined with data, such as arguments and state that is no parameter"
+        )
         raise ValueError(
-            f"{rule}: weight rounds no parameter of the methods that have example arguments: {reached}. A parameter is "
-            "not followed if it is combined with data, such as arguments and state that is no parameter"
+            f"{rule}: weight rounds no parameter of the methods that have example arguments: {reached}"
+            f"{'' if reached.endswith(_GIVE_PLAIN) else f'. {why}'}"
         )
 
 
@@ -446,7 +452,8 @@ def _reached(
         like = f", like {', '.join(others[:3])}{' and more' * (len(others) > 3)}," if others else ""
         why = f", and stays as it is: {kept}" if (kept := _why_left(rules[number], uses[leaf])) else ""
         line = use.source or "an unknown line"
-        return f"the parameter {paths[leaf]!r}{like} reaches {use.primitive} at {line}{why}"
+        reaches = _rounded_already(use) or f"reaches {use.primitive} at {line}{why}"
+        return f"the parameter {paths[leaf]!r}{like} {reaches}"
     for step, _ in products:
         leaves = [use.leaf for some in step.uses for use in some]
         mine = next((leaf for leaf in leaves if numbers[leaf] == number), None)
@@ -462,6 +469,12 @@ def _reached(
         if n == number and (use := _first(uses.get(leaf, ()))) is not None:
             return f"the parameter {paths[leaf]!r} reaches {use.primitive} at {use.source or 'an unknown line'} alone"
     return "no parameter that it matches reaches anything"
+
+
+def _rounded_already(use: Use) -> str:
+    """That a function of jchop takes a parameter before any product does; empty if none does."""
+    by = f"jchop at {use.source}" if use.source else "the rules of the function itself"
+    return f"is rounded already, by {by}; {_GIVE_PLAIN}" if use.primitive.startswith("jchop_") else ""
 
 
 def _of_parameters_alone(step: ProductStep) -> bool:
@@ -503,4 +516,5 @@ def _why_left(rule: Rule, uses: Sequence[Use]) -> str:
     return use.why if use.kind == "other" or (rule.weight is not None and rule.weight.scaled is not None) else ""
 
 
+_GIVE_PLAIN = "give the plain function"
 _SEVERAL = "it holds several arrays; quantize a function of their tree, and ravel afterwards"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,7 +15,6 @@ from jchop._products.rule import Rule, StreamOffset, is_stochastic, refuse_codes
 from jchop._settings import split
 from jchop.nn._linen.cache import Decoding, is_filled, pack_fresh
 from jchop.nn._linen.kinds import KINDS, Kind
-from jchop.nn._linen.layers import number_of
 from jchop.nn._linen.scales import prepared
 from jchop.nn._nnx.kinds import PRODUCT_FIELDS
 from jchop.spec import Spec
@@ -30,22 +29,21 @@ class Interceptor:
     """An interceptor for `flax.linen.intercept_methods`.
 
     Args:
-        rules: the rules.
+        rules: the rules of layers, by path.
         packed: the packed kernels of layers whose parameters are rounded already, by path; None if it has none.
         starting: whether the call is to begin scales that are kept.
     """
 
-    rules: Sequence[Rule]
+    rules: Mapping[tuple[str, ...], Rule]
     packed: Mapping[tuple[str, ...], Any]
     starting: bool = False
 
     def __call__(self, call: Callable[..., Any], args: Any, kwargs: Any, context: Any) -> Any:
         """A method of a layer; if a rule matches the layer, its inputs, product and result are rounded."""
         layer, kind = context.module, KINDS.get(type(context.module))
-        number = number_of(layer.path, layer, self.rules)
-        if kind is None or number is None or context.method_name not in ("__call__", "attend"):
+        rule = self.rules.get(layer.path)
+        if kind is None or rule is None or context.method_name not in ("__call__", "attend"):
             return call(*args, **kwargs)
-        rule = self.rules[number]
 
         def keys(spec: Spec | None) -> tuple[Array | None, Array | None]:
             if not is_stochastic(spec):

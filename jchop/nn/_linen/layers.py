@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.core
@@ -20,13 +20,15 @@ from jchop._products.rule import FIELDS, Rule, StreamOffset, left_alone, refuse_
 from jchop._products.scale_from import LSQ
 from jchop.nn._linen.kinds import KINDS, Kind
 from jchop.nn._nnx.attach import pack
-from jchop.nn._nnx.kinds import PRODUCT_FIELDS
+from jchop.nn._nnx.kinds import PRODUCT_FIELDS, for_norms
 from jchop.spec import Spec
 from jchop.storage import QArray
 
 Path = tuple[str, ...]
 
-__all__ = ["Found", "Path", "Seen", "held_by", "layers_of", "number_of", "params_of", "seen_in"]
+__all__ = [
+    "Decided", "Found", "Path", "Seen", "decided_layers", "layers_of", "number_of", "params_of", "seen_in",
+]  # fmt: skip
 
 #: The modules that ran, by path, each with the shapes of its parameters by name.
 Seen = Mapping[Path, tuple[nn.Module, Mapping[str, tuple[int, ...]]]]
@@ -44,7 +46,7 @@ class Found:
 
     Args:
         layer: the layer; None if a module has parameters but did not run.
-        rule: its rule.
+        rule: what its rule rounds in it.
         shapes: of its parameters in its call, by name.
         changed: what changes its kernel before its call; empty if nothing is known to.
     """
@@ -240,17 +242,44 @@ def number_of(path: Path, layer: Any, rules: Sequence[Rule]) -> int | None:
     )
 
 
+class Decided(NamedTuple):
+    """What rules say for a layer.
+
+    Args:
+        held: its parameters by name.
+        number: of its rule; None if none matches.
+        own: what that rule rounds in this layer (`for_norms`).
+    """
+
+    held: dict[str, Any]
+    number: int | None
+    own: Rule | None
+
+
+def decided_layers(seen: Seen, rules: Sequence[Rule], variables: Any) -> dict[Path, Decided]:
+    """As `held_by`, each with its rule."""
+    held = held_by(seen, variables)
+    layers = {path: seen[path][0] if path in seen else None for path in held}
+    kinds = {path: KINDS.get(type(layer)) for path, layer in layers.items()}
+    numbers = {path: number_of(path, layer, rules) for path, layer in layers.items()}
+    of_norms = for_norms(rules, [(number, kinds[path]) for path, number in numbers.items() if number is not None])
+
+    def own(number: int | None, kind: Kind | None) -> Rule | None:
+        return None if number is None else (rules if kind is None or kind.operation else of_norms)[number]
+
+    return {path: Decided(held[path], number, own(number, kinds[path])) for path, number in numbers.items()}
+
+
 def _matched(rules: Sequence[Rule], seen: Seen, changed: Mapping[Path, str], variables: Any) -> dict[Path, Found]:
-    held = owners = held_by(seen, variables)
+    every = decided_layers(seen, rules, variables)
     chosen: dict[Path, tuple[int, Found]] = {}
-    for path in owners:
+    for path, (_, number, own) in every.items():
         layer, shapes = seen.get(path, (None, {}))
-        number = number_of(path, layer, rules)
-        if number is not None:
-            chosen[path] = number, Found(layer, rules[number], shapes, changed.get(path, ""))
+        if number is not None and own is not None:
+            chosen[path] = number, Found(layer, own, shapes, changed.get(path, ""))
     idle = [number for number in range(len(rules)) if not any(number == n for n, _ in chosen.values())]
     if idle:
-        near = nearest_paths([rules[n].path for n in idle], ["/".join(path) for path in owners])
+        near = nearest_paths([rules[n].path for n in idle], ["/".join(path) for path in every])
         raise ValueError(
             f"{', '.join(str(rules[n]) for n in idle)} matches no layer, or only such as an earlier rule matches{near}"
         )
@@ -259,8 +288,8 @@ def _matched(rules: Sequence[Rule], seen: Seen, changed: Mapping[Path, str], var
         _check(path, found)
     for number, rule in enumerate(rules):
         mine = {path: found for path, (n, found) in chosen.items() if n == number}
-        used = {name for path, found in mine.items() for name in found.kind.fields(held.get(path, ()))}
-        silent = [name for name in _fields(rule) if name not in used]
+        said = [(found.rule, found.kind.fields(every[path].held)) for path, found in mine.items()]
+        silent = [name for name in _fields(rule) if not any(name in f and name in _fields(own) for own, f in said)]
         if silent:
             raise ValueError(
                 f"{rule}: {', '.join(silent)} has no effect on any of its layers: "

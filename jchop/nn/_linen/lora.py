@@ -19,7 +19,7 @@ from jchop._paths import matches_path
 from jchop._products.rule import FIELDS, Rule
 from jchop._settings import split
 from jchop.nn._linen.kinds import KINDS
-from jchop.nn._linen.layers import Path, held_by, layers_of, number_of, params_of, seen_in
+from jchop.nn._linen.layers import Path, decided_layers, layers_of, number_of, params_of, seen_in
 from jchop.nn._linen.quantized import Packed, Quantized, unpacked
 from jchop.nn._lora_files import read_adapters, write_adapters
 from jchop.nn._lora_rule import LoraRule, as_lora_rules, as_matrix, beside, check_used, first_adapter, merged_weight
@@ -359,9 +359,10 @@ def _left_alone(rules: tuple[Rule, ...], places: list[str], seen: Any, shapes: A
     """Rules that leave some layers alone, without those that then match none, and fields that then say nothing."""
     given = (Rule(" ".join(f"/{place}/" if place else "/" for place in places)), *rules)
     used: dict[int | None, set[str]] = {}
-    for path, held in held_by(seen, shapes).items():
+    for path, (held, _, own) in decided_layers(seen, rules, shapes).items():
         layer = seen[path][0] if path in seen else None
         kind = KINDS.get(type(layer))
-        used.setdefault(number_of(path, layer, given), set()).update(() if kind is None else kind.fields(held))
+        said = () if kind is None else {name for name in kind.fields(held) if getattr(own, name, None) is not None}
+        used.setdefault(number_of(path, layer, given), set()).update(said)
     idle = {number: dict.fromkeys(name for name in FIELDS if name not in used[number]) for number in used}
     return tuple(replace(rule, **idle[number]) for number, rule in enumerate(given) if number in used)

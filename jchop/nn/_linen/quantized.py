@@ -247,7 +247,8 @@ class Quantized:
                 weights[(*path, name)] = over_stack(
                     found.stacked(name, value), partial(_round_in, layout, spec), value, *keys.of(found.rule, spec)
                 )
-        with nn.intercept_methods(Interceptor(self.rules, packed, starting)):
+        rules = {path: found.rule for path, found in layers.items()}
+        with nn.intercept_methods(Interceptor(rules, packed, starting)):
             return self.module.apply({**variables, "params": unflatten_dict(weights)}, *args, rngs=rngs, **kwargs)
 
 

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jchop._products.rule import FIELDS, Rule
 from jchop._products.units import operands_on
 from jchop.nn._linen.kinds import KINDS
-from jchop.nn._linen.layers import Found, Path, Seen, held_by, number_of
+from jchop.nn._linen.layers import Decided, Found, Path, Seen, decided_layers
 from jchop.nn._report import LayerRow, ModelReport, bytes_of, why_wide
 
 __all__ = ["report_of"]
@@ -26,18 +26,18 @@ def report_of(seen: Seen, rules: Sequence[Rule], variables: Any, platform: str |
         variables: unpacked.
         platform: of the operands that reach its units; None for none.
     """
-    held = held_by(seen, variables)
-    return ModelReport(tuple(_row(path, own, seen, rules, platform) for path, own in sorted(held.items())))
+    every = decided_layers(seen, rules, variables)
+    return ModelReport(tuple(_row(path, every[path], seen, rules, platform) for path in sorted(every)))
 
 
-def _row(path: Path, own: dict[str, Any], seen: Seen, rules: Sequence[Rule], platform: str | None) -> LayerRow:
+def _row(path: Path, one: Decided, seen: Seen, rules: Sequence[Rule], platform: str | None) -> LayerRow:
     layer, shapes = seen.get(path, (None, {}))
-    number, kind = number_of(path, layer, rules), KINDS.get(type(layer))
-    rule = None if number is None else rules[number]
+    (own, number, rule), kind = one, KINDS.get(type(layer))
+    given = None if number is None else rules[number]
     name = "parameters" if layer is None else type(layer).__name__
     wide = []
     for key, value in own.items():
-        why = why_wide(name, kind is not None, rule, None if kind is None else kind.parameters.get(key))
+        why = why_wide(name, kind is not None, given, None if kind is None else kind.parameters.get(key), rule)
         if why is not None:
             wide.append(("/".join((*path, key)), tuple(value.shape), why))
     before = after = sum(map(bytes_of, own.values()))
@@ -52,7 +52,7 @@ def _row(path: Path, own: dict[str, Any], seen: Seen, rules: Sequence[Rule], pla
         if platform is not None and kind.hook is not None:
             carrier = jnp.dtype(getattr(layer, "dtype", None) or jnp.result_type(*own.values())).name
             operands = operands_on(platform, rule, carrier, bool(own), kind.operation == "dot_general")
-    shown = "" if rule is None else str(rule)
+    shown = "" if given is None else str(given)
     return LayerRow(
         "/".join(path), name, shown, specs, before, after, kind is not None, operands=operands, wide=tuple(wide)
     )

@@ -9,7 +9,7 @@ from flax import nnx
 
 from jchop._checks import brief
 from jchop._products.rule import Rule, as_rules
-from jchop.nn._nnx.layers import check_wrapped
+from jchop.nn._nnx.layers import check_unquantized, check_wrapped
 from jchop.nn._nnx.programs import fit_program
 from jchop.ptq import PtqReport
 
@@ -34,7 +34,7 @@ def quantize_with_data(
     ``mode="ptq"`` and ``inputs``: its program runs under the rules.
 
     Args:
-        model: a module of Flax NNX.
+        model: a module of Flax NNX, whose parameters under rules are not rounded yet.
         rules: a `Rule`, or several, as of `jchop.quantize_fn`.
         batches: arguments of the model's call: tuples, or the only argument.
         steps: as of `jchop.ptq.quantize`, such as ``[jc.ptq.gptq()]``, the default.
@@ -46,7 +46,7 @@ def quantize_with_data(
         The new model, and a `jchop.ptq.PtqReport`.
 
     Raises:
-        TypeError, ValueError: as `jchop.ptq.quantize`.
+        TypeError, ValueError: as `jchop.ptq.quantize`; for a layer that rounds its parameters already.
 
     Example:
         >>> import jax, jchop as jc
@@ -64,6 +64,7 @@ def quantize_with_data(
             "jc.ptq.quantize(lambda m, x: jax.vmap(m)(x), rules, model, batches, steps)"
         )
     result: Any = nnx.merge(*nnx.split(model), copy=True)
+    check_unquantized(result, given)
     report = fit_program(result, given, batches, steps, sequential, rngs, progress)
     check_wrapped(result, program=True)
     return result, report

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
@@ -19,7 +19,7 @@ from jchop.spec import Spec
 
 Array = jax.Array
 
-__all__ = ["KINDS", "Kind", "einsum_layouts"]
+__all__ = ["KINDS", "Kind", "einsum_layouts", "for_norms"]
 
 _LINEAR = MappingProxyType({"kernel": "weight", "bias": "bias"})
 _NORM = MappingProxyType({"scale": "weight", "bias": "bias"})
@@ -81,6 +81,31 @@ class Kind:
     def keeps_scales(self) -> bool:
         """Whether its product is of an input and a kernel, whose scales can be kept."""
         return self.product is not None and self.layout is not None
+
+
+def for_norms(rules: Sequence[Rule], decided: Iterable[tuple[int, Any]]) -> tuple[Rule, ...]:
+    """Each rule as norms have it: if it decides other layers, too, it says only `output` and `bias` for a norm.
+
+    A scale and an input of a norm enter no product, so programs leave them as they are under the same rule.
+
+    Args:
+        rules: the rules.
+        decided: of each layer under a rule the number of the rule, and the line in the table; None without a line.
+    """
+    wide = {number for number, kind in decided if kind is None or kind.operation}
+    return tuple(
+        Rule(
+            rule.path,
+            layer=rule.layer,
+            operation=rule.operation,
+            output=rule.output,
+            bias=rule.bias,
+            stochastic_stream=rule.stochastic_stream,
+        )
+        if number in wide
+        else rule
+        for number, rule in enumerate(rules)
+    )
 
 
 def _matrix(layer: Any) -> Layout:

@@ -4,18 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from types import MappingProxyType
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import jax
 from flax import nnx
 
 from jchop._checks import check_choice
 from jchop._paths import nearest_paths
-from jchop._products.rule import FIELDS, Rule, as_rules, left_alone, rules_of
+from jchop._products.rule import FIELDS, Rule, as_rules, left_alone, rule_of_parameter, rules_of
 from jchop.nn import _cache
 from jchop.nn._nnx import hooks
 from jchop.nn._nnx.attach import QuantizedParam, Tied, attach, attach_emulated
-from jchop.nn._nnx.kinds import KINDS, Kind
+from jchop.nn._nnx.kinds import KINDS, Kind, for_norms
 from jchop.nn._nnx.modules import Placed, modules_of
 from jchop.nn._nnx.programs import EXAMPLES, is_program
 from jchop.nn._scale_state import Source
@@ -25,8 +25,8 @@ Mode = Literal["qat", "ptq", "weight_only", "emulate"]
 MODES = ("qat", "ptq", "weight_only", "emulate")
 
 __all__ = [
-    "CLASSES", "MODES", "Mode", "apply", "check_modes", "check_wrapped", "layers_of", "needs_program", "own_parameters",
-    "placed_layers", "strip",
+    "CLASSES", "MODES", "Decided", "Mode", "apply", "check_modes", "check_unquantized", "check_wrapped",
+    "decided_layers", "layers_of", "needs_program", "own_parameters", "placed_layers", "strip",
 ]  # fmt: skip
 
 
@@ -160,6 +160,38 @@ def rules_for(placed: Placed, kind: Kind | None, rules: Sequence[Rule]) -> list[
     return rules_of(placed.paths, rules, type(placed.module).__name__, "" if kind is None else kind.operation)
 
 
+class Decided(NamedTuple):
+    """A layer of a model, and what rules say for it.
+
+    Args:
+        placed: the layer.
+        kind: its line in the table.
+        numbers: the rules that match it, by number; all say the same.
+        rule: its rule, as given; None if none matches.
+        own: what that rule rounds in this layer (`for_norms`).
+    """
+
+    placed: Placed
+    kind: Kind | None
+    numbers: list[int]
+    rule: Rule | None
+    own: Rule | None
+
+
+def decided_layers(model: nnx.Module, rules: Sequence[Rule]) -> list[Decided]:
+    """As `placed_layers`, each with its rule."""
+    found = [(placed, kind, rules_for(placed, kind, rules)) for placed, kind in placed_layers(model)]
+    of_norms = for_norms(rules, ((number, kind) for _, kind, numbers in found for number in numbers))
+
+    def of(numbers: list[int], kind: Kind | None) -> tuple[Rule | None, Rule | None]:
+        if not numbers:
+            return None, None
+        rule = rules[numbers[0]]
+        return rule, rule if kind is None or kind.operation else of_norms[numbers[0]]
+
+    return [Decided(placed, kind, numbers, *of(numbers, kind)) for placed, kind, numbers in found]
+
+
 def own_parameters(placed: Placed) -> dict[str, nnx.Variable]:
     """The parameters of a module by name, without those of modules below it."""
     return {name: value for name, value in placed.own.items() if isinstance(value, nnx.Param | QuantizedParam)}
@@ -170,28 +202,60 @@ def apply(model: nnx.Module, rules: Sequence[Rule], mode: str, rngs: nnx.Rngs | 
     check_modes(rules, mode)
     if rngs is not None and not isinstance(rngs, nnx.Rngs):
         raise TypeError(f"rngs={rngs!r} must be flax.nnx.Rngs, for example nnx.Rngs(rounding=0)")
-    chosen = []
-    for placed, kind in placed_layers(model):
-        chosen.append((rules_for(placed, kind, rules), placed, kind))
-    matched = [(number, placed.module, kind) for numbers, placed, kind in chosen for number in numbers]
-    check_rules(rules, matched, [path for _, placed, _ in chosen for path in placed.paths])
+    chosen = decided_layers(model, rules)
+    _check_rules(rules, chosen)
     tied: Tied = {}
-    for numbers, placed, kind in chosen:
-        if not numbers or not rules[number := numbers[0]].rounds:
+    for placed, kind, _, given, own in chosen:
+        rule = given if mode == "emulate" else own
+        if rule is None or not rule.rounds:
             continue
         layer, path = placed.module, placed.paths[0]
         if kind is None:
             raise NotImplementedError(
                 f"{type(layer).__name__} at {path!r} has parameters ({', '.join(own_parameters(placed))}) and is "
                 f"none of the layers that can be quantized: {', '.join(sorted(cls.__name__ for cls in KINDS))}. "
-                f"{left_alone(placed.paths, rules[number])}"
+                f"{left_alone(placed.paths, rule)}"
             )
         before = strip(layer, kind)
         layer.__class__ = CLASSES.get(type(layer), type(layer))
         if mode == "emulate":
-            attach_emulated(layer, kind, rules[number], path, rngs)
+            attach_emulated(layer, kind, rule, path, rngs)
         else:
-            attach(layer, kind, rules[number], path, packed=mode != "qat", rngs=rngs, before=before, tied=tied)
+            attach(layer, kind, rule, path, packed=mode != "qat", rngs=rngs, before=before, tied=tied)
+
+
+def check_unquantized(model: nnx.Module, rules: Sequence[Rule]) -> None:
+    """Refuse layers that round parameters already which rules for the program of a model are to round.
+
+    Raises:
+        ValueError: that names the layer.
+    """
+    for placed, kind in placed_layers(model):
+        if kind is None or type(placed.module) in KINDS:
+            continue
+        for name in sorted(_rounded_parameters(placed.module, kind)):
+            layer, role = type(placed.module).__name__, kind.parameters[name]
+            paths = ["/".join(filter(None, (path, name))) for path in placed.paths]
+            numbers = (rule_of_parameter(path, rules, layer, kind.operation) for path in paths)
+            if any(number is not None and getattr(rules[number], role) is not None for number in numbers):
+                raise ValueError(
+                    f"{layer} at {placed.paths[0]!r} rounds its {name} already; give the model that it was made from"
+                )
+
+
+def _rounded_parameters(layer: Any, kind: Kind) -> set[str]:
+    """The parameters of a layer that it rounds in each call, or that are packed; of a norm none, as of a program."""
+    if not kind.operation:
+        return set()
+    if getattr(layer, "emulation", None) is not None:
+        return set(kind.parameters)
+    product = None if kind.product is None else hooks.site_in(layer, kind.product[0])
+    promote = hooks.site_in(layer, "promote_dtype")
+    names = {name for name, *_ in promote.specs} if isinstance(promote, hooks.Promote) else set()
+    if isinstance(product, hooks.Product) and product.how.right is not None:
+        names |= {name for name, role in kind.parameters.items() if role == "weight"}
+    packed = {name for name in kind.parameters if isinstance(getattr(layer, name), QuantizedParam)}
+    return packed | (names & set(kind.parameters))
 
 
 def check_wrapped(model: nnx.Module, program: bool = False) -> None:
@@ -284,23 +348,23 @@ def strip(layer: Any, kind: Kind) -> Any:
     return before
 
 
-def check_rules(
-    rules: Sequence[Rule], chosen: Sequence[tuple[int, Any, Kind | None]], paths: Sequence[str] = ()
-) -> None:
+def _check_rules(rules: Sequence[Rule], chosen: Sequence[Decided]) -> None:
     """Refuse rules that match no layer, and fields without effect on any layer that they match."""
     for number, rule in enumerate(rules):
-        matched = [(layer, kind) for n, layer, kind in chosen if n == number]
+        matched = [one for one in chosen if number in one.numbers]
         if not matched:
+            paths = [path for one in chosen for path in one.placed.paths]
             raise ValueError(
                 f"{rule} matches no layer with parameters, or only layers that an earlier rule matches"
                 f"{nearest_paths([rule.path], paths)}. jchop.nn.report(model) lists the layers"
             )
-        used = {name for layer, kind in matched if kind is not None for name in kind.fields(layer)}
+        said = [(one.own, one.kind.fields(one.placed.module)) for one in matched if one.kind is not None]
+        used = {name for own, fields in said for name in fields if getattr(own, name) is not None}
         idle = [name for name in FIELDS if getattr(rule, name) is not None and name not in used]
-        if idle and all(kind is not None for _, kind in matched):
+        if idle and len(said) == len(matched):
             raise ValueError(
                 f"{rule}: {', '.join(idle)} has no effect on any of its layers: "
-                f"{', '.join(sorted({type(layer).__name__ for layer, _ in matched}))}"
+                f"{', '.join(sorted({type(one.placed.module).__name__ for one in matched}))}"
             )
 
 

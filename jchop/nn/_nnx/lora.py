@@ -11,7 +11,7 @@ from flax.nnx.nn import dtypes
 
 from jchop._checks import brief
 from jchop._paths import matches_path
-from jchop.nn._lora_rule import LoraRule, as_lora_rules, as_matrix, beside, check_used, first_adapter, merged_weight
+from jchop.nn._lora_rule import LoraRule, as_lora_rules, as_matrix, beside, check_used, first_adapters, merged_weight
 from jchop.nn._nnx import hooks
 from jchop.nn._nnx.attach import attach
 from jchop.nn._nnx.kinds import KINDS
@@ -20,6 +20,7 @@ from jchop.nn._nnx.programs import Inputs
 from jchop.nn._trees.lora import add_to_tree, merge_tree, split_tree
 from jchop.nn._trees.modules import is_module
 from jchop.storage import QArray
+from jchop.storage._layout import over_stack
 
 Array = jax.Array
 
@@ -31,8 +32,9 @@ class Adapted(nnx.Module):
 
     Attributes:
         base: the layer.
-        lora_a: A, of shape (in, rank), a `flax.nnx.LoRAParam`. Several axes of inputs are flattened to one.
-        lora_b: B, of shape (rank, out). Several axes of outputs are flattened to one.
+        lora_a: A, of shape (in, rank), a `flax.nnx.LoRAParam`. Several axes of inputs are flattened to one. The axes of
+            a stack of layers (`flax.nnx.vmap`) come in front.
+        lora_b: B, of shape (rank, out), likewise.
 
     Example:
         >>> from flax import nnx
@@ -94,8 +96,8 @@ def add_lora(
     Raises:
         TypeError: for rules or a model that are none.
         ValueError: for a rule that matches no linear layer, a layer that is no `flax.nnx.Linear` or `LinearGeneral`
-            with one matrix, a parameter that other operations take, a rank above its sizes with "loftq" or "pissa", or
-            a missing `original`.
+            without `batch_axis`, a parameter that other operations take, a rank above its sizes with "loftq" or
+            "pissa", or a missing `original`.
 
     Example:
         >>> import jax.numpy as jnp, jchop as jc
@@ -230,27 +232,39 @@ def _adapted(layer: Any, path: str, rule: LoraRule, rngs: nnx.Rngs, original: An
     what = f"{type(layer).__name__} at {path!r}, by {rule}"
     if not is_linear(layer):
         raise ValueError(
-            f"{what}: adapters are for flax.nnx.Linear and LinearGeneral; exclude the layer with '!{path}'"
+            f"{what}: adapters are for flax.nnx.Linear and LinearGeneral (without batch_axis); exclude the layer with "
+            f"'!{path}'"
         )
     packed = isinstance(layer.kernel.get_value(), QArray)
     exact = None if original is None else weight_of(original)
-    a, b, rest = first_adapter(rule, what, rngs.params, weight_of(layer), exact, packed)
+    a, b, rest = first_adapters(rule, what, lambda _: rngs.params(), weight_of(layer), exact, packed)
     if rest is not None:
         _set_weight(layer, rest, True)
-    dropout = nnx.Dropout(rule.dropout, rngs=rngs) if rule.dropout else None
-    return Adapted(layer, a, b, rule, dropout)
+    return Adapted(layer, a, b, rule, _dropout(rule.dropout, rngs, a.shape[:-2]) if rule.dropout else None)
+
+
+def _dropout(rate: float, rngs: nnx.Rngs, stack: tuple[int, ...]) -> nnx.Dropout:
+    """A dropout; of a stack of layers one that is stacked, too: each layer has a stream of its own."""
+    if not stack:
+        return nnx.Dropout(rate, rngs=rngs)
+    make = lambda key: nnx.Dropout(rate, rngs=nnx.Rngs(dropout=key))  # noqa: E731
+    for _ in stack:
+        make = nnx.vmap(make)
+    return make(jax.random.split(rngs.dropout(), stack))
 
 
 def is_linear(layer: Any) -> bool:
     """Whether a layer, quantized or not, may have an adapter."""
     linear = nnx.Linear, nnx.LinearGeneral
-    return type(layer) in (*linear, *(CLASSES[base] for base in linear))
+    known = type(layer) in (*linear, *(CLASSES[base] for base in linear))
+    return known and not getattr(layer, "batch_axis", None)
 
 
 def weight_of(layer: Any) -> Array:
-    """The weight of a linear layer, (in, out), unpacked."""
-    axes = (len(layer.axis), len(layer.out_features)) if isinstance(layer, nnx.LinearGeneral) else (1, 1)
-    return as_matrix(_numbers(layer), *axes)
+    """The weight of a linear layer, (in, out), unpacked; the axes of a stack of layers come in front."""
+    inside, out = (len(layer.axis), len(layer.out_features)) if isinstance(layer, nnx.LinearGeneral) else (1, 1)
+    numbers = _numbers(layer)
+    return over_stack(numbers.ndim - inside - out, lambda one: as_matrix(one, inside, out), numbers)
 
 
 def _numbers(layer: Any) -> Array:
@@ -260,7 +274,8 @@ def _numbers(layer: Any) -> Array:
     promote = hooks.site_in(layer, "promote_dtype")
     assert isinstance(promote, hooks.Promote)
     layout, shape = next((layout, shape) for name, _, layout, shape in promote.packed if name == "kernel")
-    return hooks.Stored(value, layout, shape, value.dtype).numbers()
+    stack = len(value.shape) - len(shape if layout is None else layout.shape(shape))
+    return over_stack(stack, lambda one: hooks.Stored(one, layout, shape, one.dtype).numbers(), value)
 
 
 def _set_weight(layer: Any, weight: Array, again: bool) -> None:

@@ -10,7 +10,15 @@ from flax import nnx
 
 from jchop._checks import brief
 from jchop._products.rule import Rule, as_rules
-from jchop.nn._nnx.layers import Mode, apply, check_modes, check_traceable, check_wrapped, needs_program
+from jchop.nn._nnx.layers import (
+    Mode,
+    apply,
+    check_modes,
+    check_traceable,
+    check_unquantized,
+    check_wrapped,
+    needs_program,
+)
 from jchop.nn._nnx.programs import Inputs, quantize_program
 from jchop.nn._trees.modules import is_module, quantize_module
 
@@ -43,7 +51,8 @@ def quantize(
     Of a module of Equinox the program is quantized: the result has the fields, paths and methods of the module, and
     its class is derived from the module's. Packed parameters are QArrays in the places of arrays.
 
-    Layers without a rule do not change; `report` lists the effect on each.
+    Layers without a rule do not change; `report` lists the effect on each. A rule rounds the scale and the input of a
+    norm only if all layers that it decides are norms. So a rule for products gives the same model in both ways.
 
     Args:
         model: a module of Flax NNX or of Equinox, or a quantized one, which is then quantized again. Calibrated and
@@ -68,7 +77,8 @@ def quantize(
     Raises:
         TypeError: for invalid rules or `rngs`.
         ValueError: for a rule that matches no layer, or has a field without effect on those it matches; a layer with
-            its own functions instead of Flax's; a stochastic rule without `rngs`.
+            its own functions instead of Flax's; a stochastic rule without `rngs`; with `inputs`, a layer that rounds
+            its parameters already.
         NotImplementedError: for a product that is out of reach, a field that a program does not have, or packed
             parameters that `flax.nnx.SpectralNorm` or `WeightNorm` would normalize.
 
@@ -100,6 +110,7 @@ def quantize(
         check_wrapped(result)
     else:
         check_modes(given, mode, program=True)
+        check_unquantized(result, given)
         if inputs is None and mode != "qat":
             check_traceable(result, given)
         quantize_program(result, given, mode, inputs, rngs)

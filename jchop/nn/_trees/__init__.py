@@ -1,1 +1,1 @@
-"""Models that are pytrees: modules of Equinox, and parameters of any function."""
+"""Models that are pytrees: modules of Equinox under rules (`modules.py`), and LoRA of parameters of any function."""

@@ -5,11 +5,11 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from jchop._arguments import check_key
 from jchop._paths import matches_path
@@ -20,7 +20,7 @@ from jchop._products.quantize_fn import QuantizedFunction
 from jchop._products.rule import FIELDS, Rule, rule_of
 from jchop._products.traced.call import Call, is_held
 from jchop._products.weights import is_packed, numbers_of
-from jchop.nn._lora_rule import LoraRule, check_used, first_adapter, merged_weight
+from jchop.nn._lora_rule import LoraRule, check_used, first_adapters, merged_weight
 from jchop.nn._nnx.programs import Inputs
 from jchop.nn._trees.modules import functions_of, is_module, plain_of, rules_of, scales_of, with_class
 from jchop.storage._layout import over_stack
@@ -217,15 +217,7 @@ def _adapted(
     packed = is_packed(value)
     weight = lay(numbers_of(value) if packed else jnp.asarray(value))
     exact = None if original is None else lay(numbers_of(original) if is_packed(original) else jnp.asarray(original))
-    parts = []
-    for number, index in enumerate(np.ndindex(*weight.shape[:stack])):
-        own = None if exact is None else exact[index]
-        draw = lambda number=number: jax.random.fold_in(key, number)  # noqa: E731
-        parts.append(first_adapter(rule, what, draw, weight[index], own, packed))
-    a, b, rest = (
-        None if some[0] is None else jnp.stack(some).reshape(*weight.shape[:stack], *some[0].shape)
-        for some in zip(*parts, strict=True)
-    )
+    a, b, rest = first_adapters(rule, what, partial(jax.random.fold_in, key), weight, exact, packed)
     if rest is not None:
         numbers = over_stack(stack, lambda one: layout.back(one[None]), rest)
         value = placement.pack(numbers) if packed and placement is not None else numbers

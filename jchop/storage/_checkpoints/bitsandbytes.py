@@ -21,7 +21,7 @@ from jchop.storage._files.json import document, shown
 from jchop.storage._files.safetensors import are_counts
 from jchop.storage._layout import OWN
 
-_STATE = "weight.quant_state.bitsandbytes__nf4"
+_STATE = ".quant_state.bitsandbytes__nf4"
 _MAP = np.array([float(level) for level in nf4.element.levels], np.float32)  # type: ignore[attr-defined]
 _BYTE = np.dtype(np.uint8)
 #: The longest record of a weight, in bytes.
@@ -31,7 +31,7 @@ _ZERO = np.uint8(7)
 
 
 def _look(entries: Entries) -> tuple[int, ...] | None:
-    weight = entries["weight"]
+    weight = entries[""]
     return (2 * math.prod(weight.shape),) if weight.dtype == _BYTE else None
 
 
@@ -46,30 +46,30 @@ def _state(stored: np.ndarray) -> dict[str, Any]:
 
 def _shape(stored: np.ndarray) -> tuple[int, ...]:
     shape = field(_state(stored), "shape", list, [])
-    ok = are_counts(shape) and len(shape) == 2 and min(shape) > 0
-    check(ok, f"shape={shown(shape)} must be two integers above 0")
+    ok = are_counts(shape) and len(shape) >= 2 and min(shape) > 0
+    check(ok, f"shape={shown(shape)} must be two or more integers above 0")
     return tuple(shape)
 
 
 def _read(parts: Parts, facts: Facts) -> QArray:
-    state, weight, shape = _state(parts[_STATE]), parts["weight"], _shape(parts[_STATE])
-    size, (out, columns) = field(state, "blocksize", int, 64), shape
-    count = out * columns
+    state, weight, shape = _state(parts[_STATE]), parts[""], _shape(parts[_STATE])
+    size, (out, columns) = field(state, "blocksize", int, 64), shape[-2:]
+    count = math.prod(shape)
     check(size > 0 and size % 2 == 0 and weight.dtype == _BYTE, f"blocksize={size} must be an even number above 0")
-    check(count % 2 == 0 and weight.size == count // 2, f"shape={shape} does not fit {weight.size} bytes")
-    check(np.array_equal(parts["weight.quant_map"], _MAP), "quant_map is not the table of NF4")
-    check(
-        columns % size == 0 or (size % columns == 0 and out % (size // columns) == 0),
-        f"blocks of {size} cross the rows of shape {shape}, which groups of a QArray do not",
-    )
+    check(weight.size == -(-count // 2), f"shape={shape} does not fit {weight.size} bytes")
+    check(np.array_equal(parts[".quant_map"], _MAP), "quant_map is not the table of NF4")
     absmax = _absmax(parts, state)
-    check(absmax.size == count // size, f"{absmax.size} scales do not fit {count // size} blocks")
-    codes = spread(weight.reshape(-1), 4, count)
-    codes = codes.reshape(-1, 2)[:, ::-1].reshape(out, columns)  # the first is in the high nibble
+    check(absmax.size == -(-count // size), f"{absmax.size} scales do not fit {count} numbers in blocks of {size}")
+    size = min(size, count)
+    if columns % size and (size % columns or out % (size // columns)):  # blocks cross rows: groups of parts of them
+        whole, size = size, math.gcd(size, columns)
+        absmax = np.repeat(absmax, whole // size)[: count // size]
+    codes = spread(weight.reshape(-1), 4, 2 * weight.size)
+    codes = codes.reshape(-1, 2)[:, ::-1].reshape(-1)[:count].reshape(shape)  # the first is in the high nibble
     rows = max(1, size // columns)
-    scale = absmax.reshape(out // rows, max(1, columns // size))
+    scale = absmax.reshape(*shape[:-2], out // rows, max(1, columns // size))
     if (nothing := scale == 0).any():
-        nothing = np.repeat(np.repeat(nothing, rows, 0), columns // scale.shape[1], 1)
+        nothing = np.repeat(np.repeat(nothing, rows, -2), columns // scale.shape[-1], -1)
         codes = np.where(nothing, _ZERO, codes)
         scale = np.where(scale == 0, np.float32(1), scale)
     check(bool((scale > 0).all()), "a scale is below zero")
@@ -79,12 +79,12 @@ def _read(parts: Parts, facts: Facts) -> QArray:
 
 def _absmax(parts: Parts, state: dict[str, Any]) -> np.ndarray:
     """The scales of the blocks in binary32."""
-    absmax = parts["weight.absmax"].reshape(-1)
-    nested = parts.get("weight.nested_absmax")
+    absmax = parts[".absmax"].reshape(-1)
+    nested = parts.get(".nested_absmax")
     if nested is None:
         check(absmax.dtype == np.float32, f"absmax is of dtype {absmax.dtype}, and must be float32")
     else:
-        table = parts.get("weight.nested_quant_map")
+        table = parts.get(".nested_quant_map")
         check(table is not None and table.shape == (256,) and table.dtype == np.float32, "nested_quant_map is no table")
         assert table is not None
         size = field(state, "nested_blocksize", int, 256)
@@ -109,9 +109,9 @@ def _write(q: QArray, exact: bool) -> tuple[dict[str, np.ndarray], dict[str, Any
     swapped = found.codes.reshape(-1, 2)[:, ::-1].reshape(1, -1)
     state = {"quant_type": "nf4", "blocksize": last, "dtype": str(np.dtype(q.dtype)), "shape": list(q.shape)}
     parts = {
-        "weight": pack(np.ascontiguousarray(swapped), 4).reshape(-1, 1),
-        "weight.absmax": scale.reshape(-1),
-        "weight.quant_map": _MAP,
+        "": pack(np.ascontiguousarray(swapped), 4).reshape(-1, 1),
+        ".absmax": scale.reshape(-1),
+        ".quant_map": _MAP,
         _STATE: np.frombuffer(json.dumps(state).encode(), np.uint8),
     }
     return parts, {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4", "bnb_4bit_use_double_quant": False}
@@ -120,11 +120,11 @@ def _write(q: QArray, exact: bool) -> tuple[dict[str, np.ndarray], dict[str, Any
 ROW = Row(
     "bitsandbytes",
     _STATE,
-    ("weight", "weight.absmax", "weight.quant_map", _STATE),
+    ("", ".absmax", ".quant_map", _STATE),
     _look,
     _read,
     _write,
     "nf4",
-    ("weight.nested_absmax", "weight.nested_quant_map"),
+    (".nested_absmax", ".nested_quant_map"),
     (_STATE, _shape),
 )

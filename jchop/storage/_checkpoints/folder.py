@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
+import math
 import shutil
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
@@ -207,7 +208,7 @@ class _Tensors:
             return self._kept[name]
         self._file.seek(self._starts[name])
         entry = self.entries[name]
-        return np.frombuffer(self._file.read(entry.nbytes), np.uint8).view(entry.dtype)
+        return np.frombuffer(self._file.read(math.prod(entry.shape) * entry.dtype.itemsize), np.uint8).view(entry.dtype)
 
 
 def _write_json(path: Path, value: Any) -> None:

@@ -14,6 +14,7 @@ import numpy as np
 
 from jchop._arguments import has_tracer
 from jchop._checks import check_bool, check_int
+from jchop._files import path_of
 from jchop.storage._array import QArray, Rearranged
 from jchop.storage._checkpoints.folder import SHARD, Progress, write_file, write_folder
 from jchop.storage._checkpoints.ggufs import write_gguf
@@ -61,7 +62,7 @@ def load_checkpoint(path: str | os.PathLike[str], layout: str = "auto", *, exact
         ('int4(group=32,scale=binary16)', (32,))
     """
     check_bool("exact", exact)
-    with open_checkpoint(Path(path), layout) as source, jax.enable_x64(True):
+    with open_checkpoint(path_of("path", path), layout) as source, jax.enable_x64(True):
         return {name: jax.tree.map(jnp.asarray, source.read(name, exact)) for name in source.items}
 
 
@@ -116,7 +117,7 @@ def save_checkpoint(
         codes = leaf.stored if isinstance(leaf, Rearranged) else leaf
         nbytes = written_bytes(layout, codes.nbytes, leaf.shape, isinstance(leaf, packed))
         jobs.append(Job(name, nbytes, partial(_numpy, leaf)))
-    write_jobs(jobs, Path(path), layout, config=dict(config or {}), exact=exact, shard_bytes=shard_bytes)
+    write_jobs(jobs, path_of("path", path), layout, config=dict(config or {}), exact=exact, shard_bytes=shard_bytes)
 
 
 def _numpy(leaf: Any) -> QArray | np.ndarray:
@@ -149,6 +150,10 @@ def write_jobs(
     elif target.suffix.lower() == ".safetensors":
         write_file(jobs, target, layout, exact=exact, progress=progress)
     else:
+        if target.exists() and not target.is_dir():
+            raise ValueError(
+                f"{target} is a file; tensors are written to a folder, or to a file that ends in .safetensors or .gguf"
+            )
         how: dict[str, Any] = {"config": config, "exact": exact, "shard_bytes": shard_bytes, "run": run}
         return write_folder(jobs, target, layout, others=others, progress=progress, **how)
     return False

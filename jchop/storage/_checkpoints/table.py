@@ -68,7 +68,8 @@ class Layout:
         anchors = list(dict.fromkeys(row.anchor for row in self.rows))
         if self.appends:
             found = ((name, end) for name in entries for end in anchors if name.endswith(end))
-            owners = (name.removesuffix(end) for name, end in found if entries[name].dtype == _BYTE)
+            sure = (one for one in found if one[1].strip(".") in _OWNERS or entries[one[0]].dtype == _BYTE)
+            owners = (name.removesuffix(end) for name, end in sure)
             return list(dict.fromkeys(owner for owner in owners if owner.strip(".")))
         ended = ((name, anchor) for name in entries for anchor in anchors if ends(name, self.stem(""), anchor))
         return list(dict.fromkeys(name[: -len(self.stem("") + anchor)].removesuffix(".") for name, anchor in ended))
@@ -86,12 +87,18 @@ class Layout:
         """
         entries, config = source.entries, quantization(source)
         _check_config(self.name, config)
-        self._check_others(entries, {self.stem("") + row.anchor for row in self.rows})
+        self._check_others(entries, {(self.stem("") + row.anchor).strip(".") for row in self.rows})
         _check_pairs(entries, self.name)
         found = {}
         for owner in self.owners(entries):
             facts = _record(source, owner) if self.records else config
             found[self.name_of(owner)] = _with_shape(self._weight(owner, entries, facts), source, entries)
+        used = {name for weight in found.values() for name in weight.names.values()}
+        lost = [name for name in entries if self.records and name.endswith("_qdata") and name not in used]
+        if lost:
+            raise ValueError(
+                f"tensor {shown(lost[0])} is of no weight named '….weight', and {self.name} has only these; {_WAY_OUT}"
+            )
         return found
 
     def _check_others(self, entries: Iterable[str], anchors: set[str]) -> None:
@@ -160,7 +167,7 @@ _KNOWN: Mapping[str, Mapping[str, tuple[str, ...]]] = {
 #: Ends of names of tensors in layouts that are not read, and a name for these.
 _FOREIGN = {
     "SCB": "LLM.int8 of bitsandbytes",
-    "weight.quant_state.bitsandbytes__fp4": "FP4 of bitsandbytes",
+    "quant_state.bitsandbytes__fp4": "FP4 of bitsandbytes",
     "weight.bitmask": "sparse compressed-tensors",
     "weight_scale_2": "modelopt's NVFP4",
     "W_q": "HQQ",
@@ -187,6 +194,7 @@ _PAIRS = {
     (".dense_weights", ".row_offsets"): "SpQR",
     (".encoded_exponent", ".sign_mantissa"): "DFloat11",
     (".B", ".s"): "Marlin",
+    ("_packed", "_scale"): "compressed-tensors under another name than weight",
     ("", "_scales"): "EETQ or a layout like it",
     ("", "_weight_scale"): "modelopt or a layout like it",
     ("", "_scale"): "FBGEMM or a layout like it",
@@ -332,13 +340,13 @@ LAYOUTS = {
         Layout("gptq_v2", (transposed.GPTQ_V2,), _gptq("gptq_v2")),
         Layout("awq", (transposed.AWQ,), _same("awq")),
         Layout("fp8", (deepseek.ROW, deepseek.WHOLE), _same("fp8", fmt="e4m3", activation_scheme="dynamic")),
-        Layout("bitsandbytes", (bitsandbytes.ROW,), _bitsandbytes),
+        Layout("bitsandbytes", (bitsandbytes.ROW,), _bitsandbytes, appends=True),
         Layout("torchao", tuple(torchao.ROWS.values()), _recorded, records=True),
         Layout("mxfp4", (microscaling.BLOCKS, microscaling.DOTTED), _same("mxfp4"), appends=True),
     )
 }
-#: The first layout with each anchor.
-_OWNERS: dict[str, str] = {}
+#: The first layout with each anchor; of layouts that append to any name, an anchor that belongs to no other tensor.
+_OWNERS: dict[str, str] = {bitsandbytes.ROW.anchor.strip("."): "bitsandbytes"}
 for _layout in LAYOUTS.values():
     for _row in () if _layout.records or _layout.appends else _layout.rows:
         _OWNERS.setdefault(_row.anchor, _layout.name)

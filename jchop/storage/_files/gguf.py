@@ -248,9 +248,9 @@ def _string(text: str) -> bytes:
 
 
 def is_gguf(path: Path) -> bool:
-    """Whether a regular file begins as a GGUF file."""
+    """Whether a regular file begins as a GGUF file, or has the name of one."""
     with open_regular(path) as file:
-        return file.read(4) == _MAGIC
+        return file.read(4) == _MAGIC or path.suffix.lower() == ".gguf"
 
 
 def known(blocks: Mapping[int, Any]) -> dict[int, tuple[int, int]]:

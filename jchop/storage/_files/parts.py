@@ -90,6 +90,9 @@ def write_together(
     """
     from jax.experimental import multihost_utils
 
+    for name, entry in entries.items():
+        if entry.bits < 8:
+            raise TypeError(f"leaf {name!r} of {entry.dtype}: several processes write whole bytes, not halves")
     header, first = header_of(entries, metadata), jax.process_index() == 0
     token = multihost_utils.broadcast_one_to_all(np.frombuffer(secrets.token_bytes(8), np.uint8)).tobytes().hex()
     with ExitStack() as stack:

@@ -27,6 +27,7 @@ from jchop.storage._files.json import MOST_ENTRIES, Reader, read_object, shown, 
 
 #: The dtypes of the format by name.
 DTYPES: dict[str, np.dtype] = {
+    "F4": np.dtype(ml_dtypes.float4_e2m1fn),
     "BOOL": np.dtype(np.bool_),
     "U8": np.dtype(np.uint8),
     "I8": np.dtype(np.int8),
@@ -48,6 +49,8 @@ DTYPES: dict[str, np.dtype] = {
     "C64": np.dtype("<c8"),
 }
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
+#: The dtype of which a file has two numbers in a byte, the first in the low nibble, and an array one.
+_HALF = DTYPES["F4"]
 _METADATA = "__metadata__"
 #: The longest header, in bytes, and the most axes of a tensor, as in NumPy.
 _LONGEST = 1 << 24
@@ -70,8 +73,13 @@ class Entry:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of its elements."""
-        return math.prod(self.shape) * self.dtype.itemsize
+        """Bytes of its elements in the file."""
+        return -(-math.prod(self.shape) * self.bits // 8)
+
+    @property
+    def bits(self) -> int:
+        """Bits of an element in the file."""
+        return 4 if self.dtype == _HALF else 8 * self.dtype.itemsize
 
     @property
     def dtype_name(self) -> str:
@@ -126,14 +134,19 @@ class TensorFile:
             ValueError: if it has become shorter, or the tensor does not fit in memory.
         """
         entry = self.entries[name]
+        shape = entry.shape if count is None else (count,)
+        first, end = start * entry.bits // 8, -(-(start + math.prod(shape)) * entry.bits // 8)
         try:
-            array = np.empty(entry.shape if count is None else (count,), entry.dtype)
+            array = np.empty(shape, entry.dtype)
+            stored = array.reshape(-1).view(np.uint8) if entry.bits >= 8 else np.empty(end - first, np.uint8)
         except MemoryError:
             raise ValueError(f"{self.path}: tensor {name!r} of {entry.nbytes} bytes does not fit in memory") from None
-        view = array.reshape(-1).view(np.uint8).data
-        self._file.seek(self._data + entry.start + start * entry.dtype.itemsize)
-        if self._file.readinto(view) != len(view):
+        self._file.seek(self._data + entry.start + first)
+        if self._file.readinto(stored.data) != len(stored):
             raise ValueError(f"{self.path} ends within tensor {name!r}")
+        if entry.bits < 8:
+            codes = np.stack([stored & 15, stored >> 4], -1).reshape(-1)[start % 2 :][: array.size]
+            array = codes.view(entry.dtype).reshape(shape)
         return array
 
 
@@ -142,7 +155,8 @@ def _read_header(file: BufferedReader, path: Path) -> tuple[dict[str, Entry], di
     start = file.read(8)
     length = int.from_bytes(start, "little")
     if len(start) < 8 or length > total - 8:
-        raise ValueError(f"{path} is not a safetensors file: its first eight bytes are not the length of a header")
+        why = "its first eight bytes are not the length of a header" if total else "it is empty"
+        raise ValueError(f"{path} is not a safetensors file: {why}")
     if length > _LONGEST:
         raise ValueError(
             f"{path} is not a safetensors file: its header would take {length} bytes, and at most {_LONGEST}"
@@ -153,7 +167,7 @@ def _read_header(file: BufferedReader, path: Path) -> tuple[dict[str, Entry], di
         metadata = header.pop(_METADATA, {})
         _check_places(header, total - 8 - length)
     except ValueError as error:
-        raise ValueError(f"{path} is not a safetensors file: bad header ({error})") from None
+        raise ValueError(f"{path} is not a safetensors file that jchop reads: bad header ({error})") from None
     return header, metadata, 8 + length
 
 
@@ -172,14 +186,15 @@ def _entry(name: str, fields: Any, size: int) -> Entry:
         raise ValueError(f"tensor {shown(name)} must be an object with dtype, shape and data_offsets")
     dtype, shape, offsets = fields["dtype"], fields["shape"], fields["data_offsets"]
     if not isinstance(dtype, str) or dtype not in DTYPES:
-        raise ValueError(f"tensor {shown(name)}: dtype {shown(dtype)} is not known")
+        raise ValueError(f"tensor {shown(name)}: dtype {shown(dtype)} is not known; read are {', '.join(DTYPES)}")
     if not are_counts(shape) or len(shape) > _MOST_AXES or math.prod(n or 1 for n in shape) >> 58:
         allowed = f"a list of integers >= 0, at most {_MOST_AXES} and of a product below 2^58"
         raise ValueError(f"tensor {shown(name)}: shape {shown(shape)} must be {allowed}")
     if not are_counts(offsets) or len(offsets) != 2:
         raise ValueError(f"tensor {shown(name)}: data_offsets {shown(offsets)} do not fit: they are not two integers")
     entry = Entry(DTYPES[dtype], tuple(shape), offsets[0])
-    if offsets[1] - offsets[0] != entry.nbytes or offsets[1] > size:
+    whole = math.prod(shape) * entry.bits % 8 == 0
+    if offsets[1] - offsets[0] != entry.nbytes or offsets[1] > size or not whole:
         raise ValueError(f"tensor {shown(name)}: data_offsets {offsets} do not fit shape {shown(shape)} and the file")
     return entry
 
@@ -217,6 +232,8 @@ def header_of(entries: Mapping[str, Entry], metadata: Mapping[str, str]) -> byte
         raise ValueError(f"no tensor can have the name {_METADATA!r}")
     fields: dict[str, Any] = {_METADATA: dict(metadata)} if metadata else {}
     for name, entry in entries.items():
+        if math.prod(entry.shape) * entry.bits % 8:
+            raise ValueError(f"tensor {name!r} of {entry.dtype}{list(entry.shape)} fills no whole bytes of a file")
         fields[name] = {
             "dtype": entry.dtype_name,
             "shape": list(entry.shape),
@@ -252,9 +269,10 @@ class TensorWriter:
         file.write(start)
 
     def write(self, name: str, chunk: np.ndarray) -> None:
-        """Writes the next bytes of a tensor, in C order, at their position."""
+        """Writes the next elements of a tensor, in C order, at their position; they fill whole bytes."""
         entry = self._entries[name]
-        data = np.ascontiguousarray(chunk, entry.dtype).reshape(-1).view(np.uint8).data
+        stored = np.ascontiguousarray(chunk, entry.dtype).reshape(-1).view(np.uint8)
+        data = (stored if entry.bits >= 8 else (stored[0::2] & 15) | (stored[1::2] << 4)).data
         at = self._written[name]
         if at + len(data) > entry.nbytes:
             raise ValueError(f"tensor {name!r} takes {entry.nbytes} bytes, and {at + len(data)} are written")

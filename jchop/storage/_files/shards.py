@@ -126,8 +126,9 @@ def _without_index(folder: Path) -> list[Path]:
         first = f", number {min(lacking)} first" if lacking else ""
         raise _no_file(folder / INDEX, f"and not all of {int(count)} numbered files are there{first}")
     gguf = [name for name in names if name.lower().endswith(".gguf")]
-    if files or gguf:
-        raise _no_model(folder, f"pass the path of one of its files: {shown((files or gguf)[0])}")
+    if models := files or gguf:
+        more = f" and {len(models) - 3} more" if len(models) > 3 else ""
+        raise _no_model(folder, f"pass the path of one of its files: {', '.join(map(shown, models[:3]))}{more}")
     others = [name for name in names if name.endswith((".bin", ".pt", ".pth"))][:1]
     why = f"{shown(others[0])} is a pickle of torch, which is not read: save it as safetensors" if others else ""
     raise _no_model(folder, why)
