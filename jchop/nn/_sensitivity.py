@@ -35,7 +35,7 @@ class SensitivityRow:
     """One layer in one format.
 
     Args:
-        path: its path in the model; ``"all"`` for all layers at once.
+        path: its path in the model; ``"all"`` for one rule that has all layers.
         layer: its class; empty for all layers.
         format: the spec, as text.
         snr: signal-to-noise ratio of the model's output in dB; infinite without an error, -infinite if an output of the
@@ -53,7 +53,7 @@ class Sensitivity(Tables):
     """The layers of a model by formats. Its text is a table of decibels: the lowest layer of a column matters most.
 
     Args:
-        rows: a `SensitivityRow` for each layer and format, layer by layer, and for all layers at once.
+        rows: a `SensitivityRow` for each layer and format, layer by layer, and for one rule that has all layers.
         formats: the formats, as texts, in their order.
     """
 
@@ -93,7 +93,7 @@ class Sensitivity(Tables):
             found.setdefault((row.path, row.layer), {})[row.format] = row.snr
         head = ("path", "layer", *self.formats)
         body = [(*name, *(shown(snr[fmt]) for fmt in self.formats)) for name, snr in found.items()]
-        return [[head, *body], "decibels of the output, one layer rounded; the last line has all layers rounded"]
+        return [[head, *body], "decibels of the output, one layer rounded; the last line has one rule for all layers"]
 
 
 def sensitivity(
@@ -109,8 +109,8 @@ def sensitivity(
     """How much the output of a model suffers when one layer is rounded: for each layer, and each format.
 
     The signal-to-noise ratio is 10 log10(Σ y² / Σ (y - z)²) in dB over all batches: y are the outputs of the model, z
-    those of the model with a rule for one layer alone. A last row for each format has all layers rounded. Layers with a
-    low ratio should keep more bits.
+    those of the model with a rule for one layer alone. A last row for each format has one rule for all layers, which
+    leaves norms as they are (`jchop.Rule`). Layers with a low ratio should keep more bits.
 
     Args:
         model: a module of Flax NNX that is not quantized; it is not changed.
@@ -154,9 +154,9 @@ def sensitivity(
         raise ValueError("batches: an output of the model is not finite")
     rows, total = [], (len(layers) + 1) * len(specs)
     for path, name in [*layers.items(), (_ALL, "")]:
-        paths = list(layers) if path == _ALL else [path]
+        pattern = " ".join(layers) if path == _ALL else path
         for spec in specs:
-            low = quantize(model, [_rule(each, chosen, spec) for each in paths], rngs=rngs)
+            low = quantize(model, _rule(pattern, chosen, spec), rngs=rngs)
             found = [_outputs(call(low, batch)) for batch in data]
             rows.append(SensitivityRow(path, name, str(spec), _ratio(exact, found)))
             if progress is not None:

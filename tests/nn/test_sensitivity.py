@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -75,6 +76,19 @@ def test_what_is_exact_or_lost_is_said() -> None:
     big = [jnp.asarray(X) * 1e4]
     lost = jc.nn.sensitivity(model(), big, ["e4m3fn"], tensors=("activation", "weight"))
     assert lost.rows[0].snr == -math.inf and "lost" in str(lost)
+
+
+def test_the_last_row_is_the_model_under_one_rule_which_leaves_norms() -> None:
+    norm = nnx.RMSNorm(6, rngs=nnx.Rngs(2))
+    whole = nnx.Sequential(norm, nnx.Linear(6, 3, rngs=nnx.Rngs(3)))
+    norm.scale[...] = jnp.exp(jax.random.normal(jax.random.key(5), (6,)))
+    x = jax.random.normal(jax.random.key(4), (16, 6))
+    found = jc.nn.sensitivity(whole, [x], "int4(group=all)")
+    y, z = whole(x), jc.nn.quantize(whole, jc.Rule(weight="int4(group=all)"))(x)
+    wanted = 10 * math.log10(float((y**2).sum() / ((y - z) ** 2).sum()))
+    rows = {row.path: row.snr for row in found.rows}
+    assert rows["all"] == pytest.approx(wanted, abs=0.01) == rows["layers/1"]
+    assert rows["layers/0"] < 30
 
 
 def test_one_format_is_a_list_of_it() -> None:
