@@ -374,13 +374,25 @@ def test_a_bias_that_is_added_to_a_product_of_parameters_is_a_bias(name: str, la
     assert {row.path: row.spec for row in both.parameters}["bias"] == "float8_e4m3"
 
 
-def test_of_heads_a_bias_has_axes_of_one_operand_alone() -> None:
-    def attend(p: Any, x: Any) -> Any:  # one latent, without an axis of its own
-        return jnp.einsum("hk,thk->ht", jnp.einsum("d,dhk->hk", p["latent"], p["query"]) + p["bias"], x)
+OTHER_BIASES = {
+    "of heads": lambda p, x: jnp.einsum(
+        "lhk,thk->htl", jnp.einsum("ld,dhk->lhk", p["latents"], p["query"]) + p["bias"], x
+    ),
+    "of values": lambda p, x: jax.nn.softmax(x[:, 0, :4] @ p["latents"].T[:4]) @ (p["latents"] @ p["key"] + p["row"]),
+    "of a table": lambda p, x: (p["latents"] @ p["key"] + p["row"])[jnp.arange(5)],
+    "of latents": lambda p, x: (p["latents"] + p["row"]) @ p["key"] @ x.reshape(8, -1),
+    "beside data": lambda p, x: (p["latents"] @ p["key"] + p["row"]) * x[0, 0, 0],
+}
 
-    params = {"latent": normal(32), "query": normal(32, 4, 8), "bias": normal(4, 8)}
-    report = jc.quantize_fn(attend, jc.Rule(weight="int4(group=all)")).report(params, normal(5, 4, 8))
-    assert {row.path: row.use for row in report.parameters} == {"bias": "sum", "latent": "product", "query": "product"}
+
+@pytest.mark.parametrize("name", OTHER_BIASES)
+def test_a_vector_that_is_repeated_and_added_is_a_bias(name: str) -> None:
+    own = {"latents": normal(6, 8), "query": normal(8, 4, 8), "bias": normal(4, 8), "key": normal(8, 8)}
+    low = jc.quantize_fn(OTHER_BIASES[name], jc.Rule(weight="int4(group=4)"))
+    rows = {row.path: row for row in low.report(own | {"row": normal(8)}, normal(5, 4, 8)).parameters if row.use}
+    bias = rows["bias" if name == "of heads" else "row"]
+    assert (bias.use, bias.primitive, bias.spec) == ("sum", "add", "")
+    assert all(row.spec for row in rows.values() if row is not bias)
 
 
 SUMS_OF_WEIGHTS = {
@@ -391,12 +403,19 @@ SUMS_OF_WEIGHTS = {
     "a convolution": lambda p: (p["w"][None] + jax.lax.conv(p["w"][None], p["kernel"], (1,), "SAME"))[0],
     "standardized": lambda p: p["w"] - p["w"].mean(0),
     "a constant": lambda p: (jnp.broadcast_to(p["w"], (2, 32, 16)) + 1e-6)[0],
+    "one for several": lambda p: (p["w"] + jnp.stack([p["a"], 2 * p["a"]]) @ p["b"])[1],
+    "one for several, broadcast": lambda p: (jnp.broadcast_to(p["w"], (2, 32, 16)) + jnp.stack([p["other"]] * 2))[1],
+    "repeated": lambda p: jnp.repeat(p["w"][:, :8], 2, 1) + p["a"] @ p["b"],
+    "of one output": lambda p: p["w"][:, :1] + p["a"] @ p["b"][:, :1],
+    "a column": lambda p: p["column"] + p["a"] @ p["b"][:, :1],
+    "a vector": lambda p: p["column"][:, 0] + p["a"] @ p["b"][:, 0],
 }
 
 
 @pytest.mark.parametrize("name", SUMS_OF_WEIGHTS)
 def test_a_sum_of_weights_is_a_weight(name: str) -> None:
     params = {"w": normal(32, 16), "a": normal(32, 2), "b": normal(2, 16), "other": normal(32, 16)}
+    params["column"] = normal(32, 1)
     params["kernel"] = normal(32, 32, 3)
     low = jc.quantize_fn(lambda p, x: x @ SUMS_OF_WEIGHTS[name](p), jc.Rule(weight="int4(group=all)"))
     assert all(row.spec for row in low.report(params, X).parameters if row.use)

@@ -20,6 +20,7 @@ from jchop._products.traced.origins import (
     MOVES,
     NOTHING,
     SCATTERS,
+    SUMS,
     Axis,
     Fact,
     Origin,
@@ -188,62 +189,59 @@ class Analyst(planner.Planner):
         drawn = any(fact.drawn for fact in known)
         if name in _PRODUCTS and _is_sum_of_floats(eqn):
             product = _PRODUCTS[name](eqn)
+            made_of_parameters = not data and any(fact.origins or fact.made for fact in known)
+            out = (Fact(data=data, drawn=drawn, made=made_of_parameters),)
             if isinstance(product, str):
                 named = f"{name} ({product})"
-                uses = tuple(tuple(Use(o.leaf, "other", named, source) for o in fact.origins) for fact in known)
-                return replace(
-                    made, refused=product, uses=uses, out=(Fact(data=data, drawn=drawn, made=_made(eqn, known, 0)),)
+                uses = tuple(
+                    tuple(o.added or Use(o.leaf, "other", named, source) for o in fact.origins) for fact in known
                 )
+                return replace(made, refused=product, uses=uses, out=out)
             layouts = (product.forward.left, product.forward.right)
             why = _COMPLEX if is_complex(eqn) else ""
             batch = len(product.batch[0]) if isinstance(product, Dot) else isinstance(product, Ragged)
-            uses = []
+            uses, lost = [], [*lost_of(known)]
             for i, layout in enumerate(layouts):
                 shape, matter = eqn.invars[i].aval.shape, (*layout.kept[:batch], *layout.summed)
                 use = partial(Use, kind="product", primitive=name, source=source, why=why)
+                biases = [o for o in known[i].origins if o.added and not _is_matrix(o, layout, batch)]
+                lost += [o.added for o in biases]
                 uses.append(tuple(
                     use(o.leaf, laid=_laid(o, layout), moved=_in_order(o, matter, shape), cuts=o.cuts)
-                    for o in known[i].origins
+                    for o in known[i].origins if o not in biases
                 ))  # fmt: skip
-            lost = lost_of(known)
-            batch = len(product.batch[0]) if isinstance(product, Dot) else 0
-            out = Fact(data=data, drawn=drawn, made=_made(eqn, known, batch))
-            return replace(made, kind="product", product=product, uses=tuple(uses), lost=lost, out=(out,))
+            return replace(made, kind="product", product=product, uses=tuple(uses), lost=tuple(lost), out=out)
         if name in _LOOK_UPS and not data:
             return self._looked_up(made)
         taken = OWN_SCOPE if name in CONTROL else name  # a program that a function of jchop holds
         if data:
             kind = "sum" if name in _SUMS else "other"
-            uses = tuple(tuple(Use(o.leaf, kind, taken, source, cuts=o.cuts) for o in fact.origins) for fact in known)
-            return replace(made, uses=uses, out=(DATA,) * len(eqn.outvars))
-        biases = _biases(eqn, known) if name in _SUMS else set()
-        parts = [replace(fact, origins=tuple(o for o in fact.origins if o.leaf not in biases)) for fact in known]
-        outs = [self._out(eqn, parts, i) for i in range(len(eqn.outvars))]
-        lost = {o.leaf for fact in parts for o in fact.origins} - {o.leaf for fact in outs for o in fact.origins}
-        uses = tuple(
-            tuple(
-                Use(o.leaf, "sum" if o.leaf in biases else "other", taken, source, cuts=o.cuts)
-                for o in fact.origins if o.leaf in biases | lost
+            uses = tuple(
+                tuple(o.added or Use(o.leaf, kind, taken, source, cuts=o.cuts) for o in fact.origins) for fact in known
             )
+            return replace(made, uses=uses, out=(DATA,) * len(eqn.outvars))
+        outs = [self._out(eqn, known, i) for i in range(len(eqn.outvars))]
+        if name in _SUMS:
+            outs = [_with_biases(outs[0], eqn, known, source)]
+        lost = {o.leaf for fact in known for o in fact.origins} - {o.leaf for fact in outs for o in fact.origins}
+        uses = tuple(
+            tuple(o.added or Use(o.leaf, "other", taken, source, cuts=o.cuts) for o in fact.origins if o.leaf in lost)
             for fact in known
-        )  # fmt: skip
-        gone = (*lost_of(known), *(replace(use, kind="product") for some in uses for use in some if use.leaf in lost))
+        )
+        gone = (*lost_of(known), *(replace(use, kind="product") for some in uses for use in some if use.kind != "sum"))
         outs = [replace(out, lost=gone, drawn=drawn) for out in outs]
         return replace(made, uses=uses, out=tuple(outs), moves=name in MOVES)
 
     def _out(self, eqn: Any, known: Sequence[Fact], number: int) -> Fact:
         """What is known of one of the results, that no data reaches."""
         name, shape, origins = eqn.primitive.name, getattr(eqn.outvars[number].aval, "shape", ()), {}
-        made = None
         for v, fact in zip(eqn.invars, known, strict=True):
-            if fact.made is not None and made is None:
-                made = moved(name, eqn.params, fact.made, v.aval.shape, shape) or Origin(-1, ((),) * len(shape))
             for origin in fact.origins:
                 after = moved(name, eqn.params, origin, v.aval.shape, shape)
                 if after is not None:
                     cuts = (*origin.cuts, *_cuts(eqn, number, origin, v.aval.shape, shape))
                     origins.setdefault(origin.leaf, replace(after, cuts=cuts))
-        return Fact(origins=tuple(origins.values()), made=made)
+        return Fact(origins=tuple(origins.values()), made=any(fact.made for fact in known))
 
     def _looked_up(self, made: ProductStep) -> ProductStep:
         """Of rows, an embedding; of whole matrices, those of experts; by the counter of a loop, one of its layers."""
@@ -255,7 +253,8 @@ class Analyst(planner.Planner):
             if chosen and len(along) <= 1:
                 among = [parts for i, parts in enumerate(before.axes) if i in chosen or sizes[i] != 1]
                 rows = _rows(among, along or _last(made, before, chosen))
-                uses.append(Use(before.leaf, "rows", made.name, made.source, rows, cuts=before.cuts))
+                use = Use(before.leaf, "rows", made.name, made.source, rows, cuts=before.cuts)
+                uses.append(use if any(before.axes[i] for i in chosen) else before.added or use)
         if uses:
             return replace(made, uses=(tuple(uses),), out=(DATA,))
         drawn = any(fact.drawn for fact in made.known)
@@ -324,35 +323,24 @@ def _laid(origin: Origin, layout: Layout) -> Laid:
     return Laid(tuple(origin.axes[axis] for axis in layout.kept), summed)
 
 
-def _made(eqn: Any, known: Sequence[Fact], batch: int) -> Origin | None:
-    """A product, if it is of parameters alone; of its axes the first are those of a batch."""
-    if any(fact.data for fact in known) or not any(fact.origins or fact.made for fact in known):
-        return None
-    shape = eqn.outvars[0].aval.shape
-    if eqn.primitive.name != "dot_general":
-        return Origin(-1, ((),) * len(shape))
-    second = len(eqn.invars[0].aval.shape) - len(eqn.params["dimension_numbers"][0][0])
-    numbers = [0 if i < batch else i + 1 if i >= second else -1 - i for i in range(len(shape))]
-    return Origin(-1, tuple((Part(axis, n),) for axis, n in zip(numbers, shape, strict=True)))
+def _with_biases(out: Fact, eqn: Any, known: Sequence[Fact], source: str) -> Fact:
+    """A sum without data, in which a parameter may be a bias: spread, and added to a value made of parameters.
 
-
-def _biases(eqn: Any, known: Sequence[Fact]) -> set[int]:
-    """The parameters that a sum without data adds to a value made of parameters, but not as parts of a weight.
-
-    They are repeated along an axis; or that value is a product, and they have axes of one of its operands alone.
+    Whether it is one is known where a product takes the sum (`_is_matrix`).
     """
-    found, parts = set(), set()
-    for i, (v, fact) in enumerate(zip(eqn.invars, known, strict=True)):
+    origins = []
+    for origin in out.origins:
+        i = next(i for i, fact in enumerate(known) if any(o.leaf == origin.leaf for o in fact.origins))
         other = known[1 - i]
-        repeated = math.prod(eqn.outvars[0].aval.shape) > math.prod(v.aval.shape)
-        for origin in fact.origins:
-            bias = (origin.spread or repeated) and bool(other.origins or other.lost or other.made)
-            if other.made is not None and not other.origins:
-                both = zip(origin.axes, other.made.axes, strict=True)
-                axes = [part.axis for own, some in both if own for part in some or _EITHER]
-                bias |= min(axes, default=0) >= 0 or max(axes) <= 0
-            (found if bias else parts).add(origin.leaf)
-    return found - parts
+        if origin.spread and not origin.added and (other.origins or other.lost or other.made):
+            origin = replace(origin, added=Use(origin.leaf, "sum", eqn.primitive.name, source, cuts=origin.cuts))
+        origins.append(origin)
+    return replace(out, origins=tuple(origins))
+
+
+def _is_matrix(origin: Origin, layout: Layout, batch: int) -> bool:
+    """Whether a parameter has axes that a product sums over, and axes that it keeps, as a weight has."""
+    return any(origin.axes[i] for i in layout.summed) and any(origin.axes[i] for i in layout.kept[batch:])
 
 
 def _last(step: ProductStep, origin: Origin, chosen: set[int]) -> list[Axis]:
@@ -426,11 +414,10 @@ def _ragged(eqn: Any) -> Ragged | str:
     return Ragged(tuple(sorted(eqn.params.items())))
 
 
-_EITHER = (Part(-1, 1), Part(1, 1))  # it is not known of which operand
 _CHANGED = "data change it"
 _COMPLEX = "complex numbers have no scales"
 _PRODUCTS = {"dot_general": dot_of, "conv_general_dilated": _conv, "ragged_dot_general": _ragged}
-_SUMS = frozenset({"add", "add_any", "sub"})
+_SUMS = SUMS | {"add_any"}
 #: Which axes of the first operand they take single indexes of, that are no counters of loops.
 _LOOK_UPS: dict[str, Callable[[ProductStep], set[int]]] = {
     "gather": _chosen_by_indexes,

@@ -8,7 +8,7 @@ product they say which axes of the parameter are summed over.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -18,6 +18,7 @@ __all__ = [
     "MOVES",
     "NOTHING",
     "SCATTERS",
+    "SUMS",
     "Axis",
     "Fact",
     "Origin",
@@ -60,7 +61,8 @@ class Origin:
         moved: whether the value has the parameter's numbers themselves, none of them computed with or reversed, nor
             sent between devices.
         cuts: the slices that were taken, by axis: its parts, where the slice begins, and how long it is.
-        spread: whether each number stands at several places.
+        spread: whether it stands at several places along an axis that the parameter has not, perhaps of length 1.
+        added: the use of a parameter that was added, spread, to a value made of parameters; None for none.
     """
 
     leaf: int
@@ -68,6 +70,7 @@ class Origin:
     moved: bool = True
     cuts: tuple[tuple[Axis, Any, Any], ...] = field(default=(), compare=False)
     spread: bool = field(default=False, compare=False)
+    added: Any = field(default=None, compare=False)
 
 
 @dataclass(frozen=True)
@@ -79,15 +82,14 @@ class Fact:
         origins: the parameters that it comes from; none if it depends on data.
         lost: parameters that it is computed from, or is in the first turn of a loop, none of whose axes are its own.
         drawn: whether its numbers depend on keys that are arguments.
-        made: a product of parameters alone that is a part of it; None for none. Its axes are parts of negative ones for
-            those of the first operand, of positive ones for those of the second, and of 0 for those of a batch.
+        made: whether a product of parameters alone is a part of it.
     """
 
     data: bool = False
     origins: tuple[Origin, ...] = ()
     lost: tuple[Any, ...] = ()
     drawn: bool = False
-    made: Origin | None = None
+    made: bool = False
 
     @property
     def varies(self) -> bool:
@@ -114,7 +116,7 @@ def joined(facts: Sequence[Fact]) -> Fact:
         held = kept.setdefault(origin.leaf, origin)
         if held != origin or held.cuts != origin.cuts:
             kept[origin.leaf] = replace(held, moved=False, cuts=tuple(dict.fromkeys((*held.cuts, *origin.cuts))))
-    drawn, made = any(fact.drawn for fact in facts), next((fact.made for fact in facts if fact.made), None)
+    drawn, made = any(fact.drawn for fact in facts), any(fact.made for fact in facts)
     return Fact(origins=tuple(kept.values()), lost=lost_of(facts), drawn=drawn, made=made)
 
 
@@ -125,17 +127,12 @@ def lost_of(facts: Sequence[Fact]) -> tuple[Any, ...]:
 
 def unstacked(fact: Fact) -> Fact:
     """What is known of one of a stack, along its first axis."""
-    return _with_axes(fact, lambda axes: axes[1:])
+    return replace(fact, origins=tuple(replace(o, axes=o.axes[1:]) for o in fact.origins))
 
 
 def stacked(fact: Fact) -> Fact:
     """What is known of a stack of values."""
-    return _with_axes(fact, lambda axes: ((), *axes))
-
-
-def _with_axes(fact: Fact, of: Callable[[tuple[Axis, ...]], tuple[Axis, ...]]) -> Fact:
-    origins = tuple(replace(o, axes=of(o.axes)) for o in fact.origins)
-    return replace(fact, origins=origins, made=fact.made and replace(fact.made, axes=of(fact.made.axes)))
+    return replace(fact, origins=tuple(replace(o, axes=((), *o.axes)) for o in fact.origins))
 
 
 # -- from one value to the next ---------------------------------------------------------------------------------------
@@ -145,7 +142,8 @@ def moved(name: str, params: dict[str, Any], origin: Origin, shape: Sequence[int
     """The origin of what a primitive makes of a value of `shape`; None if its axes are not those of the parameter."""
     axes = _moved(name, params, origin.axes, tuple(shape), tuple(out))
     same = origin.moved and name in MOVES and name not in ("rev", "dynamic_update_slice")
-    spread = origin.spread or (name in _REPEATS and math.prod(out) > math.prod(shape))
+    grown = len(out) > len(shape) or math.prod(out) > math.prod(shape)
+    spread = origin.spread or (grown and name not in SAME_AXES)
     return None if axes is None else replace(origin, axes=axes, moved=same, spread=spread)
 
 
@@ -154,6 +152,8 @@ def _moved(
 ) -> tuple[Axis, ...] | None:
     if name in SAME_AXES or (name in ELEMENTWISE and shape == out):
         return axes
+    if name in SUMS:
+        return tuple(parts if n == m else () for parts, n, m in zip(axes, shape, out, strict=True))
     if name in COLLECTIVES and params.get("tiled", True):
         return axes
     if "all_gather_dimension" in params:
@@ -203,10 +203,11 @@ _ELEMENTWISE = """
 _COLLECTIVES = """
     all_gather all_gather_invariant all_gather_reduced all_to_all ppermute psum psum_invariant reduce_scatter
 """
+#: Of two values; an axis of one of them may have length 1.
+SUMS = frozenset(["add", "sub"])
 #: Writes into an array at indexes.
 SCATTERS = frozenset(["scatter", "scatter-add", "scatter-max", "scatter-min", "scatter-mul", "scatter-sub"])
 _MOVED = "transpose squeeze expand_dims broadcast_in_dim reshape gather stack unstack tile"
-_REPEATS = frozenset(["broadcast_in_dim", "gather", "tile"])
 #: Each axis stays what it is, though perhaps shorter or longer.
 SAME_AXES = frozenset(_SAME_AXES.split())
 #: Computes with numbers that stand at the same place, or before it along an axis; the result has their axes.
