@@ -303,6 +303,12 @@ def test_a_cancellation_in_a_sum_of_many_terms_is_counted(primitive: str) -> Non
     assert jc.significant_digits(lambda x: fun(x / 3), jnp.abs(TERMS), key=KEY, samples=10).instabilities == ()
 
 
+@pytest.mark.parametrize("fun", [lambda a: a[0] / 1.1 + a[1] / 1.1, lambda a: jnp.sum(a / 1.1), lambda a: (a / 3) @ a])
+def test_an_overflow_is_no_cancellation(fun: Callable[..., Any]) -> None:
+    found = jc.significant_digits(fun, jnp.full(2, 3e38, jnp.float32), key=KEY)
+    assert (found.worst, found.instabilities) == (0, ())
+
+
 def test_small_and_noisy_terms_hide_no_cancellation_and_earlier_losses_are_not_counted() -> None:
     def noise(x: Array) -> Array:
         return (x / 3 + 1e12) - 1e12

@@ -19,7 +19,7 @@ from jax import export
 
 from jchop._checks import check_int
 from jchop._core.scaled_bodies import flat, unflat
-from jchop.formats import ScaledFormat
+from jchop.formats import ElementFormat, ScaledFormat
 from jchop.spec import Spec, parse
 from jchop.storage import _show
 from jchop.storage._codes import filled, gather, hold, is_packed, raw, spread, thinned
@@ -80,9 +80,11 @@ class QArray:
     places: Any = None
 
     def __post_init__(self) -> None:
-        if isinstance(self.spec, str):
-            raise TypeError(f"spec={self.spec!r} must be a Spec, under which the codes were made; for another one: "
-                            "jchop.quantize(jchop.dequantize(q), spec)")  # fmt: skip
+        if isinstance(self.spec, str | ElementFormat | ScaledFormat):
+            raise TypeError(
+                f"spec={str(self.spec)!r} must be a Spec, under which the codes were made; for another one: "
+                "jchop.quantize(jchop.dequantize(q), spec)"
+            )
 
     # -- properties ----------------------------------------------------------------------------------------------------
     @property

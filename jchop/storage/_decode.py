@@ -18,7 +18,7 @@ from jchop._kernels.scaled import dequantize_scaled, stored_shapes
 from jchop.formats import ElementFormat, ScaledFormat
 from jchop.gradients import CustomJvp
 from jchop.spec import Spec
-from jchop.storage._codes import code_dtype, decode_plain, filled, is_packed, raw
+from jchop.storage._codes import check_dtype, code_dtype, decode_plain, filled, is_packed, raw
 from jchop.storage._layout import OWN, WHOLE, Kind, from_end, kinds_of, of_part
 
 Array = jax.Array
@@ -120,6 +120,7 @@ def decode(form: Form, qvalue: Array, scale: Scale, zero_point: Array | None, pl
     if places is None:
         return _decode(form, qvalue, scale, zero_point)
     assert form.spec.scaled is not None and form.size is not None
+    check_dtype(qvalue, form.spec.element)
     codes, kept = filled(qvalue, places, form.size, form.spec)
     dense = replace(form, spec=replace(form.spec, format=form.spec.scaled.dense))
     return jnp.where(kept, _decode(dense, codes, scale, zero_point), 0)

@@ -81,8 +81,12 @@ def test_a_quantized_model_is_refused() -> None:
         low = jc.nn.quantize(layer, [jc.Rule(layer="RMSNorm", weight="e4m3"), RULE], mode)
         for again in (partial(jc.nn.quantize_with_data, low, RULE, [x]),
                       partial(jc.nn.quantize, low, RULE, "ptq", inputs=(x,))):  # fmt: skip
-            with pytest.raises(ValueError, match="Linear at 'layers/0' rounds its kernel already; give the model that"):
+            does = "rounds its kernel" if mode == "qat" else "has its kernel packed"
+            with pytest.raises(ValueError, match=f"Linear at 'layers/0' {does} already; give the model that"):
                 again()
+    low = jc.nn.quantize(layer, jc.Rule(layer="RMSNorm", weight="e4m3"), "ptq")
+    with pytest.raises(ValueError, match="RMSNorm at 'layers/1' has its scale packed already; give the model that"):
+        jc.nn.quantize_with_data(low, RULE, [x])
     norms = jc.nn.quantize(layer, [jc.Rule("1", weight="e4m3"), jc.Rule(activation="int8(group=all)")])
     rounded, report = jc.nn.quantize_with_data(norms, RULE, [x])  # its weights are not rounded yet
     assert [row.path for row in report.weights] == ["layers/0/kernel"] and rounded(x).shape == (4, 24)

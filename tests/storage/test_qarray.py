@@ -295,6 +295,9 @@ def test_repr(stored: Stored) -> None:
     assert "scale=" in repr(gradient) and "spec='int8(channel=-2)'" in repr(gradient)
     with pytest.raises(ValueError, match="the QArray is a gradient, in which integer codes have none"):
         jc.dequantize(gradient)
+    thin = jc.quantize(jnp.ones((1, 8)), "int4(group=4,sparse=2:4)")
+    with pytest.raises(ValueError, match="the QArray is a gradient, in which integer codes have none"):
+        jc.dequantize(jax.grad(lambda q: jc.dequantize(q).sum(), allow_int=True)(thin))
     assert "qvalue=(40, 25)" in repr(jax.tree.map(lambda leaf: leaf.shape, q))
 
 
@@ -536,6 +539,8 @@ def test_functions_of_numpy_take_the_numbers() -> None:
 def test_a_spec_that_is_a_text_is_named() -> None:
     with pytest.raises(TypeError, match=r"^spec='int4' must be a Spec, under which the codes were made"):
         replace(jc.quantize(jnp.ones((2, 8)), "int8"), spec="int4")  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match=r"^spec='bfloat16' must be a Spec"):
+        replace(jc.quantize(jnp.ones((2, 8)), "int8"), spec=jc.bfloat16)  # type: ignore[arg-type]
 
 
 def test_arithmetic_on_leaves_is_an_error_that_says_what_to_do() -> None:

@@ -450,8 +450,9 @@ class _Samples:
             before = [np.minimum.reduce([np.broadcast_to(aligned(x, len(shape)), shape) for x in facts])]
         if name == "div":
             self._count(step, "division", before[0] < 1)
-        for digits, left in zip(before, after, strict=False):
-            self._count(step, "cancellation", digits - left >= _CANCELLED)
+        for digits, left, many in zip(before, after, results, strict=False):
+            finite = np.all([np.isfinite(np.asarray(x)) for x in many], axis=0)  # an overflow cancels nothing
+            self._count(step, "cancellation", finite & (digits - left >= _CANCELLED))
 
     def _uncancelled(self, step: Step, taken: list[Many]) -> list[np.ndarray]:
         """The digits of sums of many terms, had no terms cancelled.

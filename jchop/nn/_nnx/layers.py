@@ -225,7 +225,7 @@ def apply(model: nnx.Module, rules: Sequence[Rule], mode: str, rngs: nnx.Rngs | 
 
 
 def check_unquantized(model: nnx.Module, rules: Sequence[Rule]) -> None:
-    """Refuse layers that round parameters already which rules for the program of a model are to round.
+    """Refuse layers that round parameters already which rules for the program of a model are to round, or pack any.
 
     Raises:
         ValueError: that names the layer.
@@ -233,8 +233,15 @@ def check_unquantized(model: nnx.Module, rules: Sequence[Rule]) -> None:
     for placed, kind in placed_layers(model):
         if kind is None or type(placed.module) in KINDS:
             continue
+        layer = type(placed.module).__name__
+        packed = [name for name in kind.parameters if isinstance(getattr(placed.module, name), QuantizedParam)]
+        if packed:
+            raise ValueError(
+                f"{layer} at {placed.paths[0]!r} has its {packed[0]} packed already; give the model that it was made "
+                "from"
+            )
         for name in sorted(_rounded_parameters(placed.module, kind)):
-            layer, role = type(placed.module).__name__, kind.parameters[name]
+            role = kind.parameters[name]
             paths = ["/".join(filter(None, (path, name))) for path in placed.paths]
             numbers = (rule_of_parameter(path, rules, layer, kind.operation) for path in paths)
             if any(number is not None and getattr(rules[number], role) is not None for number in numbers):
@@ -244,7 +251,7 @@ def check_unquantized(model: nnx.Module, rules: Sequence[Rule]) -> None:
 
 
 def _rounded_parameters(layer: Any, kind: Kind) -> set[str]:
-    """The parameters of a layer that it rounds in each call, or that are packed; of a norm none, as of a program."""
+    """The parameters of a layer that it rounds in each call; of a norm none, as of a program."""
     if not kind.operation:
         return set()
     if getattr(layer, "emulation", None) is not None:
@@ -254,8 +261,7 @@ def _rounded_parameters(layer: Any, kind: Kind) -> set[str]:
     names = {name for name, *_ in promote.specs} if isinstance(promote, hooks.Promote) else set()
     if isinstance(product, hooks.Product) and product.how.right is not None:
         names |= {name for name, role in kind.parameters.items() if role == "weight"}
-    packed = {name for name in kind.parameters if isinstance(getattr(layer, name), QuantizedParam)}
-    return packed | (names & set(kind.parameters))
+    return names & set(kind.parameters)
 
 
 def check_wrapped(model: nnx.Module, program: bool = False) -> None:
