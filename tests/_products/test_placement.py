@@ -154,6 +154,7 @@ NUMBERS: dict[str, tuple[Function, Function, Function]] = {  # with the table la
 }  # fmt: skip
 
 
+@pytest.mark.in_turn(5)
 @pytest.mark.parametrize("spec", ["int4(group=4)", "int4(group=all)", "int4(group=32)"])
 @pytest.mark.parametrize("name", NUMBERS)
 def test_a_table_of_single_numbers_has_groups_along_its_last_axis(name: str, spec: str) -> None:

@@ -354,6 +354,7 @@ BIASES = {
 }
 
 
+@pytest.mark.in_turn(5)
 @pytest.mark.parametrize("latents", [6, 1])  # of one, the shapes of a bias and of its sum are the same
 @pytest.mark.parametrize("name", BIASES)
 def test_a_bias_that_is_added_to_a_product_of_parameters_is_a_bias(name: str, latents: int) -> None:
@@ -385,6 +386,7 @@ OTHER_BIASES = {
 }
 
 
+@pytest.mark.in_turn(2)
 @pytest.mark.parametrize("name", OTHER_BIASES)
 def test_a_vector_that_is_repeated_and_added_is_a_bias(name: str) -> None:
     own = {"latents": normal(6, 8), "query": normal(8, 4, 8), "bias": normal(4, 8), "key": normal(8, 8)}
@@ -412,6 +414,7 @@ SUMS_OF_WEIGHTS = {
 }
 
 
+@pytest.mark.in_turn(4)
 @pytest.mark.parametrize("name", SUMS_OF_WEIGHTS)
 def test_a_sum_of_weights_is_a_weight(name: str) -> None:
     params = {"w": normal(32, 16), "a": normal(32, 2), "b": normal(2, 16), "other": normal(32, 16)}

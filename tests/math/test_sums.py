@@ -475,7 +475,7 @@ ON_A_MESH: dict[str, tuple[Callable[[Any], Any], P]] = {
 
 
 @pytest.mark.skipif(jax.device_count() < 8, reason="needs eight (forced host) devices")
-@pytest.mark.in_turn(3)
+@pytest.mark.in_turn(6)
 @pytest.mark.parametrize("name", ON_A_MESH)
 def test_sums_along_an_axis_of_an_explicit_mesh_have_the_same_bits(name: str) -> None:
     function, spec = ON_A_MESH[name]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -79,7 +80,7 @@ def test_what_is_exact_or_lost_is_said() -> None:
 
 
 def test_the_last_row_is_the_model_under_one_rule_which_leaves_norms() -> None:
-    norm = nnx.RMSNorm(6, rngs=nnx.Rngs(2))
+    norm: Any = nnx.RMSNorm(6, rngs=nnx.Rngs(2))
     whole = nnx.Sequential(norm, nnx.Linear(6, 3, rngs=nnx.Rngs(3)))
     norm.scale[...] = jnp.exp(jax.random.normal(jax.random.key(5), (6,)))
     x = jax.random.normal(jax.random.key(4), (16, 6))

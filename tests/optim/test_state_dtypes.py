@@ -127,6 +127,7 @@ def test_any_state_stays_in_a_loss_scale(name: str, dtypes: tuple[str, str]) -> 
     assert_stays(optim.dynamic_loss_scale(SCALED[name]()), dtypes)
 
 
+@pytest.mark.in_turn(4)
 @pytest.mark.parametrize("dtypes", DTYPES, ids="-".join)
 @pytest.mark.parametrize("chain", [optax.identity(), optax.add_decayed_weights(0.01)])
 def test_moments_beside_an_accumulator_have_its_dtype(chain: Any, dtypes: tuple[str, str]) -> None:
