@@ -45,6 +45,8 @@ import pytest  # noqa: E402
 from jax._src import compiler  # noqa: E402
 from jax._src.interpreters import mlir  # noqa: E402
 
+pytest_plugins = ["selection"]
+
 #: `JAX_PLATFORMS=cuda,cpu pytest ...` runs tests on a GPU; products that they compare with are of float32, not of tf32.
 ON_GPU = "cuda" in os.environ["JAX_PLATFORMS"]
 if ON_GPU:
@@ -62,8 +64,6 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         action="store_true",
         help="let XLA compile without optimizing: less CPU time, but other code than users run",
     )
-    parser.addoption("--thin", type=int, default=1, metavar="N", help="run about one test in N")
-    parser.addoption("--turn", type=int, default=0, metavar="K", help="with --thin=N: which of the N parts, from 0")
     parser.addoption("--durations-file", metavar="PATH", help="write the CPU seconds of files and of the slowest tests")
 
 
@@ -85,29 +85,35 @@ def _compiled_code_dropped(_tests_of_module: Iterator[int]) -> Iterator[None]:
         jax.clear_caches()
 
 
-#: Files whose default tests compile as users do; so do all slow tests.
+#: Files whose default tests compile as users do, beside a tenth of all files; so do all slow tests.
 _AS_USERS = (
-    "_core/arithmetic/",
-    "_core/elementary/",
-    "_core/test_xla_cpu.py",
-    "_kernels/test_compile.py",
-    "_kernels/test_partitioned.py",
-    "math/test_contract.py",
-    "test_compile_cost.py",
-    "test_round_values.py",
+    "tests/_core/arithmetic/",
+    "tests/_core/elementary/",
+    "tests/_core/test_xla_cpu.py",
+    "tests/_kernels/test_compile.py",
+    "tests/_kernels/test_partitioned.py",
+    "tests/math/test_contract.py",
+    "tests/test_compile_cost.py",
+    "tests/test_round_values.py",
 )
+
+
+def _compiles_as_users(item: pytest.Item) -> bool:
+    """Of a file all default tests or none: what one test has compiled serves the next."""
+    from selection import part_of  # which pytest has to load first
+
+    file = item.nodeid.split("::")[0]
+    return "slow" in item.keywords or file.startswith(_AS_USERS) or part_of(file, 10) == 0
 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_setup(item: pytest.Item) -> None:
-    """Default tests compile with few of LLVM's optimizations and without XLA's fusion emitters.
+    """Nine tenths of the default tests compile with few of LLVM's optimizations and without XLA's fusion emitters.
 
     That takes half the time of most of them. From JAX 0.12 on, such code flushes subnormal bfloat16 numbers, so all
     tests compile as users do there.
     """
-    file = item.path.relative_to(pathlib.Path(__file__).parent).as_posix()
-    few = jax.__version_info__ < (0, 12) and "slow" not in item.keywords and not file.startswith(_AS_USERS)
-    few = few and not ON_GPU
+    few = jax.__version_info__ < (0, 12) and not ON_GPU and not _compiles_as_users(item)
     jax.config.update("jax_disable_most_optimizations", few)
     os.environ["JAX_DISABLE_MOST_OPTIMIZATIONS"] = str(int(few))  # of processes that the test starts
 
@@ -156,44 +162,6 @@ def x64() -> Iterator[None]:
 def neighbours_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     """One exact result is rounded under many modes, for which its neighbours are the same."""
     monkeypatch.setattr(oracle, "neighbours", functools.lru_cache(maxsize=1 << 14)(oracle.neighbours))
-
-
-def _spread(number: int) -> float:
-    """The place of a number in [0, 1), by multiples of the golden ratio: in step with no table."""
-    return number * 0.6180339887498949 % 1
-
-
-class _Turns:
-    """Of the cases of a test marked ``in_turn(n)`` one in n, rounded down, and at least one, is not slow.
-
-    A run without slow tests, such as the default one, makes no items of them, and one of smoke tests makes no others:
-    that would take seconds of each worker.
-    """
-
-    def __init__(self, markexpr: str) -> None:
-        self.no_slow, self.only_smoke = markexpr == "not slow", markexpr == "smoke"
-
-    def pytest_pycollect_makeitem(self, collector: pytest.Collector, obj: object) -> list[pytest.Item] | None:
-        names = {mark.name for mark in (*collector.iter_markers(), *getattr(obj, "pytestmark", ()))}
-        left_out = "slow" in names if self.no_slow else self.only_smoke and "smoke" not in names
-        return [] if left_out and callable(obj) and not isinstance(obj, type) else None
-
-    @pytest.hookimpl(trylast=True)
-    def pytest_generate_tests(self, metafunc: pytest.Metafunc) -> None:
-        turns, slow = [], set()
-        for place, case in enumerate(metafunc._calls):  # after the marks `parametrize` have made them
-            marks = {mark.name: mark for mark in (*metafunc.definition.iter_markers(), *case.marks)}
-            if "slow" in marks:
-                slow.add(place)
-            elif "in_turn" in marks:
-                turns.append((place, marks["in_turn"].args[0]))
-        if turns:
-            number = max(1, len(turns) // turns[0][1])
-            for turn in sorted(range(len(turns)), key=_spread)[number:]:
-                slow.add(turns[turn][0])
-                metafunc._calls[turns[turn][0]].marks.append(pytest.mark.slow.mark)
-        if (self.no_slow or self.only_smoke) and len(slow) < len(metafunc._calls):
-            metafunc._calls = [case for place, case in enumerate(metafunc._calls) if place not in slow]
 
 
 class _Durations:
@@ -259,7 +227,6 @@ def pytest_configure(config: pytest.Config) -> None:
         os.environ["XLA_FLAGS"] += " --xla_backend_optimization_level=0"
         os.environ["XLA_FLAGS"] += " --xla_cpu_use_fusion_emitters=false" * EMITTERS_CAN_BE_LEFT
     config.option.loadscopereorder = False  # of xdist: the order is that of `_longest_first`
-    config.pluginmanager.register(_Turns(config.option.markexpr))
     if path := config.getoption("--durations-file"):
         config.pluginmanager.register(_Durations(config.invocation_params.dir / path))
 
@@ -272,15 +239,6 @@ def _longest_first(items: list[pytest.Item]) -> None:
 
 
 @pytest.hookimpl(trylast=True)
-def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """About one test in `--thin` of those that `-m` has selected."""
-    thin: int = config.getoption("--thin") or 1
-    turn: int = config.getoption("--turn") or 0
-    if not 0 <= turn < thin:
-        raise pytest.UsageError(f"--turn={turn} must be from 0 to {thin - 1}, with --thin={thin}")
-    picked = [int(_spread(number) * thin) == turn for number in range(len(items))]
-    if not all(picked):
-        config.hook.pytest_deselected(items=[item for item, pick in zip(items, picked, strict=True) if not pick])
-        items[:] = [item for item, pick in zip(items, picked, strict=True) if pick]
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     if "PYTEST_XDIST_WORKER" in os.environ:
         _longest_first(items)
