@@ -1,6 +1,6 @@
 """Which tests a run takes: the default cases of each table, and one part of the slow tests.
 
-A plugin of pytest, loaded by `conftest.py`. What it decides about a test depends on the id of that test alone, so a test
+A plugin of pytest, loaded by `conftest.py`. What it decides about a test depends on the id of that test alone: a test
 that is added or removed moves no other one.
 
     python tests/selection.py                  the slow tests that the last 8 values of .ci/turn have run, by part
@@ -15,6 +15,7 @@ import subprocess
 import sys
 import zlib
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -36,19 +37,17 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 class _DefaultCases:
-    """Of the cases of a test marked ``in_turn(n)`` the first, and about one in n, runs by default; the others are slow.
+    """Of the cases of a test marked ``in_turn(n)`` the first and about one in n run by default; the others are slow.
 
-    Every test has a default case. A run without slow tests makes no items of slow cases, and one of smoke tests makes no
-    others: that would take seconds of each worker.
+    Every test has a default case. A run without slow tests makes no items of slow cases, and one of smoke tests makes
+    no others: that would take seconds of each worker.
     """
 
     def __init__(self, markexpr: str) -> None:
         self.no_slow, self.only_smoke = markexpr == "not slow", markexpr == "smoke"
         self.without_default: list[str] = []
 
-    def pytest_pycollect_makeitem(
-        self, collector: pytest.Collector, name: str, obj: object
-    ) -> list[pytest.Item] | None:
+    def pytest_pycollect_makeitem(self, collector: Any, name: str, obj: object) -> list[pytest.Item] | None:
         if not callable(obj) or isinstance(obj, type) or not name.startswith("test"):
             return None
         names = {mark.name for mark in (*collector.iter_markers(), *getattr(obj, "pytestmark", ()))}
