@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import collections
+import runpy
 import subprocess
 import sys
 import zlib
@@ -97,15 +98,6 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 # -- the turns of CI ---------------------------------------------------------------------------------------------------
 
 
-def turn_in(file: Path) -> int:
-    """The number in `.ci/turn`, by which CI chooses the part of each submission."""
-    text = file.read_text("utf-8").strip() if file.is_file() else None
-    if text is None or not (text.isascii() and text.isdigit()):
-        found = "is missing" if text is None else f"holds {text[:40]!r}"
-        raise SystemExit(f"{file} {found}: write one integer from 0 on into it, such as 0")
-    return int(text)
-
-
 def collected(marks: str) -> list[str]:
     """The ids of the tests that `-m` selects."""
     command = [sys.executable, "-m", "pytest", "--collect-only", "-q", "-n0", "-m", marks]
@@ -121,7 +113,7 @@ def main() -> int:
     parser.add_argument("--parts", type=int, default=8, help="into how many parts CI divides the tests; default 8")
     parser.add_argument("-m", dest="marks", default="slow and not programs", help="which tests")
     options = parser.parse_args()
-    last = turn_in(ROOT / ".ci" / "turn")
+    last = runpy.run_path(str(ROOT / ".ci" / "next_turn.py"))["read"]()
     tests = collected(options.marks)
     by_part = collections.defaultdict(list)
     for test in tests:
