@@ -26,7 +26,6 @@ def step(layer: Any, x: Any) -> Any:
     return layer(x, is_causal=True)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("spec", "per_number"),
     [
@@ -61,7 +60,6 @@ def test_a_packed_cache_is_one_rounded_by_hand(spec: str, per_number: float) -> 
     np.testing.assert_allclose(keys, expected, rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.slow
 def test_without_decoding_nothing_changes() -> None:
     plain = attention()
     layer = jc.nn.quantize(plain, jc.nn.Rule(cache="int8(group=all)"))
@@ -74,7 +72,6 @@ def test_without_decoding_nothing_changes() -> None:
     assert [r.specs for r in row if r.layer == "MultiHeadAttention"] == [(("cache", "int8(group=all)"),)]
 
 
-@pytest.mark.slow
 def test_what_cannot_be_decoded_is_said() -> None:
     rule = jc.nn.Rule(cache="int8(group=all)")
     layer = jc.nn.quantize(attention(), rule)

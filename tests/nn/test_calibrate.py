@@ -41,7 +41,6 @@ def test_ranges_are_those_of_the_data() -> None:
     np.testing.assert_allclose(range_of(inside), [min(ends[0]), max(ends[1])], rtol=1e-6)
 
 
-@pytest.mark.slow
 @pytest.mark.smoke
 def test_the_whole_is_a_percentile() -> None:
     batch = np.linspace(-9.5, 8.0, 4000, dtype=np.float32).reshape(1000, 4)
@@ -86,7 +85,6 @@ def test_the_divergence_is_that_of_the_definition() -> None:
     assert entropy_threshold(np.array([5, 0, 1, 3]), 4) == 4.5  # nothing is lost with a level for each
 
 
-@pytest.mark.slow
 def test_entropy_cuts_outliers_of_all_batches() -> None:
     draw = np.random.default_rng(1)
     batches = [jnp.asarray(draw.normal(size=(2000, 4)), "float32"), jnp.full((1, 4), 40.0)]
@@ -142,7 +140,6 @@ def test_inputs_are_rounded_under_the_fixed_scale(activation: str) -> None:
     np.testing.assert_allclose(nnx.jit(lambda m, x: m(x))(static, x), plain(rounded), rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.slow
 def test_gradients_pass_and_the_range_is_state() -> None:
     static = jc.nn.calibrate(layer(weight="e4m3"), BATCHES)
 

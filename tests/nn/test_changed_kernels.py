@@ -18,7 +18,6 @@ X = jnp.asarray(RNG.normal(size=(3, 6, 8)), "float32")
 MASK = np.ones((3, 8, 4), "float32")
 MASK[2] = 0
 KERNEL = np.where(MASK == 0, 5, 1) * RNG.normal(size=MASK.shape).astype("float32")
-SPECS = ["int4(group=all)", *(pytest.param(s, marks=pytest.mark.slow) for s in ("int8(group=8)", "e4m3", "nf4"))]
 Rule = jc.nn.Rule
 
 
@@ -31,8 +30,10 @@ def masked(kind: Any = nnx.Conv, mask: Any = MASK, **more: Any) -> Any:
 # -- masks -------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("spec", SPECS)
-@pytest.mark.parametrize("kind", [nnx.Conv, pytest.param(nnx.ConvTranspose, marks=pytest.mark.slow)])
+@pytest.mark.in_turn(9)
+@pytest.mark.parametrize(
+    ("kind", "spec"), [(nnx.Conv, "int4(group=all)"), (nnx.ConvTranspose, "int8(group=8)"), (nnx.Conv, "nf4")]
+)
 def test_a_masked_convolution_is_packed_as_it_is_trained(kind: Any, spec: str) -> None:
     layer, rule = masked(kind), Rule(weight=spec)
     trained, packed = jc.nn.quantize(layer, rule), jc.nn.quantize(layer, rule, mode="ptq")
@@ -44,7 +45,6 @@ def test_a_masked_convolution_is_packed_as_it_is_trained(kind: Any, spec: str) -
     np.testing.assert_array_equal(packed(X), jc.nn.quantize(layer, rule)(X))
 
 
-@pytest.mark.slow
 def test_a_mask_is_kept_if_no_kernel_is_packed_and_multiplied_once() -> None:
     biased = jc.nn.quantize(masked(), Rule(bias="e4m3"), mode="ptq")
     assert biased.mask is not None
@@ -55,9 +55,16 @@ def test_a_mask_is_kept_if_no_kernel_is_packed_and_multiplied_once() -> None:
         np.testing.assert_array_equal(packed(X), jc.nn.quantize(half, rule)(X))
 
 
-@pytest.mark.parametrize("spec", SPECS)
-@pytest.mark.parametrize("half", [1.0, pytest.param(0.3, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("kind", [linen.Conv, pytest.param(linen.ConvTranspose, marks=pytest.mark.slow)])
+@pytest.mark.in_turn(9)
+@pytest.mark.parametrize(
+    ("kind", "half", "spec"),
+    [
+        (linen.Conv, 0.3, "int4(group=all)"),
+        (linen.ConvTranspose, 1.0, "int8(group=8)"),
+        (linen.ConvTranspose, 0.3, "int4(group=all)"),
+        (linen.Conv, 1.0, "nf4"),
+    ],
+)
 def test_a_masked_convolution_of_linen_is_packed_as_it_is_trained(kind: Any, half: float, spec: str) -> None:
     module = jc.nn.linen.quantize(kind(4, (3,), mask=jnp.asarray(half * MASK)), Rule(weight=spec))
     variables = {"params": {"kernel": jnp.asarray(KERNEL), "bias": jnp.zeros(4)}}
@@ -135,7 +142,6 @@ def test_a_spectral_norm_is_not_packed_by_its_program_either() -> None:
         jc.nn.quantize(Net(nnx.SpectralNorm), INT4, mode="ptq", inputs=(X2,))
 
 
-@pytest.mark.slow
 def test_what_the_wrapper_does_not_change_is_packed() -> None:
     model = Net(nnx.SpectralNorm)
     rule = Rule(bias="e4m3")
@@ -193,7 +199,7 @@ def test_a_kernel_of_linen_that_is_changed_is_not_packed(kind: str, path: str) -
         np.testing.assert_array_equal(program.apply(program.pack(variables, X2), X2), program.apply(variables, X2))
 
 
-@pytest.mark.slow
+@pytest.mark.in_turn(9)
 @pytest.mark.parametrize("lift", ["remat", "jit", "scan"])
 def test_a_kernel_in_a_transformation_is_packed(lift: str) -> None:
     class Step(linen.Module):

@@ -41,7 +41,6 @@ def like() -> Any:
     return nnx.eval_shape(lambda: Net(nnx.Rngs(0)))
 
 
-@pytest.mark.slow
 def test_names_and_axes_are_those_of_other_programs(model: Any, tmp_path: Path) -> None:
     save_checkpoint(tmp_path / "plain", model, "plain", config={"model_type": "net"})
     tensors = jc.storage.load_checkpoint(tmp_path / "plain")
@@ -63,7 +62,6 @@ def test_names_and_axes_are_those_of_other_programs(model: Any, tmp_path: Path) 
     np.testing.assert_array_equal(other(TOKENS), model(TOKENS))
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("layout", ["compressed-tensors", "gptq", "awq", "jchop"])
 def test_packed_layers_stay_packed(model: Any, layout: str, tmp_path: Path) -> None:
     packed = jc.nn.quantize(model, Rule("layers", weight=INT4), "ptq")
@@ -80,7 +78,6 @@ def test_packed_layers_stay_packed(model: Any, layout: str, tmp_path: Path) -> N
     np.testing.assert_array_equal(jc.dequantize(merged.again.kernel[...]), jc.dequantize(packed.again.kernel[...]))
 
 
-@pytest.mark.slow
 def test_every_parameter_of_a_layer_may_be_packed(model: Any, tmp_path: Path) -> None:
     """Also in the layout of a product, if scales have groups, too."""
     double = "nf4(group=16,scale=uint8(group=256,zero_point=float))"
@@ -92,7 +89,6 @@ def test_every_parameter_of_a_layer_may_be_packed(model: Any, tmp_path: Path) ->
     assert isinstance(loaded.again.bias, jc.nn.QuantizedParam) and isinstance(loaded.norm.scale, jc.nn.QuantizedParam)
 
 
-@pytest.mark.slow
 def test_a_model_that_was_rounded_with_data(model: Any, tmp_path: Path) -> None:
     rounded, _ = jc.nn.quantize_with_data(model, Rule("again", weight=INT4), [TOKENS])
     save_checkpoint(tmp_path / "gptq", rounded, "compressed-tensors")
@@ -100,7 +96,6 @@ def test_a_model_that_was_rounded_with_data(model: Any, tmp_path: Path) -> None:
     np.testing.assert_array_equal(jc.dequantize(loaded.again.kernel[...]), jc.dequantize(rounded.again.kernel[...]))
 
 
-@pytest.mark.slow
 def test_refusals(model: Any, tmp_path: Path) -> None:
     save_checkpoint(tmp_path / "plain", model, "plain")
     conv = nnx.Sequential(nnx.Conv(3, 4, (2, 2), rngs=nnx.Rngs(0)))

@@ -53,7 +53,6 @@ def products(how: Roundings, x: Any = X, w: Any = W, g: Any = G) -> Any:
     return y, *pull(g)
 
 
-@pytest.mark.slow
 def test_every_product_has_its_blocks_along_its_own_sum() -> None:
     rounded = how(left=BLOCKS, right=BLOCKS, gradient=GRADIENT)
     y, dx, dw = jax.jit(partial(products, rounded))()
@@ -62,7 +61,6 @@ def test_every_product_has_its_blocks_along_its_own_sum() -> None:
     np.testing.assert_array_equal(dw, first(X, BLOCKS).T @ first(G, GRADIENT))
 
 
-@pytest.mark.slow
 def test_without_a_gradient_the_operands_are_those_of_the_forward_product() -> None:
     _, dx, dw = jax.jit(partial(products, how(left=BLOCKS, right=BLOCKS)))()
     near(dx, G @ first(W, BLOCKS).T)
@@ -80,7 +78,6 @@ def test_the_weight_gradient_has_a_format_of_its_own() -> None:
     np.testing.assert_array_equal(dw, last(X, "e5m3").T @ last(G, "e5m3"))
 
 
-@pytest.mark.slow
 def test_the_accumulator_is_emulated_in_all_three_products() -> None:
     sums = jc.MatmulSpec(accumulate="e5m2", order="matrix_unit(3)")
     rounded = how(left="e4m3", right="e4m3", gradient="e5m2", matmul=sums)
@@ -91,7 +88,6 @@ def test_the_accumulator_is_emulated_in_all_three_products() -> None:
     np.testing.assert_array_equal(dw, jc.math.matmul(x.T, g, sums))
 
 
-@pytest.mark.slow
 def test_clipped_gradients_and_forward_mode_hold_where_nothing_else_is_asked() -> None:
     clipped = how(left="fixed1.3:gradient=clipped", right="e4m3")
     _, dx, _ = products(clipped)
@@ -102,7 +98,6 @@ def test_clipped_gradients_and_forward_mode_hold_where_nothing_else_is_asked() -
     near(tangent, jnp.where(kept, 1.0, 0.0) @ last(W, "e4m3"))
 
 
-@pytest.mark.slow
 def test_a_batch_of_products_is_rounded_product_by_product() -> None:
     x, w, g = normal(2, 5, 3, 4), normal(2, 4, 3, 6, seed=1), normal(2, 3, 5, 6, seed=2)
     rounded = how(left=BLOCKS, right=BLOCKS, gradient=GRADIENT)
@@ -144,7 +139,6 @@ def test_rows_become_one_axis_where_there_is_one_device(monkeypatch: pytest.Monk
         near(one, other)
 
 
-@pytest.mark.slow
 def test_convolutions_round_their_backward_products_too() -> None:
     x, w, g = normal(2, 5, 3), normal(3, 3, 4, seed=1), normal(2, 5, 4, seed=2)
     numbers = lax.conv_dimension_numbers(x.shape, w.shape, ("NWC", "WIO", "NWC"))
@@ -169,7 +163,6 @@ def test_convolutions_round_their_backward_products_too() -> None:
         np.testing.assert_array_equal(got, expected)
 
 
-@pytest.mark.slow
 def test_convolutions_in_an_emulated_arithmetic() -> None:
     x, w = normal(2, 6, 5, 3), normal(3, 2, 3, 4, seed=1)
     sums = jc.MatmulSpec(product="e5m4", accumulate="e5m4")
@@ -182,7 +175,6 @@ def test_convolutions_in_an_emulated_arithmetic() -> None:
         jc.nn.quantize(grouped, jc.nn.Rule(matmul=sums))(normal(1, 5, 4))
 
 
-@pytest.mark.slow
 def test_stochastic_products_draw_from_the_key() -> None:
     noisy = how(left="e4m3:stochastic", right="e4m3:stochastic", gradient="e5m2:stochastic")
 

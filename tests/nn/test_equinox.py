@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -77,7 +75,7 @@ def case(name: str) -> tuple[Any, Any, Any, Any, Any]:
     return mlp(), X, X[0], jnp.ones((5, 16)), squares
 
 
-@pytest.mark.slow
+@pytest.mark.in_turn(20)
 @pytest.mark.parametrize("name", ["mlp", "cnn", "transformer", "scan"])
 def test_quantized_trained_saved_loaded(name: str, tmp_path: Path) -> None:
     model, x, one, wanted, measure = case(name)
@@ -130,7 +128,6 @@ def test_an_mlp_in_numpy() -> None:
     )
 
 
-@pytest.mark.slow
 def test_methods_and_scales() -> None:
     """Each method runs under rules; calibrated ranges and learned scales are fields of the module."""
     model, both = scanned(), {"__call__": (X[0],), "hidden": (X[0],)}
@@ -157,7 +154,6 @@ def test_methods_and_scales() -> None:
     np.testing.assert_array_equal(run(packed, X), run(learned, X))
 
 
-@pytest.mark.slow
 def test_stochastic_rules_take_keys() -> None:
     rule = Rule(weight="int4(group=16):stochastic")
     low = jc.nn.quantize(mlp(), rule)
@@ -220,7 +216,6 @@ def test_misuse() -> None:
             call()
 
 
-@pytest.mark.slow
 def test_rounding_with_data_is_said_on_one_line_and_as_it_is_said() -> None:
     """Errors name the class of a model alone; the way out that one names gives the codes of the plain function."""
     for call in (jc.nn.quantize_with_data, jc.nn.sensitivity, jc.nn.linen.quantize):
@@ -239,11 +234,6 @@ def test_rounding_with_data_is_said_on_one_line_and_as_it_is_said() -> None:
         np.testing.assert_array_equal(jc.dequantize(got), jc.dequantize(own))
 
 
-def test_import_needs_no_equinox() -> None:
-    code = "import sys, jchop as jc; jc.nn.quantize; assert 'equinox' not in sys.modules"
-    subprocess.run([sys.executable, "-c", code], check=True)
-
-
 # -- adapters ----------------------------------------------------------------------------------------------------------
 
 
@@ -254,7 +244,6 @@ def noised(model: Any) -> Any:
     return jax.tree.map(noise, model, mask)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("make", [mlp, scanned])
 def test_adapters_of_modules(make: Any, tmp_path: Path) -> None:
     model = make()
@@ -327,7 +316,6 @@ PARAMS = {
 }
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("rounds", [True, False])
 def test_adapters_of_parameters(rounds: bool) -> None:
     """The adapters of a pytree, against the function with the merged weights in float64."""
@@ -354,7 +342,6 @@ def test_adapters_of_parameters(rounds: bool) -> None:
     np.testing.assert_allclose(jax.jit(low)(adapted, X), low(adapted, X), rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.slow
 def test_parameters_without_adapters_stay_packed_in_a_merge() -> None:
     def model(p: Any, tokens: Any) -> Any:
         return jnp.asarray(p["table"][tokens]) @ p["w"]
@@ -368,7 +355,6 @@ def test_parameters_without_adapters_stay_packed_in_a_merge() -> None:
     assert plain.shape == (1, 3, 4) and bool((model(merged, tokens) == plain).all())
 
 
-@pytest.mark.slow
 def test_dropout_needs_a_key() -> None:
     low = jc.quantize_fn(network, Rule())
     adapted = noised(add_lora(PARAMS, LoraRule("heads", rank=2, dropout=0.5), fun=low, inputs=(X,), key=KEY))
@@ -379,7 +365,6 @@ def test_dropout_needs_a_key() -> None:
     assert np.isfinite(many).all()
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("init", ["loftq", "pissa"])
 def test_first_values(init: str) -> None:
     """The best approximations of the residual, and of the weight (Eckart and Young)."""

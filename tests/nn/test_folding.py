@@ -40,7 +40,6 @@ def trained() -> Any:
     return model
 
 
-@pytest.mark.slow
 def test_folded_norms_are_the_formula() -> None:
     model, x = trained(), jnp.asarray(np.random.default_rng(1).normal(size=(5, 7, 2)), "float32")
     before = np.array(model.head.kernel[...])
@@ -59,7 +58,6 @@ def test_folded_norms_are_the_formula() -> None:
     assert np.abs(np.asarray(rounded(x) - y)).max() < 0.1
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("pairs", "error", "words"),
     [
@@ -78,7 +76,6 @@ def test_what_cannot_be_folded_is_said(pairs: Any, error: type[Exception], words
 RULE = jc.nn.Rule(weight="int2(group=all,rule=half_range)", output="bfloat16")
 
 
-@pytest.mark.slow
 def test_means_are_those_of_the_exact_model() -> None:
     model = jc.nn.fold_batch_norms(trained(), PAIRS)
     batches = list(jnp.asarray(np.random.default_rng(2).uniform(size=(3, 8, 7, 2)), "float32"))
@@ -103,7 +100,6 @@ def test_means_are_those_of_the_exact_model() -> None:
     np.testing.assert_allclose(corrected.blocks[0].bias[...], bias, atol=1e-6)
 
 
-@pytest.mark.slow
 def test_what_cannot_be_corrected_is_said() -> None:
     model, x = Model(rngs=nnx.Rngs(0)), [jnp.ones((1, 4, 2))]
     rounded = jc.nn.quantize(model, RULE)

@@ -33,7 +33,6 @@ def begun() -> Any:
     return jax.jit(lambda key: (LAYER.init(key, whole), PLAIN.init(key, whole)))(jax.random.key(0))
 
 
-@pytest.mark.slow
 def test_a_packed_cache_is_that_of_the_twin() -> None:
     variables, usual = begun()
     params, kept = variables["params"], variables["cache"]
@@ -59,7 +58,6 @@ def test_a_packed_cache_is_that_of_the_twin() -> None:
         jax.tree.map(np.testing.assert_array_equal, kept[name], getattr(twin, name).get_value())
 
 
-@pytest.mark.slow
 def test_a_cache_is_begun_and_checked() -> None:
     variables, usual = begun()
     params = {"params": usual["params"]}
@@ -73,7 +71,6 @@ def test_a_cache_is_begun_and_checked() -> None:
         LAYER.apply(usual, X[:, :1], mutable=["cache"])
 
 
-@pytest.mark.slow
 def test_masks_and_dropouts_go_through() -> None:
     """Where nothing is rounded, a rounded attention is Linen's own with all that this is given."""
     mask = linen.make_causal_mask(jnp.ones(X.shape[:2]))

@@ -10,7 +10,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 import pytest
 from flax import nnx
 from layer_references import products_of_size
@@ -53,7 +52,6 @@ def noised(model: Any) -> Any:
     return model
 
 
-@pytest.mark.slow
 def test_first_output_and_gradients(packed: Any) -> None:
     adapted = add_lora(
         packed, [LoraRule("up", rank=4, alpha=8, dropout=0.5), LoraRule("rest", rank=2)], rngs=nnx.Rngs(1)
@@ -81,7 +79,6 @@ def test_first_output_and_gradients(packed: Any) -> None:
     assert products_of_size(jax.make_jaxpr(other)(jnp.ones((128, 128))).jaxpr, sizes) == 1  # as it would be
 
 
-@pytest.mark.slow
 def test_bytes(packed: Any) -> None:
     """4 bits, 8 for each group of 64, and a scale and an offset of 32 for each 256 of these (or a shorter row)."""
     q = packed.rest[0].kernel[...]
@@ -270,7 +267,6 @@ def test_a_stack_begins_with_the_best_approximations_and_has_dropout() -> None:
     np.testing.assert_allclose(adapted(x), merge_lora(adapted)(x), rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.slow
 def test_training_with_8_bit_moments(packed: Any) -> None:
     adapted = add_lora(packed, LoraRule("*", rank=2), rngs=nnx.Rngs(1))
     codes = [np.asarray(leaf) for leaf in jax.tree.leaves(nnx.state(adapted, jc.nn.QuantizedParam))]
@@ -289,7 +285,6 @@ def test_training_with_8_bit_moments(packed: Any) -> None:
     jax.tree.map(np.testing.assert_array_equal, codes, jax.tree.leaves(nnx.state(adapted, jc.nn.QuantizedParam)))
 
 
-@pytest.mark.slow
 def test_errors(model: Any, packed: Any) -> None:
     for said, rules, more in (
         ("matches no linear layer", LoraRule("down", rank=2), {}),
@@ -309,39 +304,3 @@ def test_errors(model: Any, packed: Any) -> None:
         LoraRule("up", rank=1, init="x")
     with pytest.raises(TypeError, match="rngs=None must be"):
         add_lora(packed, LoraRule("up", rank=1), rngs=None)  # type: ignore[arg-type]
-
-
-@pytest.mark.slow
-def test_digits() -> None:
-    """Pretrained on the digits 0 to 4, adapted to 5 to 9: NF4 is within 1 % of adapters beside full precision."""
-    datasets = pytest.importorskip("sklearn.datasets")
-    images, labels = datasets.load_digits(return_X_y=True)
-    x, y = jnp.asarray(images / 16, jnp.float32), jnp.asarray(labels)
-    order = np.random.default_rng(0).permutation(len(labels))
-    old, new = order[labels[order] < 5], order[labels[order] >= 5]
-    train, test = new[: len(new) * 3 // 4], new[len(new) * 3 // 4 :]
-
-    def loss_of(model: Any, x: jax.Array, y: jax.Array) -> jax.Array:
-        return optax.softmax_cross_entropy_with_integer_labels(model(x), y).mean()
-
-    def trained(model: Any, wrt: Any, rows: np.ndarray, steps: int) -> Any:
-        optimizer = nnx.Optimizer(model, optax.adam(5e-3), wrt=wrt)
-
-        @nnx.jit
-        def step(model: Any, optimizer: Any) -> None:
-            optimizer.update(model, nnx.grad(loss_of, argnums=nnx.DiffState(0, wrt))(model, x[rows], y[rows] % 5))
-
-        for _ in range(steps):
-            step(model, optimizer)
-        return model
-
-    rngs = nnx.Rngs(0)
-    plain = nnx.Sequential(nnx.Linear(64, 128, rngs=rngs), nnx.relu, nnx.Linear(128, 5, rngs=rngs))
-    plain = trained(plain, nnx.Param, old, 150)
-    packed = jc.nn.quantize(plain, Rule(weight=DOUBLE), "ptq")
-    scores = []
-    for base in (plain, packed):
-        adapted = trained(add_lora(base, LoraRule("*", rank=4), rngs=nnx.Rngs(1)), nnx.LoRAParam, train, 200)
-        scores.append(float((jnp.argmax(adapted(x[test]), -1) == y[test] % 5).mean()))
-    print(scores)
-    assert scores[0] > 0.9 and scores[1] >= scores[0] - 0.01

@@ -54,7 +54,6 @@ def noised(variables: Any) -> Any:
     return {**variables, "lora": lora}
 
 
-@pytest.mark.slow
 def test_first_output_and_gradients(low: Any, packed: Any) -> None:
     rules = [LoraRule("up", rank=4, alpha=8), LoraRule("{up,down}", rank=2)]
     adapted, variables = add_lora(low, packed, rules, X, key=KEY)
@@ -75,7 +74,6 @@ def test_first_output_and_gradients(low: Any, packed: Any) -> None:
     assert products_of_size(jax.make_jaxpr(whole)(jnp.ones((128, 128))).jaxpr, SIZES) == 1  # as it would be
 
 
-@pytest.mark.slow
 def test_the_sum_is_that_of_the_definition(plain: Any) -> None:
     adapted, variables = add_lora(Net(), plain, LoraRule("{up,down}", rank=3, alpha=6), X, key=KEY)
     variables = noised(variables)
@@ -91,7 +89,6 @@ def test_the_sum_is_that_of_the_definition(plain: Any) -> None:
         np.testing.assert_allclose(merged["params"][name]["kernel"], weight, rtol=0, atol=2**-22 * abs(weight).max())
 
 
-@pytest.mark.slow
 def test_merge_split_and_files(low: Any, packed: Any, tmp_path: Path) -> None:
     adapted, variables = add_lora(low, packed, LoraRule("up", rank=3, alpha=6), X, key=KEY)
     variables = noised(variables)
@@ -126,7 +123,6 @@ def test_merged_layers_leave_no_rule_for_the_norms_alone(plain: Any) -> None:
     assert [str(rule) for rule in module.rules][1:] == ["Rule('*', output=float8_e4m3)"]
 
 
-@pytest.mark.slow
 def test_all_merged_is_a_plain_module(low: Any, plain: Any, packed: Any) -> None:
     adapted, variables = add_lora(low, plain, LoraRule("up", rank=2), X, key=KEY)
     assert merge_lora(adapted, variables, X)[0] is low  # a weight that is not packed is still rounded in each call
@@ -136,7 +132,6 @@ def test_all_merged_is_a_plain_module(low: Any, plain: Any, packed: Any) -> None
     np.testing.assert_allclose(module.apply(merged, X), low.apply(packed, X), rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("init", ["loftq", "pissa"])
 def test_best_approximations(low: Any, plain: Any, packed: Any, init: str) -> None:
     rule = LoraRule("up", rank=5, alpha=2.5, init=init)
@@ -152,7 +147,6 @@ def test_best_approximations(low: Any, plain: Any, packed: Any, init: str) -> No
     np.testing.assert_array_equal(held, jc.dequantize(jc.quantize(rest.T, DOUBLE)).T)
 
 
-@pytest.mark.slow
 def test_dropout_in_expectation(plain: Any) -> None:
     adapted, variables = add_lora(Net(), plain, LoraRule("up", rank=4, dropout=0.5), X, key=KEY)
     variables = noised(variables)

@@ -56,7 +56,6 @@ def test_axes_of_other_operands_are_checked_in_the_first_call(field: str) -> Non
         dense.apply(dense.init(jax.random.key(0), X), X)
 
 
-@pytest.mark.slow
 def test_an_axis_that_is_there_is_taken() -> None:
     rounded = jc.nn.quantize(linear(), Rule(weight="int8(channel=0)", activation="int8(channel=-2)"))
     same = jc.nn.quantize(linear(), Rule(weight="int8(group=all)", activation="int8(group=all)"))
@@ -67,7 +66,6 @@ def test_an_axis_that_is_there_is_taken() -> None:
 
 
 @pytest.mark.parametrize("text", ["int8(group=all)", "nvfp4", "nf4"])
-@pytest.mark.slow
 def test_nan_stays_nan_in_training(text: str) -> None:
     layer = linear()
     layer.kernel[...] = layer.kernel[...].at[2, 1].set(jnp.nan)
@@ -81,7 +79,6 @@ def test_nan_stays_nan_in_training(text: str) -> None:
     np.testing.assert_array_equal(np.isnan(pull(x[:, :4])[0]), [[True] * 8, [False] * 8])
 
 
-@pytest.mark.slow
 def test_nan_stays_nan_under_kept_scales() -> None:
     x = X.at[0, 3].set(jnp.nan)
     for source in (jc.nn.MovingAverage(), jc.nn.DelayedScaling(2), jc.nn.LSQ()):
@@ -90,7 +87,6 @@ def test_nan_stays_nan_under_kept_scales() -> None:
         assert np.isnan(model(x)[0]).all() and np.isfinite(model(X)).all()
 
 
-@pytest.mark.slow
 def test_the_derivative_of_what_is_rounded_stays() -> None:
     model = jc.nn.quantize(linear(), Rule(activation="int8(group=all):gradient=clipped"))
     plain = linear()
@@ -172,7 +168,6 @@ def test_packed_weights_of_another_rule_are_refused(text: str) -> None:
     np.testing.assert_array_equal(model(X), packed("int4(group=4)", 1)(X))
 
 
-@pytest.mark.slow
 def test_packed_weights_of_another_shape_and_plain_ones_are_refused() -> None:
     def made(size: tuple[int, int]) -> Any:
         layer = nnx.Linear(*size, use_bias=False, rngs=nnx.Rngs(0))

@@ -43,7 +43,6 @@ def model() -> Shared:
     return Shared(rngs=nnx.Rngs(0))
 
 
-@pytest.mark.slow
 def test_a_rule_for_any_path_of_a_module_counts() -> None:
     plain = model()
     kernel = jc.round_to_format(plain.head.kernel[...], "int8(channel=1)")

@@ -45,7 +45,6 @@ def step(model: Any, x: Any) -> Any:
     return y, gradient
 
 
-@pytest.mark.slow
 def test_state_follows_in_training_and_stays_in_evaluation() -> None:
     model = jc.nn.quantize(Heads(), rule(jc.MovingAverage(0.5)), inputs=INPUTS)
     held = model.quantization_scales
@@ -65,7 +64,6 @@ def test_state_follows_in_training_and_stays_in_evaluation() -> None:
     np.testing.assert_array_equal(nnx.jit(lambda m, x: m(x))(packed, X), y)
 
 
-@pytest.mark.slow
 def test_histories_are_no_parameters() -> None:
     model = jc.nn.quantize(Heads(), jc.nn.recipe("float8_delayed", scale_from=jc.DelayedScaling(2)), inputs=(X,))
     _, gradient = step(model, X)
@@ -77,7 +75,6 @@ def test_histories_are_no_parameters() -> None:
         jc.nn.quantize(model, jc.nn.recipe("float8_delayed"), mode="ptq", inputs=(X,))
 
 
-@pytest.mark.slow
 def test_learned_scales_are_calibrated_trained_and_packed() -> None:
     learned = jc.nn.quantize(Heads(), rule(jc.LSQ()), inputs=INPUTS)
     with pytest.raises(ValueError, match="scales has no 'query_activation_scale'"):
@@ -121,7 +118,6 @@ class Tower(linen.Module):
         return linen.Dense(2)(x)
 
 
-@pytest.mark.slow
 def test_variables_of_linen() -> None:
     tower = jc.nn.linen.quantize(Tower(), rule(jc.MovingAverage(0.5)), program=True)
     variables = tower.init(jax.random.key(0), X)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -62,7 +62,6 @@ def normal(*shape: int, seed: int) -> Any:
     return np.random.default_rng(seed).normal(size=shape).astype(np.float32)
 
 
-@pytest.mark.slow
 def test_wage_rounds_as_its_equations_say() -> None:
     x, w, g = normal(6, 10, seed=0), normal(10, 4, seed=1), normal(6, 4, seed=2)
     largest = np.array([1.2, 0.3 * 2.0**-9, 1.9, 1.45], np.float32)  # the last where the paper takes 2, and jchop 1
@@ -78,7 +77,6 @@ def test_wage_rounds_as_its_equations_say() -> None:
         np.testing.assert_array_equal(dw[i], x8.T @ e)
 
 
-@pytest.mark.slow
 def test_ibm_fp8_rounds_operands_and_sums() -> None:
     x, w = normal(3, 70, seed=0), normal(70, 4, seed=1)
     layer = nnx.Linear(70, 4, use_bias=False, rngs=nnx.Rngs(0))
@@ -93,7 +91,6 @@ def own_power(g: Any, _: Any) -> Any:
     return jnp.ldexp(g, -jnp.round(jnp.log2(jnp.abs(g).max())).astype(int))
 
 
-@pytest.mark.slow
 def test_a_layer_trains_by_wage() -> None:
     layer = nnx.Linear(16, 4, use_bias=False, rngs=nnx.Rngs(0))
     graph, params = nnx.split(jc.nn.quantize(layer, jc.nn.recipe("wage")))
@@ -124,14 +121,12 @@ def test_a_layer_trains_by_wage() -> None:
     np.testing.assert_array_equal(kernel, quantized(kernel, STEP))
 
 
-@pytest.mark.in_turn(3)
-@pytest.mark.parametrize("name", RECIPES)
-def test_every_recipe_is_a_rule(name: str) -> None:
-    rule = jc.nn.recipe(name, "blocks")
-    assert rule.path == "blocks" and rule.weight is not None and rule.gradient is not None
+def test_every_recipe_is_a_rule() -> None:
+    for name in RECIPES:
+        rule = jc.nn.recipe(name, "blocks")
+        assert rule.path == "blocks" and rule.weight is not None and rule.gradient is not None, name
 
 
-@pytest.mark.slow
 def test_int8_multiplies_codes() -> None:
     """The three products of int8 mixed precision, against its own operations in NumPy."""
     x, w, g = normal(3, 16, seed=0), normal(16, 4, seed=1), normal(3, 4, seed=2)
@@ -147,7 +142,6 @@ def test_int8_multiplies_codes() -> None:
         np.testing.assert_array_equal(got, want)
 
 
-@pytest.mark.slow
 def test_stochastic_int8_is_right_on_average() -> None:
     x, w, g = (jnp.asarray(normal(*shape, seed=i)) for i, shape in enumerate(((3, 16), (16, 4), (3, 4))))
     low = jc.quantize_fn(lambda w, x: x @ w, jc.nn.recipe("int8_stochastic"))
@@ -194,17 +188,26 @@ def both_weights(name: str, layer: str) -> tuple[Any, Any]:
     return jax.tree.map(np.asarray, run(x))
 
 
-@pytest.mark.slow
+#: In layers of other layouts: tiles, blocks along one axis, and one scale for the whole array.
+SOME = ("nvfp4", "deepseek_fp8", "float8_rowwise", "float8_tensorwise")
+slow = pytest.mark.slow
+
+
 @pytest.mark.parametrize(
-    ("name", "layer"), [(name, layer) for name in RECIPES if name != "int8_stochastic" for layer in LAYERS]
+    ("layer", "names"),
+    [
+        pytest.param("Linear", ("float8_rowwise", "nvfp4"), id="Linear"),
+        pytest.param("Linear", [name for name in RECIPES if name != "int8_stochastic"], marks=slow, id="all of them"),
+        *(pytest.param(layer, SOME, marks=slow, id=layer) for layer in LAYERS if layer != "Linear"),
+    ],
 )
-def test_one_weight_forward_and_backward(name: str, layer: str) -> None:
-    forward, backward = both_weights(name, layer)
-    tiles_of_codes = name == "deepseek_fp8" and "General" in layer  # of other axes, joined, in dx
-    assert np.array_equal(forward, backward.T) == (name in ONE_WEIGHT and not tiles_of_codes)
+def test_one_weight_forward_and_backward(layer: str, names: Sequence[str]) -> None:
+    for name in names:
+        forward, backward = both_weights(name, layer)
+        tiles_of_codes = name == "deepseek_fp8" and "General" in layer  # of other axes, joined, in dx
+        assert np.array_equal(forward, backward.T) == (name in ONE_WEIGHT and not tiles_of_codes), name
 
 
-@pytest.mark.slow
 def test_blocks_that_stay_as_they_are() -> None:
     class Tower(nnx.Module):
         def __init__(self) -> None:
@@ -250,7 +253,6 @@ def rounded_up(blocks: Any) -> Any:
     return 2.0 ** np.ceil(np.log2(np.abs(blocks).max(-1) / 6))
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(("name", "scale"), [("mxfp4", rounded_up), ("mxfp4_quartet", quest)])
 def test_mxfp4_forward(name: str, scale: Any) -> None:
     """y, and the derivative of the rounded operands: that of the clipped ones of Quartet is 0."""
@@ -286,7 +288,6 @@ def mean_of_draws(rule: jc.Rule, x: Any, w: Any, g: Any, count: int) -> Any:
     return [(v.mean(0) - e) / (v.std(0) / count**0.5) for v, e in zip(draws, exact, strict=True)]
 
 
-@pytest.mark.slow
 def test_mxfp4_gradients_are_right_on_average_by_the_factor_of_three_quarters() -> None:
     """Both backward products over 2^12 draws; without the factor, OCP's scales clip, and the mean is off."""
     x, w, g = (jnp.asarray(normal(*shape, seed=i)) for i, shape in enumerate(((64, 4), (4, 64), (64, 64))))
@@ -300,15 +301,15 @@ def test_mxfp4_gradients_are_right_on_average_by_the_factor_of_three_quarters() 
     assert all(np.sqrt((off**2).mean()) > 3 for off in mean_of_draws(rule, x, w, g, 1 << 12))
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("shape", [(37, 21), (1, 40)])
-@pytest.mark.parametrize("text", ["nvfp4(group=(16,16))", "int4(group=(3,3))"])
+@pytest.mark.parametrize(
+    ("text", "shape"),
+    [("int4(group=(3,3))", (1, 40)), pytest.param("nvfp4(group=(16,16))", (37, 21), marks=slow)],
+)
 def test_square_tiles_are_the_same_of_the_transpose(text: str, shape: tuple[int, ...]) -> None:
     w = normal(*shape, seed=5) * 0.02
     np.testing.assert_array_equal(jc.round_to_format(w.T, text), jc.round_to_format(w, text).T)
 
 
-@pytest.mark.slow
 def test_weights_of_nvfp4_are_tiles() -> None:
     w = normal(48, 37, seed=1)
     layer = nnx.Linear(48, 37, use_bias=False, rngs=nnx.Rngs(0))
@@ -325,7 +326,6 @@ def test_weights_of_nvfp4_are_tiles() -> None:
     np.testing.assert_array_equal(by_tiles(w), by_blocks(w))
 
 
-@pytest.mark.slow
 def test_a_stochastic_weight_is_drawn_once() -> None:
     layer = nnx.Linear(37, 21, use_bias=False, rngs=nnx.Rngs(0))
     rule = jc.nn.Rule(weight="nvfp4(group=(16,16)):stochastic", gradient="binary32")

@@ -54,6 +54,7 @@ path, net_path, out = sys.argv[1:]
 loaded = jc.nn.load(path, nnx.eval_shape(model))
 variables = jc.nn.load(net_path)
 np.savez(out, nnx=nnx.jit(lambda model, x: model(x))(loaded, x), linen=jax.jit(net.apply)(variables, x))
+assert "equinox" not in sys.modules  # models of Flax do without
 """
 HERE: dict[str, Any] = {}
 exec(MODELS, HERE)  # the models that the new process makes, too
@@ -73,7 +74,6 @@ def packed() -> Any:
     return net.pack(net.init(jax.random.key(0), x), x)
 
 
-@pytest.mark.slow
 def test_a_new_process_computes_the_same(tmp_path: Path) -> None:
     paths = [str(tmp_path / name) for name in ("nnx.safetensors", "linen.safetensors", "out.npz")]
     given, variables = model(seed=3), packed()
@@ -99,7 +99,6 @@ def test_a_pattern_is_made_of_a_model_that_exists(tmp_path: Path) -> None:
     same(nnx.state(jc.nn.load(tmp_path / "x.safetensors", like)), nnx.state(given))
 
 
-@pytest.mark.slow
 def test_modules_come_back_whole_and_the_pattern_stays(tmp_path: Path) -> None:
     path, given = tmp_path / "x.safetensors", model(seed=3)
     jc.nn.save(path, given, metadata={"step": "7"})
@@ -121,7 +120,6 @@ def test_modules_come_back_whole_and_the_pattern_stays(tmp_path: Path) -> None:
         jc.nn.load(path, jc.nn.quantize(plain, jc.nn.Rule(weight="int8(group=all)"), "ptq"))
 
 
-@pytest.mark.slow
 def test_variables_need_no_pattern(tmp_path: Path) -> None:
     path, variables = tmp_path / "x.safetensors", packed()
     jc.nn.save(path, variables)
@@ -132,7 +130,6 @@ def test_variables_need_no_pattern(tmp_path: Path) -> None:
         jc.nn.load(path, other)
 
 
-@pytest.mark.slow
 def test_refused(tmp_path: Path) -> None:
     path, variables = tmp_path / "x.safetensors", packed()
     for value in (jnp.ones(3), [variables], None):

@@ -41,7 +41,6 @@ def found() -> jc.nn.Sensitivity:
     return jc.nn.sensitivity(model(), [X[:8], X[8:]], ["e4m3fn", "integer8:saturate", "int4(group=all)"])
 
 
-@pytest.mark.slow
 def test_each_row_is_the_ratio_of_one_rounded_layer(found: jc.nn.Sensitivity) -> None:
     assert [(row.path, row.layer) for row in found.rows[::3]] == [
         ("layers/0", "Linear"),
@@ -69,7 +68,6 @@ def test_it_is_a_table_a_dict_and_a_picture(found: jc.nn.Sensitivity) -> None:
     assert [float(x) for x in lines_drawn[0].get_xdata()] == [row.snr for row in found.rows[::3]]
 
 
-@pytest.mark.slow
 def test_what_is_exact_or_lost_is_said() -> None:
     same = jc.nn.sensitivity(model(), [X], ["binary32", "e5m2"], tensors=("activation",))
     assert same.rows[0].snr == math.inf and "exact" in str(same)

@@ -40,17 +40,16 @@ def each(stack: Any, x: jax.Array) -> jax.Array:
     return nnx.vmap(lambda layer, x: layer(x), in_axes=(0, None))(stack, x)
 
 
-@pytest.mark.slow
+@pytest.mark.in_turn(12)
 @pytest.mark.parametrize(
     ("kind", "text"),
     [
         ("LinearGeneral", ROWS),
-        *(
-            pytest.param(kind, text, marks=pytest.mark.slow)
-            for kind in KINDS
-            for text in (ROWS, "int8", "int4(group=8)", "uint4(group=all,zero_point=integer)", "e4m3")
-            if (kind, text) != ("LinearGeneral", ROWS)
-        ),
+        ("Einsum", "int4(group=8)"),
+        ("Conv", "uint4(group=all,zero_point=integer)"),
+        ("Conv", "int8"),
+        ("MultiHeadAttention", "int8"),
+        ("LinearGeneral", "e4m3"),
     ],
 )
 def test_a_packed_stack_serves_the_numbers_of_training(kind: str, text: str, tmp_path: Path) -> None:
@@ -69,12 +68,10 @@ def test_a_packed_stack_serves_the_numbers_of_training(kind: str, text: str, tmp
     same(each(loaded, x), wanted)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("text", [ROWS, "int4(group=8)"])
-def test_layers_in_a_scan(text: str) -> None:
+def test_layers_in_a_scan() -> None:
     make, _ = KINDS["MultiHeadAttention"]
     stack = nnx.vmap(lambda key: make(nnx.Rngs(key)))(jax.random.split(jax.random.key(0), LAYERS))
-    x, rule = numbers((2, 3, 32)), jc.Rule(weight=text)
+    x, rule = numbers((2, 3, 32)), jc.Rule(weight="int4(group=8)")
     run = nnx.jit(nnx.scan(lambda x, layer: x + layer(x), in_axes=(nnx.Carry, 0), out_axes=nnx.Carry))
     same(run(x, jc.nn.quantize(stack, rule, "ptq")), run(x, jc.nn.quantize(stack, rule)))
 
@@ -92,12 +89,10 @@ class _Blocks(linen.Module):
         return linen.scan(_Block, **axes, length=LAYERS)()(x, None)[0]
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("text", [ROWS, "int4(group=8)"])
-def test_a_scan_of_linen(text: str, tmp_path: Path) -> None:
+def test_a_scan_of_linen(tmp_path: Path) -> None:
     x, model = numbers((2, 3, 32)), _Blocks()
     variables = model.init(jax.random.key(0), x)
-    low = jc.nn.linen.quantize(model, jc.Rule(weight=text))
+    low = jc.nn.linen.quantize(model, jc.Rule(weight=ROWS))
     packed, run = low.pack(variables, x), jax.jit(low.apply)
     wanted = run(variables, x)
     same(run(packed, x), wanted)
