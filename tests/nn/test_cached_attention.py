@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from layer_references import checked
 
 import jchop as jc
 
@@ -166,7 +167,7 @@ def test_the_whole_cache_is_never_unpacked(kind: str, spec: str) -> None:
     assert max(numbers) <= max(2 * 128 * 2 * 64, np.prod(shape) // 64)  # a block, or the scales of all tokens
 
 
-def test_a_rolling_cache_is_a_sliding_window_of_any_length() -> None:
+def a_rolling_cache_is_a_sliding_window_of_any_length() -> None:
     window, chunk, tokens = 4, 2, 14
     rolling = jc.KVCache.rolling((3, window, HEADS, SIZE), chunk=chunk)
     full = jc.KVCache.full((3, tokens, HEADS, SIZE))
@@ -188,7 +189,7 @@ def test_a_rolling_cache_is_a_sliding_window_of_any_length() -> None:
     np.testing.assert_allclose(short[0], short[1], rtol=0, atol=TOLERANCE)
 
 
-def test_other_sequences_do_not_show() -> None:
+def other_sequences_do_not_show() -> None:
     """NaN and infinities of another sequence, whose page was given back, or is read for want of one."""
     cache = filled("paged", "float8_e4m3fn")
     poison = jnp.full((3, 1, HEADS, SIZE), jnp.nan)
@@ -201,7 +202,7 @@ def test_other_sequences_do_not_show() -> None:
     assert np.isfinite(attend(q, fresh)).all()
 
 
-def test_derivatives_forward() -> None:
+def derivatives_forward() -> None:
     cache, q = filled("full", "int8(group=all)"), normal(5, 1, HEADS * GROUP)
     _, tangent = jax.jvp(lambda q: jc.dot_product_attention(q, cache), (q,), (jnp.ones_like(q),))
     _, expected = jax.jvp(
@@ -214,11 +215,26 @@ def test_derivatives_forward() -> None:
         jax.grad(lambda q: jc.dot_product_attention(q, cache).sum())(q)
 
 
-def test_emulate_rounds_the_result_once() -> None:
+def emulate_rounds_the_result_once() -> None:
     cache, q = filled("full", "int8(group=all)"), normal(5, 1, HEADS * GROUP)
     y = jc.emulate(lambda q: jc.dot_product_attention(q, cache), "e4m3")(q)
     expected = jc.dot_product_attention(jc.round_to_format(q, "e4m3"), cache)
     np.testing.assert_array_equal(y, jc.round_to_format(expected, "e4m3"))
+
+
+@pytest.mark.parametrize(
+    "check",
+    [
+        other_sequences_do_not_show,
+        pytest.param(a_rolling_cache_is_a_sliding_window_of_any_length, marks=pytest.mark.slow),
+        pytest.param(derivatives_forward, marks=pytest.mark.slow),
+        pytest.param(emulate_rounds_the_result_once, marks=pytest.mark.slow),
+    ],
+    ids=lambda check: check.__name__,
+)
+def test_special_queries(check: Any, request: Any) -> None:
+    """Other sequences, windows, derivatives, emulation; the first of these checks runs by default."""
+    checked(check, request)
 
 
 def test_arguments_are_checked() -> None:

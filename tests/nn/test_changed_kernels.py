@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import linen, nnx
+from layer_references import checked
 
 import jchop as jc
 
@@ -45,7 +46,7 @@ def test_a_masked_convolution_is_packed_as_it_is_trained(kind: Any, spec: str) -
     np.testing.assert_array_equal(packed(X), jc.nn.quantize(layer, rule)(X))
 
 
-def test_a_mask_is_kept_if_no_kernel_is_packed_and_multiplied_once() -> None:
+def a_mask_is_kept_if_no_kernel_is_packed_and_multiplied_once() -> None:
     biased = jc.nn.quantize(masked(), Rule(bias="e4m3"), mode="ptq")
     assert biased.mask is not None
     np.testing.assert_array_equal(biased(X), jc.nn.quantize(masked(), Rule(bias="e4m3"))(X))
@@ -142,7 +143,7 @@ def test_a_spectral_norm_is_not_packed_by_its_program_either() -> None:
         jc.nn.quantize(Net(nnx.SpectralNorm), INT4, mode="ptq", inputs=(X2,))
 
 
-def test_what_the_wrapper_does_not_change_is_packed() -> None:
+def what_the_wrapper_does_not_change_is_packed() -> None:
     model = Net(nnx.SpectralNorm)
     rule = Rule(bias="e4m3")
     packed = jc.nn.quantize(model, rule, mode="ptq")
@@ -152,6 +153,19 @@ def test_what_the_wrapper_does_not_change_is_packed() -> None:
 
 
 # -- wrappers of Linen -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "check",
+    [
+        what_the_wrapper_does_not_change_is_packed,
+        pytest.param(a_mask_is_kept_if_no_kernel_is_packed_and_multiplied_once, marks=pytest.mark.slow),
+    ],
+    ids=lambda check: check.__name__,
+)
+def test_what_is_packed_beside_what_is_not(check: Any, request: Any) -> None:
+    """A case for each of these checks; the first runs by default."""
+    checked(check, request)
 
 
 class Wrapped(linen.Module):

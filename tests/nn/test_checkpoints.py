@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
+from layer_references import checked
 
 import jchop as jc
 from jchop.nn import LoraRule, Rule, load_checkpoint, save_checkpoint
@@ -41,7 +42,7 @@ def like() -> Any:
     return nnx.eval_shape(lambda: Net(nnx.Rngs(0)))
 
 
-def test_names_and_axes_are_those_of_other_programs(model: Any, tmp_path: Path) -> None:
+def names_and_axes_are_those_of_other_programs(model: Any, tmp_path: Path) -> None:
     save_checkpoint(tmp_path / "plain", model, "plain", config={"model_type": "net"})
     tensors = jc.storage.load_checkpoint(tmp_path / "plain")
     kernel, bias = model.layers[0].kernel[...], model.layers[0].bias
@@ -62,7 +63,8 @@ def test_names_and_axes_are_those_of_other_programs(model: Any, tmp_path: Path) 
     np.testing.assert_array_equal(other(TOKENS), model(TOKENS))
 
 
-@pytest.mark.parametrize("layout", ["compressed-tensors", "gptq", "awq", "jchop"])
+@pytest.mark.in_turn(20)
+@pytest.mark.parametrize("layout", ["jchop", "compressed-tensors", "gptq", "awq"])
 def test_packed_layers_stay_packed(model: Any, layout: str, tmp_path: Path) -> None:
     packed = jc.nn.quantize(model, Rule("layers", weight=INT4), "ptq")
     save_checkpoint(tmp_path / layout, packed, layout)
@@ -78,7 +80,7 @@ def test_packed_layers_stay_packed(model: Any, layout: str, tmp_path: Path) -> N
     np.testing.assert_array_equal(jc.dequantize(merged.again.kernel[...]), jc.dequantize(packed.again.kernel[...]))
 
 
-def test_every_parameter_of_a_layer_may_be_packed(model: Any, tmp_path: Path) -> None:
+def every_parameter_of_a_layer_may_be_packed(model: Any, tmp_path: Path) -> None:
     """Also in the layout of a product, if scales have groups, too."""
     double = "nf4(group=16,scale=uint8(group=256,zero_point=float))"
     rules = [Rule("norm", weight="bfloat16"), Rule("again", weight=double, bias="bfloat16")]
@@ -89,11 +91,25 @@ def test_every_parameter_of_a_layer_may_be_packed(model: Any, tmp_path: Path) ->
     assert isinstance(loaded.again.bias, jc.nn.QuantizedParam) and isinstance(loaded.norm.scale, jc.nn.QuantizedParam)
 
 
-def test_a_model_that_was_rounded_with_data(model: Any, tmp_path: Path) -> None:
+def a_model_that_was_rounded_with_data(model: Any, tmp_path: Path) -> None:
     rounded, _ = jc.nn.quantize_with_data(model, Rule("again", weight=INT4), [TOKENS])
     save_checkpoint(tmp_path / "gptq", rounded, "compressed-tensors")
     loaded = load_checkpoint(tmp_path / "gptq", like())
     np.testing.assert_array_equal(jc.dequantize(loaded.again.kernel[...]), jc.dequantize(rounded.again.kernel[...]))
+
+
+@pytest.mark.parametrize(
+    "check",
+    [
+        names_and_axes_are_those_of_other_programs,
+        pytest.param(every_parameter_of_a_layer_may_be_packed, marks=pytest.mark.slow),
+        pytest.param(a_model_that_was_rounded_with_data, marks=pytest.mark.slow),
+    ],
+    ids=lambda check: check.__name__,
+)
+def test_models_come_back(check: Any, request: Any) -> None:
+    """A case for each of these checks; the first runs by default."""
+    checked(check, request)
 
 
 def test_refusals(model: Any, tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from layer_references import products_of_size
+from layer_references import checked, each, products_of_size
 
 import jchop as jc
 from jchop.nn import LoraRule, Rule, add_lora, load_lora, lora_mask, merge_lora, save_lora, split_lora
@@ -128,7 +128,7 @@ def test_an_mlp_in_numpy() -> None:
     )
 
 
-def test_methods_and_scales() -> None:
+def methods_and_scales() -> None:
     """Each method runs under rules; calibrated ranges and learned scales are fields of the module."""
     model, both = scanned(), {"__call__": (X[0],), "hidden": (X[0],)}
     packed = jc.nn.quantize(model, Rule("layers", weight="int4(group=16)"), "ptq", inputs=both)
@@ -154,7 +154,7 @@ def test_methods_and_scales() -> None:
     np.testing.assert_array_equal(run(packed, X), run(learned, X))
 
 
-def test_stochastic_rules_take_keys() -> None:
+def stochastic_rules_take_keys() -> None:
     rule = Rule(weight="int4(group=16):stochastic")
     low = jc.nn.quantize(mlp(), rule)
     one, other = (low(X[0], rounding_key=jax.random.key(i)) for i in (1, 2))
@@ -165,6 +165,16 @@ def test_stochastic_rules_take_keys() -> None:
         jc.nn.quantize(mlp(), rule, "ptq", inputs=(X[0],))
     packed = jc.nn.quantize(mlp(), rule, "ptq", inputs=(X[0],), key=KEY)
     assert type(packed.layers[0].weight).__name__ == "QArray"
+
+
+@pytest.mark.parametrize(
+    "check",
+    [stochastic_rules_take_keys, pytest.param(methods_and_scales, marks=pytest.mark.slow)],
+    ids=lambda check: check.__name__,
+)
+def test_rules_of_modules(check: Any, request: Any) -> None:
+    """A case for each of these checks; the first runs by default."""
+    checked(check, request)
 
 
 class Two(eqx.Module):
@@ -244,7 +254,7 @@ def noised(model: Any) -> Any:
     return jax.tree.map(noise, model, mask)
 
 
-@pytest.mark.parametrize("make", [mlp, scanned])
+@pytest.mark.parametrize("make", [mlp, pytest.param(scanned, marks=pytest.mark.slow)])
 def test_adapters_of_modules(make: Any, tmp_path: Path) -> None:
     model = make()
     rules = [LoraRule("layers/0" if make is mlp else "layers", rank=4, alpha=8), LoraRule("*", rank=2)]
@@ -316,7 +326,7 @@ PARAMS = {
 }
 
 
-@pytest.mark.parametrize("rounds", [True, False])
+@pytest.mark.parametrize("rounds", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_adapters_of_parameters(rounds: bool) -> None:
     """The adapters of a pytree, against the function with the merged weights in float64."""
     low = jc.quantize_fn(network, Rule(weight="int4(group=16)") if rounds else Rule())
@@ -342,7 +352,7 @@ def test_adapters_of_parameters(rounds: bool) -> None:
     np.testing.assert_allclose(jax.jit(low)(adapted, X), low(adapted, X), rtol=1e-5, atol=1e-6)
 
 
-def test_parameters_without_adapters_stay_packed_in_a_merge() -> None:
+def parameters_without_adapters_stay_packed_in_a_merge() -> None:
     def model(p: Any, tokens: Any) -> Any:
         return jnp.asarray(p["table"][tokens]) @ p["w"]
 
@@ -355,7 +365,7 @@ def test_parameters_without_adapters_stay_packed_in_a_merge() -> None:
     assert plain.shape == (1, 3, 4) and bool((model(merged, tokens) == plain).all())
 
 
-def test_dropout_needs_a_key() -> None:
+def dropout_needs_a_key() -> None:
     low = jc.quantize_fn(network, Rule())
     adapted = noised(add_lora(PARAMS, LoraRule("heads", rank=2, dropout=0.5), fun=low, inputs=(X,), key=KEY))
     kept = low(adapted, X)
@@ -363,6 +373,16 @@ def test_dropout_needs_a_key() -> None:
     assert bool((one != other).any()) and bool((one != kept).any())
     many = jax.vmap(lambda key: low(adapted, X, key=key))(jax.random.split(KEY, 64))
     assert np.isfinite(many).all()
+
+
+@pytest.mark.parametrize(
+    "check",
+    [dropout_needs_a_key, pytest.param(parameters_without_adapters_stay_packed_in_a_merge, marks=pytest.mark.slow)],
+    ids=lambda check: check.__name__,
+)
+def test_adapters_in_use(check: Any, request: Any) -> None:
+    """A case for each of these checks; the first runs by default."""
+    checked(check, request)
 
 
 @pytest.mark.parametrize("init", ["loftq", "pissa"])
@@ -386,7 +406,7 @@ def test_first_values(init: str) -> None:
         add_lora(packed, rule, fun=low, inputs=(X,), key=KEY)
 
 
-@pytest.mark.parametrize(
+@each(
     ("fun", "text"),
     [
         (lambda w, x: x @ w + w[0], "takes it, which is no product"),

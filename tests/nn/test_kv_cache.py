@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import export
+from layer_references import checked
 
 import jchop as jc
 
@@ -117,7 +118,7 @@ def five_pages() -> jc.KVCache:
     return jc.KVCache.paged((3, 16, HEADS, SIZE), pages=5, page_size=4, **EIGHT)
 
 
-def test_pages_are_given_and_returned() -> None:
+def pages_are_given_and_returned() -> None:
     release = jax.jit(jc.KVCache.release)
     cache = update(five_pages(), normal(1, 9), normal(2, 9), rows([*range(9)], [0, 1, 2], []))
     assert cache.table.tolist() == [[0, 1, 2, -1], [3, -1, -1, -1], [-1] * 4] and cache.lengths.tolist() == [9, 3, 0]
@@ -168,7 +169,7 @@ def test_what_does_not_fit_is_an_error_or_marks_its_sequence(kind: str) -> None:
     assert np.isnan(y[0]).all() and np.isfinite(y[1:]).all()
 
 
-def test_stacks_batches_and_donation() -> None:
+def stacks_batches_and_donation() -> None:
     layers = [update(of_kind("full", 6, **EIGHT), normal(i, 2), normal(i + 5, 2)) for i in range(2)]
     stack: Any = jax.tree.map(lambda *leaves: jnp.stack(leaves), *layers)
     k, q = normal(7, 1), normal(8, 1)
@@ -263,7 +264,7 @@ def test_sequences_that_are_taken_have_their_tokens(kind: str) -> None:
         taken.take(jnp.ones(2))
 
 
-def test_pages_of_sequences_that_are_taken() -> None:
+def pages_of_sequences_that_are_taken() -> None:
     cache = jc.KVCache.paged((3, 8, HEADS, SIZE), pages=4, page_size=4)
     cache = update(cache, normal(1, 6), normal(2, 6), jnp.asarray([[0, 1, 2, 3, 4, 5], [0] + [-1] * 5, [0] + [-1] * 5]))
     assert (np.asarray(cache.table) >= 0).sum() == 4
@@ -277,7 +278,17 @@ def test_pages_of_sequences_that_are_taken() -> None:
     assert (np.asarray(one.slot_positions) >= 0).sum() == 1  # pages of the others are free, without tokens
 
 
-def test_sequences_and_heads_are_sharded() -> None:
+@pytest.mark.parametrize(
+    "check",
+    [pages_are_given_and_returned, pytest.param(pages_of_sequences_that_are_taken, marks=pytest.mark.slow)],
+    ids=lambda check: check.__name__,
+)
+def test_pages(check: Any, request: Any) -> None:
+    """A case for each of these checks; the first runs by default."""
+    checked(check, request)
+
+
+def sequences_and_heads_are_sharded() -> None:
     mesh = jax.make_mesh(
         (2, 2), ("data", "model"), axis_types=(jax.sharding.AxisType.Auto,) * 2, devices=jax.devices()[:4]
     )
@@ -291,6 +302,16 @@ def test_sequences_and_heads_are_sharded() -> None:
     (after, y), (expected, z) = step(jax.tree.map(place, cache), place(q)), step(cache, q)
     jax.tree.map(np.testing.assert_array_equal, after, expected)
     np.testing.assert_allclose(y, z, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    "check",
+    [stacks_batches_and_donation, pytest.param(sequences_and_heads_are_sharded, marks=pytest.mark.slow)],
+    ids=lambda check: check.__name__,
+)
+def test_stacks_and_shards(check: Any, request: Any) -> None:
+    """A case for each of these checks; the first runs by default."""
+    checked(check, request)
 
 
 def test_arguments_are_checked() -> None:

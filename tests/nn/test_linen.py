@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import linen, nnx
+from layer_references import checked
 
 import jchop as jc
 import jchop.nn.linen as quantized_linen
@@ -81,7 +82,7 @@ def test_stochastic_rules_draw_from_their_stream() -> None:
         dense.apply(variables, x)
 
 
-def test_cells_are_made_of_dense_layers_and_state_goes_through() -> None:
+def cells_are_made_of_dense_layers_and_state_goes_through() -> None:
     cell = quantized_linen.quantize(linen.GRUCell(4), jc.nn.Rule(weight="fixed2.2"))
     x, h = jnp.ones((2, 4)), jnp.full((2, 4), 0.5)
     variables = cell.init(jax.random.key(0), h, x)
@@ -144,7 +145,7 @@ def test_arguments_that_are_no_arrays_go_through() -> None:
     np.testing.assert_array_equal(told.apply(told.pack(variables, x, "cos", False, pair), x, "cos", True, pair), 2 * y)
 
 
-def test_packed_parameters_are_numbers_for_functions_of_trees() -> None:
+def packed_parameters_are_numbers_for_functions_of_trees() -> None:
     """A convolution whose groups run over its window, and a stack of layers, each with its own scales."""
 
     class Net(linen.Module):
@@ -165,6 +166,19 @@ def test_packed_parameters_are_numbers_for_functions_of_trees() -> None:
     assert jax.tree.structure(moved) == jax.tree.structure(packed)
     again = low.pack(jax.tree.map(jnp.add, numbers, jax.tree.map(jnp.ones_like, numbers)), x)
     jax.tree.map(np.testing.assert_array_equal, moved, again)
+
+
+@pytest.mark.parametrize(
+    "check",
+    [
+        cells_are_made_of_dense_layers_and_state_goes_through,
+        pytest.param(packed_parameters_are_numbers_for_functions_of_trees, marks=pytest.mark.slow),
+    ],
+    ids=lambda check: check.__name__,
+)
+def test_state_and_trees(check: Any, request: Any) -> None:
+    """A case for each of these checks; the first runs by default."""
+    checked(check, request)
 
 
 class Normed(linen.Module):

@@ -13,6 +13,7 @@ import optax
 import pytest
 from flax import linen, nnx
 from flax.training.train_state import TrainState
+from layer_references import checked
 
 import jchop as jc
 
@@ -167,7 +168,7 @@ def test_every_layer_trains_as_its_twin(rules: Any) -> None:
         }
 
 
-def test_start_keeps_what_is_there_and_begins_the_rest() -> None:
+def start_keeps_what_is_there_and_begins_the_rest() -> None:
     x = jnp.asarray([[1.0, -4.0, 0.5, 2.0]])
     dense = linen.Dense(3)
     plain = dense.init(jax.random.key(0), x)
@@ -216,7 +217,7 @@ class Stack(linen.Module):
         return scan(linen.Dense(6, name="layers"), x, None)[0]
 
 
-def test_stacks_have_scales_of_their_own() -> None:
+def stacks_have_scales_of_their_own() -> None:
     rule = jc.nn.Rule(
         weight="int4(group=all)", activation=TENSOR, bias="fixed2.2(group=tensor)", scale_from=jc.nn.LSQ()
     )
@@ -246,7 +247,7 @@ def test_stacks_have_scales_of_their_own() -> None:
     np.testing.assert_array_equal(ranges[0], [x.min(), x.max()])
 
 
-def test_a_range_goes_through_the_steps_of_a_recurrent_network() -> None:
+def a_range_goes_through_the_steps_of_a_recurrent_network() -> None:
     network = linen.RNN(linen.SimpleCell(5), variable_carry="scale_stats")
     net, x = jc.nn.linen.quantize(network, jc.nn.Rule(**MOVING)), X[0]
     variables = jax.jit(net.init)(jax.random.key(0), x)
@@ -255,6 +256,20 @@ def test_a_range_goes_through_the_steps_of_a_recurrent_network() -> None:
     for t in range(1, x.shape[1]):
         span = 0.75 * span + 0.25 * np.array([x[:, t].min(), x[:, t].max()])
     np.testing.assert_allclose(after["scale_stats"]["cell"]["i"]["activation_range"], span, rtol=1e-6)
+
+
+@pytest.mark.parametrize(
+    "check",
+    [
+        start_keeps_what_is_there_and_begins_the_rest,
+        pytest.param(stacks_have_scales_of_their_own, marks=pytest.mark.slow),
+        pytest.param(a_range_goes_through_the_steps_of_a_recurrent_network, marks=pytest.mark.slow),
+    ],
+    ids=lambda check: check.__name__,
+)
+def test_where_scales_are_kept(check: Any, request: Any) -> None:
+    """A case for each of these checks; the first runs by default."""
+    checked(check, request)
 
 
 @pytest.mark.smoke

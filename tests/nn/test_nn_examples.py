@@ -41,50 +41,42 @@ def packed(rows: list[list[str]]) -> None:
     assert int(table["mxfp4"][1]) < 0.17 * int(table["float32"][1])
 
 
-@pytest.mark.parametrize(
-    ("name", "check", "more"),
-    [
-        ("qat_digits", digits, ["--steps", "150", "--tuning", "60", "--hidden", "32"]),
-        pytest.param("accumulators", sums, [], marks=slow),
-        pytest.param("transformer_training", transformer, [], marks=slow),
-        pytest.param("ptq_transformer", packed, [], marks=slow),
-    ],
-    ids=lambda value: value if isinstance(value, str) else "",
-)
-def test_an_example_prints_and_draws(
-    name: str, check: Any, more: list[str], monkeypatch: Any, capsys: Any, tmp_path: Path
-) -> None:
-    monkeypatch.syspath_prepend(str(EXAMPLES))
-    example, picture = load(name), tmp_path / "drawn.png"
-    monkeypatch.setattr(sys, "argv", [f"{name}.py", "--small", *more, "--plot", str(picture)])
-    example.main()
-    check([line.split() for line in capsys.readouterr().out.splitlines()])
-    assert picture.read_bytes().startswith(b"\x89PNG")
-
-
+CHECKS = {"qat_digits": digits, "accumulators": sums, "transformer_training": transformer, "ptq_transformer": packed}
 LEAST = {"int8 × int8": 39, "int8 × int8, 128": 39.5, "e4m3fn × e4m3fn": 28, "cache int8": 41, "int4, cache int8": 19}
 
 
-@pytest.mark.parametrize(
-    ("kind", "names"),
-    [
-        ("full", ()),
-        pytest.param("rolling", ("int4, cache int8",), marks=slow),
-        pytest.param("paged", tuple(LEAST), marks=slow),
-    ],
-)
-def test_a_transformer_is_served_from_packed_weights_and_a_packed_cache(kind: str, names: tuple[str, ...]) -> None:
-    """By default the tokens of two kinds of caches alone; then of width 128, depth 2, prompts of up to 48 tokens."""
+def serve(kind: str, names: tuple[str, ...]) -> None:
+    """Width 128, depth 2, prompts of up to 48 tokens; decibels of all their logits."""
     serving = load("serving")
-    if kind == "full":  # a rolling cache attends to a window, which holds all tokens here
-        sizes = serving.Sizes(width=16, depth=1, heads=2, kv_heads=1, letters=16, batch=2, prompt=16, window=24)
-        choice = serving.Choice(serving.by_codes("int4(group=8)"), "int8(group=all)")
-        params = serving.make(sizes)
-        full, rolling = (serving.serve(params, choice, sizes, kind, 6).tokens for kind in ("full", "rolling"))
-        np.testing.assert_array_equal(rolling, full)
-        return
     rows = {name: (snr, served) for name, snr, served in serving.table(serving.SMALL, kind, 12, ("float32", *names))}
-    assert {name: rows[name][0] for name in names if not LEAST[name] <= rows[name][0] < 60} == {}  # decibels
+    assert {name: rows[name][0] for name in names if not LEAST[name] <= rows[name][0] < 60} == {}
     exact, low = rows["float32"][1], rows["int4, cache int8"][1]
     assert low.weights < 0.3 * exact.weights and low.cache < 0.32 * exact.cache  # letters stay in float32
     assert exact.tokens.shape == low.tokens.shape == (4, 12)
+
+
+@pytest.mark.parametrize(
+    "name", ["two bits", *(pytest.param(name, marks=slow) for name in (*CHECKS, "paged", "rolling", "kinds of caches"))]
+)
+def test_an_example_shows_what_it_says(name: str, monkeypatch: Any, capsys: Any, tmp_path: Path) -> None:
+    monkeypatch.syspath_prepend(str(EXAMPLES))
+    if name == "two bits":
+        example = load("qat_digits")
+        table = example.run(example.FORMATS[-1:], steps=150, tuning=60, hidden=32)
+        (exact, *_), (before, after, size) = table["float32"], table[example.FORMATS[-1]]
+        assert before < exact - 0.1 and after > exact - 0.03 and size < 1500  # of 13,864 bytes
+    elif name in ("paged", "rolling"):
+        serve(name, tuple(LEAST) if name == "paged" else ("int4, cache int8",))
+    elif name == "kinds of caches":  # a rolling cache attends to a window, which holds all tokens here
+        example = load("serving")
+        sizes = example.Sizes(width=64, depth=1, heads=4, letters=32, prompt=20, window=40)
+        params, choice = example.make(sizes), example.CHOICES["cache int8"]
+        full, *others = (example.serve(params, choice, sizes, kind, 8).tokens for kind in ("full", "rolling", "paged"))
+        for tokens in others:
+            np.testing.assert_array_equal(tokens, full)
+    else:
+        picture = tmp_path / "drawn.png"
+        monkeypatch.setattr(sys, "argv", [f"{name}.py", "--small", "--plot", str(picture)])
+        load(name).main()
+        CHECKS[name]([line.split() for line in capsys.readouterr().out.splitlines()])
+        assert picture.read_bytes().startswith(b"\x89PNG")

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
-from layer_references import LAYERS
+from layer_references import LAYERS, checked, each
 
 import jchop as jc
 from jchop._paths import matches_path
@@ -34,7 +34,7 @@ def chain(sizes: list[int], seed: int, between: Any = nnx.tanh) -> nnx.Module:
 
 @pytest.fixture(scope="module")
 def problem() -> tuple[nnx.Module, list[tuple[jax.Array, jax.Array]]]:
-    model = chain([8, 16, 16, 4], 0)
+    model = chain([8, 8, 8, 4], 0)
     keys = jax.random.split(jax.random.key(1), 4)
     data = [(jax.random.normal(keys[i], (16, 8)), jax.random.normal(keys[i + 2], (16, 4))) for i in range(2)]
     return model, data
@@ -59,8 +59,8 @@ def fisher(model: Any, data: Any, number: int, text: str) -> float:
     return total / len(data)
 
 
-def test_scores_and_choice_are_those_of_the_definition(problem: Any) -> None:
-    model, data = problem
+def by_definition(model: Any, data: Any) -> None:
+    """Scores by their definition, and the choice among all."""
     found = jc.nn.tune(model, data, MENU, loss=squares, bits=4.7)
     sizes = [layer.kernel[...].size for layer in model.layers[::2]]
     scores = [[fisher(model, data, i, text) for text in MENU] for i in range(3)]
@@ -92,7 +92,7 @@ def test_scores_and_choice_are_those_of_the_definition(problem: Any) -> None:
     assert "layers/0" in str(found) and json.loads(json.dumps(found.as_dict(), allow_nan=False))["bytes"] == found.bytes
 
 
-def test_groups_agree_and_other_tensors_have_ratios(problem: Any) -> None:
+def groups_agree_and_other_tensors_have_ratios(problem: Any) -> None:
     model, data = problem
     menu = [jc.nn.Rule(weight="e2m1fn", activation="e4m3"), None]
     found = jc.nn.tune(model, data[:1], menu, loss=squares, bits=24, groups=["layers/{0,2}"])
@@ -210,7 +210,7 @@ class Mixed(nnx.Module):
         return self.head(self.norm(self.up(x))) + self.shift
 
 
-def test_notes_name_what_has_no_format_and_what_is_not_called() -> None:
+def notes_name_what_has_no_format_and_what_is_not_called() -> None:
     model, data = Mixed(nnx.Rngs(0)), [(jnp.ones((2, 5, 4)), jnp.zeros((2, 5, 4)))]
     found = jc.nn.tune(model, data, WHOLE, loss=squares, bits=30)
     assert [row.path for row in found.rows] == ["head", "spare", "up"]
@@ -224,6 +224,19 @@ def test_notes_name_what_has_no_format_and_what_is_not_called() -> None:
 
 
 @pytest.mark.parametrize(
+    "check",
+    [
+        groups_agree_and_other_tensors_have_ratios,
+        pytest.param(notes_name_what_has_no_format_and_what_is_not_called, marks=pytest.mark.slow),
+    ],
+    ids=lambda check: check.__name__,
+)
+def test_groups_and_notes(check: Any, request: Any) -> None:
+    """A case for each of these checks; the first runs by default."""
+    checked(check, request)
+
+
+@each(
     ("changes", "error", "text"),
     [
         ({"menu": ["int4"]}, TypeError, "two formats"),
@@ -300,9 +313,7 @@ def compare_with_all_choices(model: Any, x: jax.Array, p: jax.Array, chosen: lis
     assert seen[(every == chosen).all(1)][0] <= 1.1 * seen.min()
 
 
-@pytest.mark.in_turn(9)
-@pytest.mark.parametrize(("score", "between", "bits"), [("fisher", nnx.relu, 4.5), ("loss", nnx.tanh, 5.8)])
-def test_digits_in_a_mix_of_formats(score: Any, between: Any, bits: float) -> None:
+def on_digits(score: Any, between: Any, bits: float) -> None:
     """The mix is nearer to the network than int4 alone, and than int4 with int8 at both ends.
 
     Those ends hold 44 % of the weights, so that choice takes 5.77 bits. A relu network needs 4.5 bits to beat it; a
@@ -331,3 +342,18 @@ def test_digits_in_a_mix_of_formats(score: Any, between: Any, bits: float) -> No
     assert all(any(matches_path(rule.path, path) for rule in found.rules) for path in paths)
     if between is nnx.tanh:
         compare_with_all_choices(model, x, p, [menu.index(row.option) for row in mixes[4.5].rows])
+
+
+@pytest.mark.parametrize(
+    "digits",
+    [
+        None,
+        pytest.param(("fisher", nnx.relu, 4.5), marks=pytest.mark.slow, id="fisher, relu"),
+        pytest.param(("loss", nnx.tanh, 5.8), marks=pytest.mark.slow, id="loss, tanh"),
+    ],
+)
+def test_the_choice_is_the_best(digits: Any, problem: Any) -> None:
+    if digits is None:
+        by_definition(*problem)
+    else:
+        on_digits(*digits)

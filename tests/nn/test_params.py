@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
+from layer_references import each
 
 import jchop as jc
 
@@ -46,7 +47,7 @@ def test_stochastic_leaves_draw_from_keys_of_their_own() -> None:
     assert (a != b).any() and set(a) == set(b) == {np.float32(0.25), np.float32(0.375)}
 
 
-@pytest.mark.parametrize(
+@each(
     ("rules", "error", "words"),
     [
         (jc.nn.Rule("tail", weight="e4m3"), ValueError, "matches no leaf"),

@@ -14,6 +14,7 @@ from flax import nnx
 from jax import export
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
+from layer_references import checked
 
 import jchop as jc
 
@@ -31,6 +32,12 @@ class Model(nnx.Module):
         return self.norm(self.down(nnx.relu(self.up(x))))
 
 
+@pytest.fixture(autouse=True)
+def _as_users() -> None:
+    """The bits are those of the code that users run: XLA optimizes here by default, too."""
+    jax.config.update("jax_disable_most_optimizations", False)
+
+
 def packed() -> Any:
     return jc.nn.quantize(Model(rngs=nnx.Rngs(0)), RULES, mode="ptq")
 
@@ -42,7 +49,7 @@ def forward(graph: Any, state: Any, x: Any) -> Any:
 run = jax.jit(forward, static_argnums=0)
 
 
-def test_packed_models_are_split_and_exported() -> None:
+def packed_models_are_split_and_exported() -> None:
     graph, state = nnx.split(packed())
     again, _ = nnx.split(packed())
     assert again == graph and hash(again) == hash(graph)  # compiled once
@@ -56,7 +63,7 @@ def test_packed_models_are_split_and_exported() -> None:
     assert sum(leaf.nbytes for leaf in leaves) < 0.35 * 4 * (2 * 16 * 32)
 
 
-def test_checkpoints_bring_packed_models_back(tmp_path: Path) -> None:
+def checkpoints_bring_packed_models_back(tmp_path: Path) -> None:
     orbax = pytest.importorskip("orbax.checkpoint")
     graph, state = nnx.split(packed())
     pure = nnx.to_pure_dict(state)
@@ -72,8 +79,9 @@ def test_checkpoints_bring_packed_models_back(tmp_path: Path) -> None:
     np.testing.assert_array_equal(run(graph, fresh, X), run(graph, state, X))
 
 
-@pytest.mark.skipif(jax.device_count() < 8, reason="needs eight (forced host) devices")
-def test_packed_models_are_placed_on_eight_devices() -> None:
+def packed_models_are_placed_on_eight_devices() -> None:
+    if jax.device_count() < 8:
+        pytest.skip("needs eight (forced host) devices")
     mesh = jax.make_mesh((4, 2), ("data", "model"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
     graph, state = nnx.split(packed())
 
@@ -94,8 +102,21 @@ def test_packed_models_are_placed_on_eight_devices() -> None:
     assert [leaf.addressable_shards[0].data.shape[1] for leaf in held] == [8, 16]
 
 
-@pytest.mark.parametrize("dtype", ["float32", pytest.param("bfloat16", marks=pytest.mark.slow)])
-def test_training_packing_and_plain_arrays_agree_bit_for_bit(dtype: str) -> None:
+@pytest.mark.parametrize(
+    "check",
+    [
+        packed_models_are_split_and_exported,
+        pytest.param(checkpoints_bring_packed_models_back, marks=pytest.mark.slow),
+        pytest.param(packed_models_are_placed_on_eight_devices, marks=pytest.mark.slow),
+    ],
+    ids=lambda check: check.__name__,
+)
+def test_packed_models_are_models(check: Any, request: Any) -> None:
+    """Split, saved, placed on devices; the first of these checks runs by default."""
+    checked(check, request)
+
+
+def training_packing_and_plain_arrays_agree_bit_for_bit(dtype: str) -> None:
     """A hundred models, each with numbers of its own: QAT, PTQ, and Flax's layers with the numbers that are stored."""
     graph, params = nnx.split(Model(dtype=jnp.dtype(dtype), rngs=nnx.Rngs(0)))
 
@@ -135,8 +156,10 @@ SAME = {
 #: Each shape with two weights: a compiler fuses the arithmetic of a matrix with its product by a vector otherwise
 #: (`sums_ordered_by_fusion`), by the arithmetic that unpacks it.
 PAIRS = [
-    ("square", "int8(group=all)"),
     ("square", "e4m3"),
+    ("square", "int8(group=all)"),
+    ("a whole model", "float32"),
+    ("a whole model", "bfloat16"),
     ("row", "e4m3"),
     ("row", "nvfp4"),
     ("column", "e4m3"),
@@ -157,6 +180,8 @@ PAIRS = [
 @pytest.mark.in_turn(40)
 @pytest.mark.parametrize(("name", "weight"), PAIRS)
 def test_a_hundred_layers_train_and_serve_the_same_numbers_under_jit(name: str, weight: str) -> None:
+    if name == "a whole model":
+        return training_packing_and_plain_arrays_agree_bit_for_bit(weight)
     make, shape = SAME[name]
     graph, params = nnx.split(make(nnx.Rngs(0)))
     leaves, tree = jax.tree.flatten(params)
@@ -191,7 +216,8 @@ FORMATS = ["int8(group=all)", "int8(group=tensor)", "nf4(group=all)"]
 
 @pytest.mark.in_turn(20)
 @pytest.mark.parametrize(
-    ("name", "text"), [("LayerNorm", FORMATS[1]), *zip(LAYERS, itertools.cycle(FORMATS)), ("Linear", FORMATS[1])]
+    ("name", "text"),
+    [("LayerNorm", FORMATS[0]), *zip(LAYERS, itertools.cycle(FORMATS), strict=False), ("Linear", FORMATS[1])],
 )
 def test_packed_biases_are_those_of_training(name: str, text: str) -> None:
     """As arguments of a compiled function, a product of a bias and its scale might be contracted with the sum."""

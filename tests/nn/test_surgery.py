@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
+from layer_references import checked, each
 
 import jchop as jc
 
@@ -59,7 +60,7 @@ def model() -> Model:
     return Model(rngs=nnx.Rngs(0))
 
 
-def test_the_given_model_stays_and_shares_what_did_not_change() -> None:
+def the_given_model_stays_and_shares_what_did_not_change() -> None:
     plain = model()
     before = jax.tree.map(np.array, nnx.state(plain))
     packed = jc.nn.quantize(plain, jc.nn.Rule("head", weight="int4(group=all)"), mode="ptq")
@@ -103,7 +104,7 @@ def test_the_state_of_a_model_that_draws_nothing_is_that_of_the_plain_one() -> N
     assert pickle.loads(pickle.dumps(jc.nn.Linear)) is jc.nn.Linear
 
 
-def test_a_trained_model_is_packed_as_it_computed() -> None:
+def a_trained_model_is_packed_as_it_computed() -> None:
     rounded = jc.nn.quantize(model(), BLOCKS)
 
     @nnx.jit
@@ -177,7 +178,7 @@ def test_layers_built_by_hand_are_those_that_quantize_makes() -> None:
     np.testing.assert_array_equal(by_hand(x), made(x))
 
 
-def test_every_operation_of_a_layer_can_be_emulated() -> None:
+def every_operation_of_a_layer_can_be_emulated() -> None:
     plain = model()
     plain.blocks[0].norm.mean[...] = jnp.array([0.1, 0.2, 0.3, 0.4])
     low = jc.nn.quantize(plain, jc.nn.Rule("head", activation="e5m3"), mode="emulate")
@@ -197,6 +198,20 @@ def test_every_operation_of_a_layer_can_be_emulated() -> None:
 
 
 @pytest.mark.parametrize(
+    "check",
+    [
+        the_given_model_stays_and_shares_what_did_not_change,
+        pytest.param(a_trained_model_is_packed_as_it_computed, marks=pytest.mark.slow),
+        pytest.param(every_operation_of_a_layer_can_be_emulated, marks=pytest.mark.slow),
+    ],
+    ids=lambda check: check.__name__,
+)
+def test_models_in_use(check: Any, request: Any) -> None:
+    """A case for each of these checks; the first runs by default."""
+    checked(check, request)
+
+
+@each(
     ("rules", "error", "words"),
     [
         (jc.nn.Rule("tail", weight="e4m3"), ValueError, "matches no layer"),
