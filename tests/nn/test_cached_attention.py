@@ -74,7 +74,7 @@ CASES: list[dict[str, Any]] = [
 EACH = [(k, c) for k in KINDS for c in CASES if k != "rolling" or "is_causal" not in c]
 
 
-@pytest.mark.in_turn(20)
+@pytest.mark.in_turn(60)
 @pytest.mark.parametrize(("kind", "spec", "case"), [(k, SPECS[i % 4], c) for i, (k, c) in enumerate(EACH)])
 def test_values_are_those_of_float64(kind: str, spec: Any, case: dict[str, Any]) -> None:
     cache, q = filled(kind, spec), normal(5, 5, HEADS * GROUP)

@@ -155,10 +155,32 @@ def what_the_wrapper_does_not_change_is_packed() -> None:
 # -- wrappers of Linen -------------------------------------------------------------------------------------------------
 
 
+class Tied(nnx.Module):
+    def __init__(self) -> None:
+        self.a = nnx.Linear(8, 8, rngs=nnx.Rngs(0))
+        self.b = nnx.Linear(8, 8, rngs=nnx.Rngs(1))
+        self.b.kernel = self.a.kernel
+
+    def __call__(self, x: Any) -> Any:
+        return self.b(self.a(x))
+
+
+def a_kernel_of_two_layers_is_packed_once() -> None:
+    model = Tied()
+    packed = jc.nn.quantize(model, INT4, mode="ptq")
+    assert packed.a.kernel is packed.b.kernel
+    np.testing.assert_array_equal(packed(X2), jc.nn.quantize(model, INT4)(X2))
+    rules = [Rule("a", weight="e4m3"), INT4]
+    apart = jc.nn.quantize(model, rules, mode="ptq")
+    assert apart.a.kernel is not apart.b.kernel
+    np.testing.assert_array_equal(apart(X2), jc.nn.quantize(model, rules)(X2))
+
+
 @pytest.mark.parametrize(
     "check",
     [
-        what_the_wrapper_does_not_change_is_packed,
+        a_kernel_of_two_layers_is_packed_once,
+        pytest.param(what_the_wrapper_does_not_change_is_packed, marks=pytest.mark.slow),
         pytest.param(a_mask_is_kept_if_no_kernel_is_packed_and_multiplied_once, marks=pytest.mark.slow),
     ],
     ids=lambda check: check.__name__,
@@ -233,27 +255,3 @@ def test_a_kernel_in_a_transformation_is_packed(lift: str) -> None:
     module = jc.nn.linen.quantize(Lifted(), INT4)
     variables = module.init(jax.random.key(0), X2)
     np.testing.assert_array_equal(module.apply(module.pack(variables, X2), X2), module.apply(variables, X2))
-
-
-# -- kernels of two layers ---------------------------------------------------------------------------------------------
-
-
-class Tied(nnx.Module):
-    def __init__(self) -> None:
-        self.a = nnx.Linear(8, 8, rngs=nnx.Rngs(0))
-        self.b = nnx.Linear(8, 8, rngs=nnx.Rngs(1))
-        self.b.kernel = self.a.kernel
-
-    def __call__(self, x: Any) -> Any:
-        return self.b(self.a(x))
-
-
-def test_a_kernel_of_two_layers_is_packed_once() -> None:
-    model = Tied()
-    packed = jc.nn.quantize(model, INT4, mode="ptq")
-    assert packed.a.kernel is packed.b.kernel
-    np.testing.assert_array_equal(packed(X2), jc.nn.quantize(model, INT4)(X2))
-    rules = [Rule("a", weight="e4m3"), INT4]
-    apart = jc.nn.quantize(model, rules, mode="ptq")
-    assert apart.a.kernel is not apart.b.kernel
-    np.testing.assert_array_equal(apart(X2), jc.nn.quantize(model, rules)(X2))

@@ -190,22 +190,7 @@ def learned_scales_train(rng: np.random.Generator) -> None:
     assert losses[-1] < 0.1 * losses[0] and (np.asarray(scale[...]) < 3 * right).all()
 
 
-@pytest.mark.parametrize(
-    "check",
-    [
-        a_history_is_of_earlier_steps,
-        pytest.param(a_moving_average_follows_and_stays, marks=pytest.mark.slow),
-        pytest.param(learned_scales_have_the_gradient_of_the_paper, marks=pytest.mark.slow),
-        pytest.param(learned_scales_train, marks=pytest.mark.slow),
-    ],
-    ids=lambda check: check.__name__,
-)
-def test_sources_by_their_definition(check: Any, request: Any) -> None:
-    """A case for each of these checks; the first runs by default."""
-    checked(check, request)
-
-
-def test_stacks_have_scales_of_their_own() -> None:
+def stacks_have_scales_of_their_own() -> None:
     @nnx.split_rngs(splits=3)
     @nnx.vmap
     def stack(rngs: nnx.Rngs) -> Any:
@@ -225,6 +210,22 @@ def test_stacks_have_scales_of_their_own() -> None:
     through(followed, X[0])
     ranges = np.asarray(followed.dot_general.left.range[...])
     assert ranges.shape == (3, 2) and len(np.unique(ranges)) == 6
+
+
+@pytest.mark.parametrize(
+    "check",
+    [
+        a_history_is_of_earlier_steps,
+        pytest.param(stacks_have_scales_of_their_own, marks=pytest.mark.slow),
+        pytest.param(a_moving_average_follows_and_stays, marks=pytest.mark.slow),
+        pytest.param(learned_scales_have_the_gradient_of_the_paper, marks=pytest.mark.slow),
+        pytest.param(learned_scales_train, marks=pytest.mark.slow),
+    ],
+    ids=lambda check: check.__name__,
+)
+def test_sources_by_their_definition(check: Any, request: Any) -> None:
+    """A case for each of these checks; the first runs by default."""
+    checked(check, request)
 
 
 MOVING, HISTORY, LEARNED = jc.nn.MovingAverage(), jc.nn.DelayedScaling(), jc.nn.LSQ()
