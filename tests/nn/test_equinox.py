@@ -228,9 +228,9 @@ def test_misuse() -> None:
 
 def test_rounding_with_data_is_said_on_one_line_and_as_it_is_said() -> None:
     """Errors name the class of a model alone; the way out that one names gives the codes of the plain function."""
-    for call in (jc.nn.quantize_with_data, jc.nn.sensitivity, jc.nn.linen.quantize):
+    for call, more in ((jc.nn.quantize_with_data, [[X]]), (jc.nn.sensitivity, [[X]]), (jc.nn.linen.quantize, [])):
         with pytest.raises(TypeError, match=r"^(model|module)=MLP must be a module of Flax [^\n]*$"):
-            call(mlp(), RULE, [X])
+            call(mlp(), RULE, *more)
     with pytest.raises(TypeError, match=r"for Equinox jc.ptq.quantize\(lambda m, x: jax.vmap\(m\)\(x\), rules, model"):
         jc.nn.quantize_with_data(mlp(), RULE, [X])  # type: ignore[type-var]
     rounded, _ = jc.ptq.quantize(lambda m, x: jax.vmap(m)(x), RULE, mlp(), [X], [jc.ptq.gptq()])

@@ -65,7 +65,7 @@ def test_gradients_and_packed_parameters_are_those_of_the_twin() -> None:
         np.testing.assert_allclose(ours["head"][name], theirs["head"][name][...], rtol=1e-5, atol=1e-6)
         np.testing.assert_allclose(ours["conv"][name], theirs["conv"][name][...], rtol=1e-4, atol=1e-5)
     kernel = packed["params"]["head"]["kernel"]
-    assert isinstance(kernel, quantized_linen.Packed) and kernel.stored.shape == (5, 8)
+    assert isinstance(kernel, quantized_linen.Packed) and kernel.stored.shape == (8, 5)
     expected = jc.round_to_format(variables["params"]["head"]["kernel"].T, WEIGHT).T
     np.testing.assert_array_equal(kernel.unpack(), expected)
 
