@@ -167,9 +167,34 @@ def stochastic_rules_take_keys() -> None:
     assert type(packed.layers[0].weight).__name__ == "QArray"
 
 
+def rounding_with_data_is_said_on_one_line_and_as_it_is_said() -> None:
+    """Errors name the class of a model alone; the way out that one names gives the codes of the plain function."""
+    for call, more in ((jc.nn.quantize_with_data, [[X]]), (jc.nn.sensitivity, [[X]]), (jc.nn.linen.quantize, [])):
+        with pytest.raises(TypeError, match=r"^(model|module)=MLP must be a module of Flax [^\n]*$"):
+            call(mlp(), RULE, *more)
+    with pytest.raises(TypeError, match=r"for Equinox jc.ptq.quantize\(lambda m, x: jax.vmap\(m\)\(x\), rules, model"):
+        jc.nn.quantize_with_data(mlp(), RULE, [X])  # type: ignore[type-var]
+    rounded, _ = jc.ptq.quantize(lambda m, x: jax.vmap(m)(x), RULE, mlp(), [X], [jc.ptq.gptq()])
+
+    def plain(p: Any, x: Any) -> Any:
+        return jax.nn.relu(x @ p["a"].T + p["c"]) @ p["b"].T
+
+    first, last = mlp().layers
+    want, _ = jc.ptq.quantize(plain, RULE, {"a": first.weight, "b": last.weight, "c": first.bias}, [X], [jc.ptq.gptq()])
+    for got, own in ((rounded.layers[0].weight, want["a"]), (rounded.layers[1].weight, want["b"])):
+        np.testing.assert_array_equal(jc.dequantize(got), jc.dequantize(own))
+
+
+# -- adapters ----------------------------------------------------------------------------------------------------------
+
+
 @pytest.mark.parametrize(
     "check",
-    [stochastic_rules_take_keys, pytest.param(methods_and_scales, marks=pytest.mark.slow)],
+    [
+        stochastic_rules_take_keys,
+        pytest.param(rounding_with_data_is_said_on_one_line_and_as_it_is_said, marks=pytest.mark.slow),
+        pytest.param(methods_and_scales, marks=pytest.mark.slow),
+    ],
     ids=lambda check: check.__name__,
 )
 def test_rules_of_modules(check: Any, request: Any) -> None:
@@ -224,27 +249,6 @@ def test_misuse() -> None:
     ]:
         with pytest.raises(error, match=text):
             call()
-
-
-def test_rounding_with_data_is_said_on_one_line_and_as_it_is_said() -> None:
-    """Errors name the class of a model alone; the way out that one names gives the codes of the plain function."""
-    for call, more in ((jc.nn.quantize_with_data, [[X]]), (jc.nn.sensitivity, [[X]]), (jc.nn.linen.quantize, [])):
-        with pytest.raises(TypeError, match=r"^(model|module)=MLP must be a module of Flax [^\n]*$"):
-            call(mlp(), RULE, *more)
-    with pytest.raises(TypeError, match=r"for Equinox jc.ptq.quantize\(lambda m, x: jax.vmap\(m\)\(x\), rules, model"):
-        jc.nn.quantize_with_data(mlp(), RULE, [X])  # type: ignore[type-var]
-    rounded, _ = jc.ptq.quantize(lambda m, x: jax.vmap(m)(x), RULE, mlp(), [X], [jc.ptq.gptq()])
-
-    def plain(p: Any, x: Any) -> Any:
-        return jax.nn.relu(x @ p["a"].T + p["c"]) @ p["b"].T
-
-    first, last = mlp().layers
-    want, _ = jc.ptq.quantize(plain, RULE, {"a": first.weight, "b": last.weight, "c": first.bias}, [X], [jc.ptq.gptq()])
-    for got, own in ((rounded.layers[0].weight, want["a"]), (rounded.layers[1].weight, want["b"])):
-        np.testing.assert_array_equal(jc.dequantize(got), jc.dequantize(own))
-
-
-# -- adapters ----------------------------------------------------------------------------------------------------------
 
 
 def noised(model: Any) -> Any:
