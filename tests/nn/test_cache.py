@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
+from layer_references import checked
 
 import jchop as jc
 
@@ -26,7 +27,6 @@ def step(layer: Any, x: Any) -> Any:
     return layer(x, is_causal=True)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("spec", "per_number"),
     [
@@ -61,8 +61,7 @@ def test_a_packed_cache_is_one_rounded_by_hand(spec: str, per_number: float) -> 
     np.testing.assert_allclose(keys, expected, rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.slow
-def test_without_decoding_nothing_changes() -> None:
+def without_decoding_nothing_changes() -> None:
     plain = attention()
     layer = jc.nn.quantize(plain, jc.nn.Rule(cache="int8(group=all)"))
     run = nnx.jit(lambda layer, x: layer(x, decode=False))
@@ -74,8 +73,7 @@ def test_without_decoding_nothing_changes() -> None:
     assert [r.specs for r in row if r.layer == "MultiHeadAttention"] == [(("cache", "int8(group=all)"),)]
 
 
-@pytest.mark.slow
-def test_what_cannot_be_decoded_is_said() -> None:
+def what_cannot_be_decoded_is_said() -> None:
     rule = jc.nn.Rule(cache="int8(group=all)")
     layer = jc.nn.quantize(attention(), rule)
     with pytest.raises(ValueError, match="call init_cache"):
@@ -105,3 +103,13 @@ def test_what_cannot_be_decoded_is_said() -> None:
             jc.nn.Rule(cache=spec)
     with pytest.raises(ValueError, match=r"cache has no effect .* Linear"):
         jc.nn.quantize(nnx.Linear(2, 2, rngs=nnx.Rngs(0)), rule)
+
+
+@pytest.mark.parametrize(
+    "check",
+    [what_cannot_be_decoded_is_said, pytest.param(without_decoding_nothing_changes, marks=pytest.mark.slow)],
+    ids=lambda check: check.__name__,
+)
+def test_what_a_cache_is_not(check: Any, request: Any) -> None:
+    """Errors, and layers that do not decode; the first of these checks runs by default."""
+    checked(check, request)

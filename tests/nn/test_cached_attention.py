@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from layer_references import checked
 
 import jchop as jc
 
@@ -69,11 +70,12 @@ CASES: list[dict[str, Any]] = [
 ]
 
 
-@pytest.mark.in_turn(36)
-@pytest.mark.parametrize(
-    ("kind", "spec", "case"),
-    [(k, s, c) for k in KINDS for s in SPECS for c in CASES if k != "rolling" or "is_causal" not in c],
-)
+#: Each kind with each case; how a block is unpacked is the same in all of them.
+EACH = [(k, c) for k in KINDS for c in CASES if k != "rolling" or "is_causal" not in c]
+
+
+@pytest.mark.in_turn(60)
+@pytest.mark.parametrize(("kind", "spec", "case"), [(k, SPECS[i % 4], c) for i, (k, c) in enumerate(EACH)])
 def test_values_are_those_of_float64(kind: str, spec: Any, case: dict[str, Any]) -> None:
     cache, q = filled(kind, spec), normal(5, 5, HEADS * GROUP)
     last = LENGTHS[:, None] - 5 + np.arange(5)  # -1 for the first query of the second sequence: padding
@@ -84,9 +86,8 @@ def test_values_are_those_of_float64(kind: str, spec: Any, case: dict[str, Any])
     assert not np.asarray(y)[1, 0].any() and np.asarray(y)[1, 1].any()
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("spec", SPECS)
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.in_turn(9)
+@pytest.mark.parametrize(("kind", "spec"), [("rolling", SPECS[0]), ("paged", SPECS[3]), ("full", None)])
 def test_positions_that_are_given(kind: str, spec: Any) -> None:
     cache, q = filled(kind, spec), normal(5, 5, HEADS * GROUP)
     shuffled = np.asarray([[3, 0, -1], [1, 3, 2], [-1, -1, 6]])
@@ -95,12 +96,19 @@ def test_positions_that_are_given(kind: str, spec: Any) -> None:
     np.testing.assert_allclose(y, expected, rtol=0, atol=TOLERANCE)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.in_turn(20)
 @pytest.mark.parametrize(
-    "spec", ["int8(group=all)", "int4(group=8,scale=bfloat16)", "float8_e4m3fn", "mxfp8_e4m3", "nf4(group=8)"]
+    ("kind", "spec", "dtype"),
+    [
+        ("full", "int8(group=all)", "bfloat16"),
+        ("paged", "int8(group=all)", "float32"),
+        ("paged", "int4(group=8,scale=bfloat16)", "bfloat16"),
+        ("full", "int4(group=8,scale=bfloat16)", "float32"),
+        ("full", "float8_e4m3fn", "bfloat16"),
+        ("paged", "mxfp8_e4m3", "float32"),
+        ("full", "nf4(group=8)", "bfloat16"),
+    ],
 )
-@pytest.mark.parametrize("kind", ["full", "paged"])
 def test_packed_and_rounded_numbers_give_the_same_bits(kind: str, spec: str, dtype: str) -> None:
     def cache_of(spec: Any) -> jc.KVCache:
         shape = (2, 150, HEADS, 16)
@@ -133,9 +141,10 @@ def bytes_of(compiled: Any) -> int:
     return compiled.memory_analysis().temp_size_in_bytes
 
 
-@pytest.mark.parametrize("kind", ["full", "rolling", "paged"])
-@pytest.mark.parametrize("spec", ["int8(group=all)", "float8_e4m3fn"])
-@pytest.mark.slow
+@pytest.mark.in_turn(9)
+@pytest.mark.parametrize(
+    ("spec", "kind"), [("int8(group=all)", "full"), ("float8_e4m3fn", "paged"), ("int8(group=all)", "rolling")]
+)
 def test_the_whole_cache_is_never_unpacked(kind: str, spec: str) -> None:
     shape = (2, 4096, 2, 64)
     more = {"keys": spec, "values": spec}
@@ -158,8 +167,7 @@ def test_the_whole_cache_is_never_unpacked(kind: str, spec: str) -> None:
     assert max(numbers) <= max(2 * 128 * 2 * 64, np.prod(shape) // 64)  # a block, or the scales of all tokens
 
 
-@pytest.mark.slow
-def test_a_rolling_cache_is_a_sliding_window_of_any_length() -> None:
+def a_rolling_cache_is_a_sliding_window_of_any_length() -> None:
     window, chunk, tokens = 4, 2, 14
     rolling = jc.KVCache.rolling((3, window, HEADS, SIZE), chunk=chunk)
     full = jc.KVCache.full((3, tokens, HEADS, SIZE))
@@ -181,8 +189,7 @@ def test_a_rolling_cache_is_a_sliding_window_of_any_length() -> None:
     np.testing.assert_allclose(short[0], short[1], rtol=0, atol=TOLERANCE)
 
 
-@pytest.mark.slow
-def test_other_sequences_do_not_show() -> None:
+def other_sequences_do_not_show() -> None:
     """NaN and infinities of another sequence, whose page was given back, or is read for want of one."""
     cache = filled("paged", "float8_e4m3fn")
     poison = jnp.full((3, 1, HEADS, SIZE), jnp.nan)
@@ -195,8 +202,7 @@ def test_other_sequences_do_not_show() -> None:
     assert np.isfinite(attend(q, fresh)).all()
 
 
-@pytest.mark.slow
-def test_derivatives_forward() -> None:
+def derivatives_forward() -> None:
     cache, q = filled("full", "int8(group=all)"), normal(5, 1, HEADS * GROUP)
     _, tangent = jax.jvp(lambda q: jc.dot_product_attention(q, cache), (q,), (jnp.ones_like(q),))
     _, expected = jax.jvp(
@@ -209,12 +215,26 @@ def test_derivatives_forward() -> None:
         jax.grad(lambda q: jc.dot_product_attention(q, cache).sum())(q)
 
 
-@pytest.mark.slow
-def test_emulate_rounds_the_result_once() -> None:
+def emulate_rounds_the_result_once() -> None:
     cache, q = filled("full", "int8(group=all)"), normal(5, 1, HEADS * GROUP)
     y = jc.emulate(lambda q: jc.dot_product_attention(q, cache), "e4m3")(q)
     expected = jc.dot_product_attention(jc.round_to_format(q, "e4m3"), cache)
     np.testing.assert_array_equal(y, jc.round_to_format(expected, "e4m3"))
+
+
+@pytest.mark.parametrize(
+    "check",
+    [
+        other_sequences_do_not_show,
+        pytest.param(a_rolling_cache_is_a_sliding_window_of_any_length, marks=pytest.mark.slow),
+        pytest.param(derivatives_forward, marks=pytest.mark.slow),
+        pytest.param(emulate_rounds_the_result_once, marks=pytest.mark.slow),
+    ],
+    ids=lambda check: check.__name__,
+)
+def test_special_queries(check: Any, request: Any) -> None:
+    """Other sequences, windows, derivatives, emulation; the first of these checks runs by default."""
+    checked(check, request)
 
 
 def test_arguments_are_checked() -> None:
@@ -240,9 +260,11 @@ def test_arguments_are_checked() -> None:
             jc.dot_product_attention(query, stored, **more)
 
 
-@pytest.mark.parametrize("spec", [None, "int8(group=all)", "int4(group=4)", "float8_e4m3fn"])
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.in_turn(12)
+@pytest.mark.parametrize(
+    ("kind", "spec"),
+    [("full", None), ("paged", "int8(group=all)"), ("rolling", "int4(group=4)"), ("full", "float8_e4m3fn")],
+)
+@pytest.mark.in_turn(20)
 def test_dropped_tokens_do_not_show(kind: str, spec: Any) -> None:
     """A dict of the tokens of each sequence says what is held, and NumPy attends to it."""
     window, slots = (4, 6) if kind == "rolling" else (None, 16)

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
+from layer_references import checked, each
 
 import jchop as jc
 from jchop._products.scales.histogram import BINS, Histogram, add, divergence, entropy_threshold
@@ -41,7 +42,6 @@ def test_ranges_are_those_of_the_data() -> None:
     np.testing.assert_allclose(range_of(inside), [min(ends[0]), max(ends[1])], rtol=1e-6)
 
 
-@pytest.mark.slow
 @pytest.mark.smoke
 def test_the_whole_is_a_percentile() -> None:
     batch = np.linspace(-9.5, 8.0, 4000, dtype=np.float32).reshape(1000, 4)
@@ -86,8 +86,7 @@ def test_the_divergence_is_that_of_the_definition() -> None:
     assert entropy_threshold(np.array([5, 0, 1, 3]), 4) == 4.5  # nothing is lost with a level for each
 
 
-@pytest.mark.slow
-def test_entropy_cuts_outliers_of_all_batches() -> None:
+def entropy_cuts_outliers_of_all_batches() -> None:
     draw = np.random.default_rng(1)
     batches = [jnp.asarray(draw.normal(size=(2000, 4)), "float32"), jnp.full((1, 4), 40.0)]
     model = layer()
@@ -142,8 +141,7 @@ def test_inputs_are_rounded_under_the_fixed_scale(activation: str) -> None:
     np.testing.assert_allclose(nnx.jit(lambda m, x: m(x))(static, x), plain(rounded), rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.slow
-def test_gradients_pass_and_the_range_is_state() -> None:
+def gradients_pass_and_the_range_is_state() -> None:
     static = jc.nn.calibrate(layer(weight="e4m3"), BATCHES)
 
     @nnx.jit
@@ -174,6 +172,16 @@ def test_gradients_pass_and_the_range_is_state() -> None:
     np.testing.assert_array_equal(untouched(BATCHES[0]), before)
 
 
+@pytest.mark.parametrize(
+    "check",
+    [entropy_cuts_outliers_of_all_batches, pytest.param(gradients_pass_and_the_range_is_state, marks=pytest.mark.slow)],
+    ids=lambda check: check.__name__,
+)
+def test_ranges_in_use(check: Any, request: Any) -> None:
+    """A case for each of these checks; the first runs by default."""
+    checked(check, request)
+
+
 @pytest.mark.parametrize("outside", [True, False])
 def test_a_calibrated_model_is_loaded_into_its_shapes(outside: bool, tmp_path: Path) -> None:
     x = BATCHES[0]
@@ -193,7 +201,7 @@ def test_a_calibrated_model_is_loaded_into_its_shapes(outside: bool, tmp_path: P
             shapes("entropy")
 
 
-@pytest.mark.parametrize(
+@each(
     ("model", "batches", "more", "words"),
     [
         (lambda: layer("int8(group=all)"), BATCHES, {}, "one scale for the whole array"),

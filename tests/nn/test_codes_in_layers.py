@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import linen, nnx
+from layer_references import checked
 
 import jchop as jc
 
@@ -35,9 +36,19 @@ RULES: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("rule", RULES)
-@pytest.mark.parametrize("name", ["Linear", "LinearGeneral", "Einsum", "Conv", "MultiHeadAttention"])
+@pytest.mark.in_turn(20)
+@pytest.mark.parametrize(
+    ("name", "rule"),
+    [
+        ("Linear", "int8"),
+        ("Linear", "asymmetric"),
+        ("Conv", "asymmetric"),
+        ("Conv", "weights alone"),
+        ("Einsum", "weights alone"),
+        ("LinearGeneral", "int8"),
+        ("MultiHeadAttention", "asymmetric"),
+    ],
+)
 def test_layers_train_and_serve_the_same_numbers(name: str, rule: str) -> None:
     model, given = layers(name), jc.Rule(**RULES[rule], product="codes")
     trained, packed = (jc.nn.quantize(model, given, mode=mode) for mode in ("qat", "ptq"))  # type: ignore[arg-type]
@@ -71,8 +82,7 @@ def test_the_product_of_a_layer_is_of_integers() -> None:
     assert "preferred_element_type=int32" in text
 
 
-@pytest.mark.slow
-def test_gradients_of_layers_are_of_codes() -> None:
+def gradients_of_layers_are_of_codes() -> None:
     layer = jc.nn.quantize(layers("Linear"), jc.Rule(weight=ROW, activation=ROW, gradient=ROW, product="codes"))
     x, g = X[0], jax.random.normal(jax.random.key(1), (6, 4))
     w = layer.kernel[...]
@@ -81,8 +91,7 @@ def test_gradients_of_layers_are_of_codes() -> None:
     np.testing.assert_array_equal(back(g)[0], jc.einsum("bo,io->bi", of(g), of(w)))
 
 
-@pytest.mark.slow
-def test_calibrated_layers() -> None:
+def calibrated_layers() -> None:
     """Under a range that was found, a code is that of the rounded number."""
     rule: dict[str, Any] = {"weight": ROW, "activation": "uint8(zero_point=integer)"}
     low, floats = (
@@ -92,8 +101,7 @@ def test_calibrated_layers() -> None:
     np.testing.assert_allclose(low(2 * X), floats(2 * X), rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.slow
-def test_modules_of_linen() -> None:
+def modules_of_linen() -> None:
     class Net(linen.Module):
         @linen.compact
         def __call__(self, x: Any) -> Any:
@@ -108,7 +116,20 @@ def test_modules_of_linen() -> None:
     np.testing.assert_allclose(y, jax.jit(floats.apply)(variables, X), rtol=2e-3, atol=2e-4)
 
 
-@pytest.mark.slow
+@pytest.mark.parametrize(
+    "check",
+    [
+        gradients_of_layers_are_of_codes,
+        pytest.param(calibrated_layers, marks=pytest.mark.slow),
+        pytest.param(modules_of_linen, marks=pytest.mark.slow),
+    ],
+    ids=lambda check: check.__name__,
+)
+def test_other_products(check: Any, request: Any) -> None:
+    """Gradients, fixed scales, Linen; the first of these checks runs by default."""
+    checked(check, request)
+
+
 def test_the_report_says_which_operands_reach_the_units() -> None:
     model = nnx.Sequential(layers("Linear"), layers("Conv"))
 

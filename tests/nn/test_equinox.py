@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from layer_references import products_of_size
+from layer_references import checked, each, products_of_size
 
 import jchop as jc
 from jchop.nn import LoraRule, Rule, add_lora, load_lora, lora_mask, merge_lora, save_lora, split_lora
@@ -77,7 +75,7 @@ def case(name: str) -> tuple[Any, Any, Any, Any, Any]:
     return mlp(), X, X[0], jnp.ones((5, 16)), squares
 
 
-@pytest.mark.slow
+@pytest.mark.in_turn(20)
 @pytest.mark.parametrize("name", ["mlp", "cnn", "transformer", "scan"])
 def test_quantized_trained_saved_loaded(name: str, tmp_path: Path) -> None:
     model, x, one, wanted, measure = case(name)
@@ -130,8 +128,7 @@ def test_an_mlp_in_numpy() -> None:
     )
 
 
-@pytest.mark.slow
-def test_methods_and_scales() -> None:
+def methods_and_scales() -> None:
     """Each method runs under rules; calibrated ranges and learned scales are fields of the module."""
     model, both = scanned(), {"__call__": (X[0],), "hidden": (X[0],)}
     packed = jc.nn.quantize(model, Rule("layers", weight="int4(group=16)"), "ptq", inputs=both)
@@ -157,8 +154,7 @@ def test_methods_and_scales() -> None:
     np.testing.assert_array_equal(run(packed, X), run(learned, X))
 
 
-@pytest.mark.slow
-def test_stochastic_rules_take_keys() -> None:
+def stochastic_rules_take_keys() -> None:
     rule = Rule(weight="int4(group=16):stochastic")
     low = jc.nn.quantize(mlp(), rule)
     one, other = (low(X[0], rounding_key=jax.random.key(i)) for i in (1, 2))
@@ -169,6 +165,41 @@ def test_stochastic_rules_take_keys() -> None:
         jc.nn.quantize(mlp(), rule, "ptq", inputs=(X[0],))
     packed = jc.nn.quantize(mlp(), rule, "ptq", inputs=(X[0],), key=KEY)
     assert type(packed.layers[0].weight).__name__ == "QArray"
+
+
+def rounding_with_data_is_said_on_one_line_and_as_it_is_said() -> None:
+    """Errors name the class of a model alone; the way out that one names gives the codes of the plain function."""
+    for call, more in ((jc.nn.quantize_with_data, [[X]]), (jc.nn.sensitivity, [[X]]), (jc.nn.linen.quantize, [])):
+        with pytest.raises(TypeError, match=r"^(model|module)=MLP must be a module of Flax [^\n]*$"):
+            call(mlp(), RULE, *more)
+    with pytest.raises(TypeError, match=r"for Equinox jc.ptq.quantize\(lambda m, x: jax.vmap\(m\)\(x\), rules, model"):
+        jc.nn.quantize_with_data(mlp(), RULE, [X])  # type: ignore[type-var]
+    rounded, _ = jc.ptq.quantize(lambda m, x: jax.vmap(m)(x), RULE, mlp(), [X], [jc.ptq.gptq()])
+
+    def plain(p: Any, x: Any) -> Any:
+        return jax.nn.relu(x @ p["a"].T + p["c"]) @ p["b"].T
+
+    first, last = mlp().layers
+    want, _ = jc.ptq.quantize(plain, RULE, {"a": first.weight, "b": last.weight, "c": first.bias}, [X], [jc.ptq.gptq()])
+    for got, own in ((rounded.layers[0].weight, want["a"]), (rounded.layers[1].weight, want["b"])):
+        np.testing.assert_array_equal(jc.dequantize(got), jc.dequantize(own))
+
+
+# -- adapters ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "check",
+    [
+        stochastic_rules_take_keys,
+        pytest.param(rounding_with_data_is_said_on_one_line_and_as_it_is_said, marks=pytest.mark.slow),
+        pytest.param(methods_and_scales, marks=pytest.mark.slow),
+    ],
+    ids=lambda check: check.__name__,
+)
+def test_rules_of_modules(check: Any, request: Any) -> None:
+    """A case for each of these checks; the first runs by default."""
+    checked(check, request)
 
 
 class Two(eqx.Module):
@@ -220,33 +251,6 @@ def test_misuse() -> None:
             call()
 
 
-@pytest.mark.slow
-def test_rounding_with_data_is_said_on_one_line_and_as_it_is_said() -> None:
-    """Errors name the class of a model alone; the way out that one names gives the codes of the plain function."""
-    for call in (jc.nn.quantize_with_data, jc.nn.sensitivity, jc.nn.linen.quantize):
-        with pytest.raises(TypeError, match=r"^(model|module)=MLP must be a module of Flax [^\n]*$"):
-            call(mlp(), RULE, [X])
-    with pytest.raises(TypeError, match=r"for Equinox jc.ptq.quantize\(lambda m, x: jax.vmap\(m\)\(x\), rules, model"):
-        jc.nn.quantize_with_data(mlp(), RULE, [X])  # type: ignore[type-var]
-    rounded, _ = jc.ptq.quantize(lambda m, x: jax.vmap(m)(x), RULE, mlp(), [X], [jc.ptq.gptq()])
-
-    def plain(p: Any, x: Any) -> Any:
-        return jax.nn.relu(x @ p["a"].T + p["c"]) @ p["b"].T
-
-    first, last = mlp().layers
-    want, _ = jc.ptq.quantize(plain, RULE, {"a": first.weight, "b": last.weight, "c": first.bias}, [X], [jc.ptq.gptq()])
-    for got, own in ((rounded.layers[0].weight, want["a"]), (rounded.layers[1].weight, want["b"])):
-        np.testing.assert_array_equal(jc.dequantize(got), jc.dequantize(own))
-
-
-def test_import_needs_no_equinox() -> None:
-    code = "import sys, jchop as jc; jc.nn.quantize; assert 'equinox' not in sys.modules"
-    subprocess.run([sys.executable, "-c", code], check=True)
-
-
-# -- adapters ----------------------------------------------------------------------------------------------------------
-
-
 def noised(model: Any) -> Any:
     """B of small random numbers in place of zeros."""
     mask = lora_mask(model)
@@ -254,8 +258,7 @@ def noised(model: Any) -> Any:
     return jax.tree.map(noise, model, mask)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("make", [mlp, scanned])
+@pytest.mark.parametrize("make", [mlp, pytest.param(scanned, marks=pytest.mark.slow)])
 def test_adapters_of_modules(make: Any, tmp_path: Path) -> None:
     model = make()
     rules = [LoraRule("layers/0" if make is mlp else "layers", rank=4, alpha=8), LoraRule("*", rank=2)]
@@ -327,8 +330,7 @@ PARAMS = {
 }
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("rounds", [True, False])
+@pytest.mark.parametrize("rounds", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_adapters_of_parameters(rounds: bool) -> None:
     """The adapters of a pytree, against the function with the merged weights in float64."""
     low = jc.quantize_fn(network, Rule(weight="int4(group=16)") if rounds else Rule())
@@ -354,8 +356,7 @@ def test_adapters_of_parameters(rounds: bool) -> None:
     np.testing.assert_allclose(jax.jit(low)(adapted, X), low(adapted, X), rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.slow
-def test_parameters_without_adapters_stay_packed_in_a_merge() -> None:
+def parameters_without_adapters_stay_packed_in_a_merge() -> None:
     def model(p: Any, tokens: Any) -> Any:
         return jnp.asarray(p["table"][tokens]) @ p["w"]
 
@@ -368,8 +369,7 @@ def test_parameters_without_adapters_stay_packed_in_a_merge() -> None:
     assert plain.shape == (1, 3, 4) and bool((model(merged, tokens) == plain).all())
 
 
-@pytest.mark.slow
-def test_dropout_needs_a_key() -> None:
+def dropout_needs_a_key() -> None:
     low = jc.quantize_fn(network, Rule())
     adapted = noised(add_lora(PARAMS, LoraRule("heads", rank=2, dropout=0.5), fun=low, inputs=(X,), key=KEY))
     kept = low(adapted, X)
@@ -379,7 +379,16 @@ def test_dropout_needs_a_key() -> None:
     assert np.isfinite(many).all()
 
 
-@pytest.mark.slow
+@pytest.mark.parametrize(
+    "check",
+    [dropout_needs_a_key, pytest.param(parameters_without_adapters_stay_packed_in_a_merge, marks=pytest.mark.slow)],
+    ids=lambda check: check.__name__,
+)
+def test_adapters_in_use(check: Any, request: Any) -> None:
+    """A case for each of these checks; the first runs by default."""
+    checked(check, request)
+
+
 @pytest.mark.parametrize("init", ["loftq", "pissa"])
 def test_first_values(init: str) -> None:
     """The best approximations of the residual, and of the weight (Eckart and Young)."""
@@ -401,7 +410,7 @@ def test_first_values(init: str) -> None:
         add_lora(packed, rule, fun=low, inputs=(X,), key=KEY)
 
 
-@pytest.mark.parametrize(
+@each(
     ("fun", "text"),
     [
         (lambda w, x: x @ w + w[0], "takes it, which is no product"),

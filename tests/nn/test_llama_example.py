@@ -16,8 +16,6 @@ from flax import nnx
 
 import jchop as jc
 
-pytestmark = pytest.mark.slow
-
 
 @pytest.fixture
 def llama(monkeypatch: Any) -> Any:
@@ -61,24 +59,24 @@ def reference(w: dict[str, np.ndarray], config: Any, tokens: np.ndarray) -> np.n
     return norm(x, "model.norm") @ w.get("lm_head.weight", w["model.embed_tokens.weight"]).T
 
 
-@pytest.mark.parametrize("tied", [False, True])
-def test_the_files_mean_what_the_model_computes(llama: Any, tied: bool, tmp_path: Path) -> None:
-    config = llama.Config(32, 16, 24, 2, 4, 2, tie_word_embeddings=tied)
+def files(llama: Any, tied: bool, tmp_path: Path) -> None:
+    """The files mean what the model computes."""
+    config = llama.Config(32, 16, 24, 1 + tied, 4, 2, tie_word_embeddings=tied)
     model = llama.Llama(config, rngs=nnx.Rngs(3))
     jc.nn.save_checkpoint(tmp_path / "f", model, "plain", config=config.as_json(), shard_bytes=4096)
     assert len(list((tmp_path / "f").glob("model-*-of-*.safetensors"))) > 1
     tensors = {k: np.asarray(v, np.float64) for k, v in jc.storage.load_checkpoint(tmp_path / "f").items()}
     assert ("lm_head.weight" in tensors) != tied
-    tokens = np.random.default_rng(0).integers(0, 32, (2, 9))
+    tokens = np.random.default_rng(0).integers(0, 32, (2, 8))
     wanted = np.stack([reference(tensors, config, row) for row in tokens])
     np.testing.assert_allclose(model(jnp.asarray(tokens)), wanted, rtol=1e-3, atol=1e-5)
-    caches = llama.empty_caches(config, 2, 9, None)
-    first, caches = model.step(jnp.asarray(tokens[:, :5]), jnp.arange(5)[None].repeat(2, 0), caches)
-    second, _ = model.step(jnp.asarray(tokens[:, 5:]), jnp.arange(5, 9)[None].repeat(2, 0), caches)
+    caches = llama.empty_caches(config, 2, 8, None)
+    first, caches = model.step(jnp.asarray(tokens[:, :4]), np.arange(4)[None].repeat(2, 0), caches)
+    second, _ = model.step(jnp.asarray(tokens[:, 4:]), np.arange(4, 8)[None].repeat(2, 0), caches)
     np.testing.assert_allclose(np.concatenate([first, second], axis=1), wanted, rtol=1e-3, atol=1e-5)
 
 
-def test_the_whole_way(llama: Any, monkeypatch: Any, capsys: Any, tmp_path: Path) -> None:
+def whole_way(llama: Any, monkeypatch: Any, capsys: Any, tmp_path: Path) -> None:
     ways: list[Any] = []
     way = llama.whole_way
     monkeypatch.setattr(llama, "whole_way", lambda *args, **kwargs: ways.append(way(*args, **kwargs)) or ways[-1])
@@ -104,3 +102,13 @@ def test_the_whole_way(llama: Any, monkeypatch: Any, capsys: Any, tmp_path: Path
     assert live.weights == sum(leaf.nbytes for leaf in jax.tree.leaves(nnx.state(served)))
     exact = jc.nn.load_checkpoint(folder / "gptq", whole)
     assert str(exact.model.layers[0].mlp.up_proj.kernel[...].spec) == "int4(group=32,axis=-2,scale=bfloat16)"
+
+
+@pytest.mark.parametrize(
+    "what", ["files", *(pytest.param(what, marks=pytest.mark.slow) for what in ("tied files", "whole way"))]
+)
+def test_the_example(what: str, llama: Any, monkeypatch: Any, capsys: Any, tmp_path: Path) -> None:
+    if what == "whole way":
+        whole_way(llama, monkeypatch, capsys, tmp_path)
+    else:
+        files(llama, what == "tied files", tmp_path)

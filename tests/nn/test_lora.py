@@ -10,7 +10,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 import pytest
 from flax import nnx
 from layer_references import products_of_size
@@ -53,7 +52,6 @@ def noised(model: Any) -> Any:
     return model
 
 
-@pytest.mark.slow
 def test_first_output_and_gradients(packed: Any) -> None:
     adapted = add_lora(
         packed, [LoraRule("up", rank=4, alpha=8, dropout=0.5), LoraRule("rest", rank=2)], rngs=nnx.Rngs(1)
@@ -71,7 +69,7 @@ def test_first_output_and_gradients(packed: Any) -> None:
     def loss(lora: Any) -> jax.Array:
         return (nnx.merge(graph, lora, others)(X) ** 2).mean()
 
-    gradient = jax.grad(loss)(lora)
+    gradient = jax.jit(jax.grad(loss))(lora)
     assert sorted(leaf.shape for leaf in jax.tree.leaves(gradient)) == sorted(found.values())
     assert any(bool(leaf.any()) for leaf in jax.tree.leaves(gradient))
     sizes = {128 * 128}
@@ -81,19 +79,17 @@ def test_first_output_and_gradients(packed: Any) -> None:
     assert products_of_size(jax.make_jaxpr(other)(jnp.ones((128, 128))).jaxpr, sizes) == 1  # as it would be
 
 
-@pytest.mark.slow
 def test_bytes(packed: Any) -> None:
     """4 bits, 8 for each group of 64, and a scale and an offset of 32 for each 256 of these (or a shorter row)."""
     q = packed.rest[0].kernel[...]
     scales = 128 * 128 // 64
     assert q.nbytes == 128 * 128 // 2 + scales + sum(leaf.nbytes for leaf in q.scale[1:])
-    wide: Any = nnx.Linear(16384, 2, use_bias=False, rngs=nnx.Rngs(0))
+    wide: Any = nnx.eval_shape(lambda: nnx.Linear(16384, 2, use_bias=False, rngs=nnx.Rngs(0)))
     big = jc.nn.quantize(wide, Rule(weight=DOUBLE), "ptq").kernel[...]
     assert big.bits_per_element == 4 + 8 / 64 + 64 / (64 * 256)
 
 
-@pytest.mark.in_turn(2)
-@pytest.mark.parametrize("init", ["loftq", "pissa"])
+@pytest.mark.parametrize("init", ["loftq", pytest.param("pissa", marks=pytest.mark.slow)])
 def test_best_approximations(model: Any, packed: Any, init: str) -> None:
     rule = LoraRule("up", rank=5, alpha=2.5, init=init)
     layer = add_lora(packed, rule, rngs=nnx.Rngs(1), original=model).up
@@ -159,8 +155,7 @@ def test_files(packed: Any, tmp_path: Path) -> None:
         load_lora(tmp_path / "adapter", packed)
 
 
-@pytest.mark.in_turn(3)
-@pytest.mark.parametrize("weight", [None, "nf4", "int4(group=32)"])
+@pytest.mark.parametrize("weight", ["nf4", pytest.param(None, marks=pytest.mark.slow)])
 def test_the_projections_of_attention(weight: str | None, tmp_path: Path) -> None:
     """They sum over one axis to two, and over two to one; A and B are matrices, as in PEFT."""
     plain: Any = nnx.MultiHeadAttention(4, 32, qkv_features=64, decode=False, rngs=nnx.Rngs(0))
@@ -205,11 +200,10 @@ def test_a_general_layer_sums_over_its_own_axes() -> None:
     a, b = np.asarray(adapted.lora_a[...]).reshape(2, 3, 2), np.asarray(adapted.lora_b[...]).reshape(2, 4, 5)
     kernel = np.asarray(layer.kernel[...]) + np.einsum("ijr,rkl->ijkl", a, b)
     np.testing.assert_allclose(adapted(x), np.einsum("bisj,ijkl->bskl", x, kernel), rtol=1e-4, atol=1e-5)
-    for axis in ((-1, 1), (2, 0)):  # Flax sums over them in ascending order
-        layer = nnx.LinearGeneral((3, 3), 8, axis=axis, rngs=nnx.Rngs(0))
-        adapted = noised(add_lora(layer, LoraRule("*", rank=2), rngs=nnx.Rngs(1)))
-        x, merged = np.random.default_rng(1).standard_normal((3, 3, 3)), merge_lora(adapted)
-        np.testing.assert_allclose(adapted(x), merged(x), rtol=1e-4, atol=1e-5)
+    layer = nnx.LinearGeneral((3, 3), 8, axis=(2, 0), rngs=nnx.Rngs(0))  # Flax sums over them in ascending order
+    adapted = noised(add_lora(layer, LoraRule("*", rank=2), rngs=nnx.Rngs(1)))
+    x, merged = np.random.default_rng(1).standard_normal((3, 3, 3)), merge_lora(adapted)
+    np.testing.assert_allclose(adapted(x), merged(x), rtol=1e-4, atol=1e-5)
     batched = nnx.LinearGeneral(3, 4, batch_axis={0: 2}, rngs=nnx.Rngs(0))
     with pytest.raises(ValueError, match=r"LinearGeneral \(without batch_axis\); exclude the layer"):
         add_lora(batched, LoraRule("*", rank=2), rngs=nnx.Rngs(1))
@@ -225,7 +219,7 @@ class Stack(nnx.Module):
         return scanned(x, self.blocks)
 
 
-@pytest.mark.parametrize("weight", [None, "int4(group=4)"])
+@pytest.mark.parametrize("weight", ["int4(group=4)", pytest.param(None, marks=pytest.mark.slow)])
 def test_a_stack_has_an_adapter_for_each_layer(weight: str | None, tmp_path: Path) -> None:
     plain: Any = Stack()
     model: Any = plain if weight is None else jc.nn.quantize(plain, Rule(weight=weight), "ptq")
@@ -270,7 +264,6 @@ def test_a_stack_begins_with_the_best_approximations_and_has_dropout() -> None:
     np.testing.assert_allclose(adapted(x), merge_lora(adapted)(x), rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.slow
 def test_training_with_8_bit_moments(packed: Any) -> None:
     adapted = add_lora(packed, LoraRule("*", rank=2), rngs=nnx.Rngs(1))
     codes = [np.asarray(leaf) for leaf in jax.tree.leaves(nnx.state(adapted, jc.nn.QuantizedParam))]
@@ -289,7 +282,6 @@ def test_training_with_8_bit_moments(packed: Any) -> None:
     jax.tree.map(np.testing.assert_array_equal, codes, jax.tree.leaves(nnx.state(adapted, jc.nn.QuantizedParam)))
 
 
-@pytest.mark.slow
 def test_errors(model: Any, packed: Any) -> None:
     for said, rules, more in (
         ("matches no linear layer", LoraRule("down", rank=2), {}),
@@ -309,39 +301,3 @@ def test_errors(model: Any, packed: Any) -> None:
         LoraRule("up", rank=1, init="x")
     with pytest.raises(TypeError, match="rngs=None must be"):
         add_lora(packed, LoraRule("up", rank=1), rngs=None)  # type: ignore[arg-type]
-
-
-@pytest.mark.slow
-def test_digits() -> None:
-    """Pretrained on the digits 0 to 4, adapted to 5 to 9: NF4 is within 1 % of adapters beside full precision."""
-    datasets = pytest.importorskip("sklearn.datasets")
-    images, labels = datasets.load_digits(return_X_y=True)
-    x, y = jnp.asarray(images / 16, jnp.float32), jnp.asarray(labels)
-    order = np.random.default_rng(0).permutation(len(labels))
-    old, new = order[labels[order] < 5], order[labels[order] >= 5]
-    train, test = new[: len(new) * 3 // 4], new[len(new) * 3 // 4 :]
-
-    def loss_of(model: Any, x: jax.Array, y: jax.Array) -> jax.Array:
-        return optax.softmax_cross_entropy_with_integer_labels(model(x), y).mean()
-
-    def trained(model: Any, wrt: Any, rows: np.ndarray, steps: int) -> Any:
-        optimizer = nnx.Optimizer(model, optax.adam(5e-3), wrt=wrt)
-
-        @nnx.jit
-        def step(model: Any, optimizer: Any) -> None:
-            optimizer.update(model, nnx.grad(loss_of, argnums=nnx.DiffState(0, wrt))(model, x[rows], y[rows] % 5))
-
-        for _ in range(steps):
-            step(model, optimizer)
-        return model
-
-    rngs = nnx.Rngs(0)
-    plain = nnx.Sequential(nnx.Linear(64, 128, rngs=rngs), nnx.relu, nnx.Linear(128, 5, rngs=rngs))
-    plain = trained(plain, nnx.Param, old, 150)
-    packed = jc.nn.quantize(plain, Rule(weight=DOUBLE), "ptq")
-    scores = []
-    for base in (plain, packed):
-        adapted = trained(add_lora(base, LoraRule("*", rank=4), rngs=nnx.Rngs(1)), nnx.LoRAParam, train, 200)
-        scores.append(float((jnp.argmax(adapted(x[test]), -1) == y[test] % 5).mean()))
-    print(scores)
-    assert scores[0] > 0.9 and scores[1] >= scores[0] - 0.01

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from flax import linen as nn
 from flax import nnx
-from layer_references import products_of_size
+from layer_references import checked, drawn, products_of_size
 
 import jchop as jc
 from jchop.nn import LoraRule, Rule
@@ -34,7 +34,7 @@ class Net(nn.Module):
 
 @pytest.fixture(scope="module")
 def plain() -> Any:
-    return Net().init(jax.random.key(0), X)
+    return drawn(jax.eval_shape(Net().init, jax.random.key(0), X))
 
 
 @pytest.fixture(scope="module")
@@ -44,7 +44,7 @@ def low() -> Any:
 
 @pytest.fixture(scope="module")
 def packed(plain: Any, low: Any) -> Any:
-    return low.pack(plain, X)
+    return jax.jit(low.pack)(plain, X)
 
 
 def noised(variables: Any) -> Any:
@@ -54,7 +54,6 @@ def noised(variables: Any) -> Any:
     return {**variables, "lora": lora}
 
 
-@pytest.mark.slow
 def test_first_output_and_gradients(low: Any, packed: Any) -> None:
     rules = [LoraRule("up", rank=4, alpha=8), LoraRule("{up,down}", rank=2)]
     adapted, variables = add_lora(low, packed, rules, X, key=KEY)
@@ -67,7 +66,7 @@ def test_first_output_and_gradients(low: Any, packed: Any) -> None:
     def loss(lora: Any) -> Any:
         return (adapted.apply({**packed, "lora": lora}, X) ** 2).mean()
 
-    gradient = jax.grad(loss)(variables["lora"])
+    gradient = jax.jit(jax.grad(loss))(variables["lora"])
     assert jax.tree.map(jnp.shape, gradient) == shapes
     assert bool(gradient["up"]["lora_b"].any()) and not bool(gradient["up"]["lora_a"].any())  # since B is zero
     assert products_of_size(jax.make_jaxpr(jax.grad(loss))(variables["lora"]).jaxpr, SIZES) == 0
@@ -75,8 +74,7 @@ def test_first_output_and_gradients(low: Any, packed: Any) -> None:
     assert products_of_size(jax.make_jaxpr(whole)(jnp.ones((128, 128))).jaxpr, SIZES) == 1  # as it would be
 
 
-@pytest.mark.slow
-def test_the_sum_is_that_of_the_definition(plain: Any) -> None:
+def the_sum_is_that_of_the_definition(plain: Any) -> None:
     adapted, variables = add_lora(Net(), plain, LoraRule("{up,down}", rank=3, alpha=6), X, key=KEY)
     variables = noised(variables)
     p, lora = (jax.tree.map(lambda v: np.asarray(v, np.float64), variables[name]) for name in ("params", "lora"))
@@ -91,7 +89,6 @@ def test_the_sum_is_that_of_the_definition(plain: Any) -> None:
         np.testing.assert_allclose(merged["params"][name]["kernel"], weight, rtol=0, atol=2**-22 * abs(weight).max())
 
 
-@pytest.mark.slow
 def test_merge_split_and_files(low: Any, packed: Any, tmp_path: Path) -> None:
     adapted, variables = add_lora(low, packed, LoraRule("up", rank=3, alpha=6), X, key=KEY)
     variables = noised(variables)
@@ -126,7 +123,6 @@ def test_merged_layers_leave_no_rule_for_the_norms_alone(plain: Any) -> None:
     assert [str(rule) for rule in module.rules][1:] == ["Rule('*', output=float8_e4m3)"]
 
 
-@pytest.mark.slow
 def test_all_merged_is_a_plain_module(low: Any, plain: Any, packed: Any) -> None:
     adapted, variables = add_lora(low, plain, LoraRule("up", rank=2), X, key=KEY)
     assert merge_lora(adapted, variables, X)[0] is low  # a weight that is not packed is still rounded in each call
@@ -136,7 +132,6 @@ def test_all_merged_is_a_plain_module(low: Any, plain: Any, packed: Any) -> None
     np.testing.assert_allclose(module.apply(merged, X), low.apply(packed, X), rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("init", ["loftq", "pissa"])
 def test_best_approximations(low: Any, plain: Any, packed: Any, init: str) -> None:
     rule = LoraRule("up", rank=5, alpha=2.5, init=init)
@@ -152,22 +147,31 @@ def test_best_approximations(low: Any, plain: Any, packed: Any, init: str) -> No
     np.testing.assert_array_equal(held, jc.dequantize(jc.quantize(rest.T, DOUBLE)).T)
 
 
-@pytest.mark.slow
-def test_dropout_in_expectation(plain: Any) -> None:
+def dropout_in_expectation(plain: Any) -> None:
     adapted, variables = add_lora(Net(), plain, LoraRule("up", rank=4, dropout=0.5), X, key=KEY)
     variables = noised(variables)
     up = lambda rngs: adapted.apply(variables, X, rngs=rngs, capture_intermediates=True)[1]  # noqa: E731
     of = lambda found: found["intermediates"]["up"]["__call__"][0]  # noqa: E731
     still = of(up(None))
-    many = jax.vmap(lambda key: of(up({"dropout": key})))(jax.random.split(KEY, 4000))
-    spread = many.std(0) / np.sqrt(4000)
+    many = jax.jit(jax.vmap(lambda key: of(up({"dropout": key}))))(jax.random.split(KEY, 1000))
+    spread = many.std(0) / np.sqrt(1000)
     assert bool((spread > 0).all()) and bool((abs(many.mean(0) - still) < 5 * spread).all())
+
+
+@pytest.mark.parametrize(
+    "check",
+    [the_sum_is_that_of_the_definition, pytest.param(dropout_in_expectation, marks=pytest.mark.slow)],
+    ids=lambda check: check.__name__,
+)
+def test_numbers(check: Any, request: Any) -> None:
+    """A case for each of these checks; the first runs by default."""
+    checked(check, request)
 
 
 def test_axes_in_another_order_are_summed_as_flax_sums_them() -> None:
     net: Any = nn.DenseGeneral(8, axis=(2, 0))
     x = np.random.default_rng(1).standard_normal((3, 4, 3)).astype(np.float32)
-    adapted, variables = add_lora(net, net.init(KEY, x), LoraRule("*", rank=2), x, key=KEY)
+    adapted, variables = add_lora(net, drawn(jax.eval_shape(net.init, KEY, x)), LoraRule("*", rank=2), x, key=KEY)
     variables = noised(variables)
     module, merged = merge_lora(adapted, variables, x)
     np.testing.assert_allclose(adapted.apply(variables, x), module.apply(merged, x), rtol=1e-4, atol=1e-5)
@@ -178,18 +182,18 @@ def test_rules_that_say_nothing_of_merged_layers_are_dropped() -> None:
     net: Any = nn.MultiHeadDotProductAttention(4)
     x = np.random.default_rng(1).standard_normal((2, 5, 16)).astype(np.float32)
     low = jc.nn.linen.quantize(net, Rule(weight="int8(channel=-1)"))
-    adapted, variables = add_lora(low, low.pack(net.init(KEY, x), x), LoraRule("*", rank=2), x, key=KEY)
+    packed = jax.jit(low.pack)(drawn(jax.eval_shape(net.init, KEY, x)), x)
+    adapted, variables = add_lora(low, packed, LoraRule("*", rank=2), x, key=KEY)
     variables = noised(variables)
     module, merged = merge_lora(adapted, variables, x)
     np.testing.assert_allclose(module.apply(merged, x), adapted.apply(variables, x), rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.in_turn(2)
-@pytest.mark.parametrize("weight", [None, "nf4"])
+@pytest.mark.parametrize("weight", ["nf4", pytest.param(None, marks=pytest.mark.slow)])
 def test_the_projections_of_attention(weight: str | None, tmp_path: Path) -> None:
     net: Any = nn.MultiHeadDotProductAttention(4, qkv_features=64)
     x = np.random.default_rng(1).standard_normal((2, 5, 32)).astype(np.float32)
-    plain: Any = net.init(KEY, x)
+    plain: Any = drawn(jax.eval_shape(net.init, KEY, x))
     low = net if weight is None else jc.nn.linen.quantize(net, Rule("{query,out}", weight=weight))
     base = plain if weight is None else low.pack(plain, x)
     adapted, variables = add_lora(low, base, LoraRule("{query,out}", rank=3, alpha=6), x, key=KEY)
@@ -233,7 +237,7 @@ def test_errors(low: Any, plain: Any, packed: Any) -> None:
     conv = nn.Conv(4, (2, 2))
     image = jnp.ones((1, 4, 4, 3))
     with pytest.raises(ValueError, match=r"Conv at ''.*flax\.linen\.Dense"):
-        add_lora(conv, conv.init(KEY, image), LoraRule("*", rank=2), image, key=KEY)
+        add_lora(conv, drawn(jax.eval_shape(conv.init, KEY, image)), LoraRule("*", rank=2), image, key=KEY)
     adapted, variables = add(LoraRule("up", rank=2))
     with pytest.raises(ValueError, match="variables have adapters already"):
         add_lora(low, variables, LoraRule("up", rank=2), X, key=KEY)

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
+from layer_references import each
 
 import jchop as jc
 
@@ -39,7 +40,6 @@ def test_leaves_are_packed_by_path() -> None:
     assert run(packed, jnp.ones((3, 8))).shape == (3, 2)
 
 
-@pytest.mark.slow
 def test_stochastic_leaves_draw_from_keys_of_their_own() -> None:
     tree = {"a": jnp.full((64,), 0.3), "b": jnp.full((64,), 0.3)}
     packed = jc.nn.quantize_params(tree, jc.nn.Rule(weight="e4m1:stochastic"), jax.random.key(0))
@@ -47,7 +47,7 @@ def test_stochastic_leaves_draw_from_keys_of_their_own() -> None:
     assert (a != b).any() and set(a) == set(b) == {np.float32(0.25), np.float32(0.375)}
 
 
-@pytest.mark.parametrize(
+@each(
     ("rules", "error", "words"),
     [
         (jc.nn.Rule("tail", weight="e4m3"), ValueError, "matches no leaf"),
@@ -70,7 +70,6 @@ class Mixed(nnx.Module):
         self.gain = nnx.Param(jnp.ones(8))
 
 
-@pytest.mark.slow
 def test_the_report_is_what_quantize_does() -> None:
     plain = Mixed(rngs=nnx.Rngs(0))
     rules = [
@@ -98,7 +97,6 @@ def test_the_report_is_what_quantize_does() -> None:
     assert jc.nn.report(plain).bytes_after == before
 
 
-@pytest.mark.slow
 def test_packed_models_are_small() -> None:
     """int4 in blocks of 128 with 16-bit scales is 4.125 bits; biases and norms stay."""
     layers = [nnx.Linear(256, 256, rngs=nnx.Rngs(i)) for i in range(4)]

@@ -10,6 +10,7 @@ import numpy as np
 import optax
 import pytest
 from flax import linen, nnx
+from layer_references import checked, each
 from zoo import CASES
 
 import jchop as jc
@@ -63,8 +64,7 @@ def low_by_hand(model: Own) -> Own:
     return low
 
 
-@pytest.mark.slow
-def test_every_product_of_a_model_is_rounded_whatever_holds_its_weight() -> None:
+def every_product_of_a_model_is_rounded_whatever_holds_its_weight() -> None:
     model = own()
     expected = low_by_hand(model)(TOKENS)
     weight_only = jc.Rule(weight=RULE.weight)
@@ -76,8 +76,7 @@ def test_every_product_of_a_model_is_rounded_whatever_holds_its_weight() -> None
     assert (model(TOKENS)[0] != expected[0]).any()
 
 
-@pytest.mark.slow
-def test_packed_parameters_have_their_shapes_and_stay_shared() -> None:
+def packed_parameters_have_their_shapes_and_stay_shared() -> None:
     low = jc.nn.quantize(own(), RULE, "ptq", inputs=(TOKENS,))
     assert low.tied.embedding is low.table.embedding
     held = {"query": low.query, "embedding": low.table.embedding, "kernel": low.blocks[1].kernel}
@@ -96,7 +95,6 @@ def test_packed_parameters_have_their_shapes_and_stay_shared() -> None:
         jc.nn.quantize(low, RULE, "ptq", inputs=(TOKENS,))
 
 
-@pytest.mark.slow
 def test_a_submodule_that_is_called_from_outside_has_the_stored_numbers() -> None:
     model = own()
     low, by_hand = jc.nn.quantize(model, RULE, "ptq", inputs=(TOKENS,)), low_by_hand(model)
@@ -108,8 +106,7 @@ def test_a_submodule_that_is_called_from_outside_has_the_stored_numbers() -> Non
     np.testing.assert_array_equal(q.astype(jnp.float32), w)
 
 
-@pytest.mark.slow
-def test_training_updates_parameters_and_state() -> None:
+def training_updates_parameters_and_state() -> None:
     model = jc.nn.quantize(own(train=True), RULE)
     optimizer = nnx.Optimizer(model, optax.adam(1e-2), wrt=nnx.Param)
 
@@ -129,8 +126,7 @@ def test_training_updates_parameters_and_state() -> None:
     assert int(model.dropout.rngs.count[...]) == 12  # type: ignore[union-attr]
 
 
-@pytest.mark.slow
-def test_the_gradient_is_that_of_the_rounded_weights() -> None:
+def the_gradient_is_that_of_the_rounded_weights() -> None:
     model, x = own(), TOKENS
     low = jc.nn.quantize(model, jc.Rule(weight=RULE.weight))
 
@@ -153,8 +149,7 @@ def test_a_report_has_a_row_for_every_parameter() -> None:
         jc.nn.report(own(), inputs=(TOKENS,))  # type: ignore[call-overload]
 
 
-@pytest.mark.slow
-def test_files_of_packed_programs(tmp_path: Any) -> None:
+def files_of_packed_programs(tmp_path: Any) -> None:
     class Patches(nnx.Module):
         def __init__(self, rngs: nnx.Rngs) -> None:
             self.stem = nnx.Conv(3, 8, (4, 4), strides=4, rngs=rngs)
@@ -173,7 +168,6 @@ def test_files_of_packed_programs(tmp_path: Any) -> None:
     np.testing.assert_array_equal((other if loaded is None else loaded)(x), packed(x))
 
 
-@pytest.mark.slow
 def test_a_method_is_traced_once_for_equal_graphs_and_shapes() -> None:
     count = 0
 
@@ -195,14 +189,12 @@ def test_a_method_is_traced_once_for_equal_graphs_and_shapes() -> None:
     assert count == 2
 
 
-@pytest.mark.slow
 def test_values_of_keyword_arguments_are_data() -> None:
     low = jc.nn.quantize(own(), RULE)
     assert (low(TOKENS, scale=2.0)[0] != low(TOKENS)[0]).any()
     np.testing.assert_array_equal(low(tokens=TOKENS)[0], low(TOKENS)[0])
 
 
-@pytest.mark.slow
 def test_abstract_models_are_packed_abstractly() -> None:
     abstract = nnx.eval_shape(lambda: Own(nnx.Rngs(0)))
     low = jc.nn.quantize(abstract, RULE, "ptq", inputs=(jax.ShapeDtypeStruct((2, 3), jnp.int32),))
@@ -211,8 +203,7 @@ def test_abstract_models_are_packed_abstractly() -> None:
     assert shapes[0] == shapes[1] and len(shapes[0]) == 8
 
 
-@pytest.mark.slow
-def test_stochastic_rules_draw_from_a_stream_of_the_model() -> None:
+def stochastic_rules_draw_from_a_stream_of_the_model() -> None:
     rule = jc.Rule(weight="int2(group=32):stochastic")
     with pytest.raises(ValueError, match="rngs=None"):
         jc.nn.quantize(own(), rule)
@@ -242,7 +233,7 @@ def test_modules_among_the_arguments_keep_their_state() -> None:
     np.testing.assert_array_equal(first, jc.round_to_format(noise, ACTIVATION) @ jnp.ones((32, 4)))
 
 
-@pytest.mark.parametrize(
+@each(
     ("call", "message"),
     [
         (
@@ -297,11 +288,10 @@ def test_inputs_that_are_no_tuple_are_refused() -> None:
         jc.nn.quantize(own(), RULE, inputs=TOKENS)  # type: ignore[arg-type]
 
 
-@pytest.mark.slow
-def test_a_model_of_layers_gives_the_same_numbers_both_ways() -> None:
-    model = nnx.Sequential(nnx.Linear(64, 32, rngs=nnx.Rngs(0)), jnp.tanh, nnx.Linear(32, 8, rngs=nnx.Rngs(1)))
-    x = jax.random.normal(jax.random.key(0), (4, 64))
-    rule = jc.Rule(weight="int4(group=16)", activation="int8(group=all)", gradient="e5m2")
+def a_model_of_layers_gives_the_same_numbers_both_ways() -> None:
+    model = nnx.Sequential(nnx.Linear(16, 16, rngs=nnx.Rngs(0)), jnp.tanh, nnx.Linear(16, 16, rngs=nnx.Rngs(1)))
+    x = jax.random.normal(jax.random.key(0), (16, 16))
+    rule = jc.Rule(weight="int4(group=8)", activation="int8(group=all)", gradient="e5m2")
     layers, program = jc.nn.quantize(model, rule), jc.nn.quantize(model, rule, inputs=(x,))
     assert type(layers.layers[0]) is jc.nn.Linear and type(program.layers[0]) is nnx.Linear
     np.testing.assert_array_equal(layers(x), program(x))
@@ -310,8 +300,43 @@ def test_a_model_of_layers_gives_the_same_numbers_both_ways() -> None:
         np.testing.assert_array_equal(a[...], b[...], err_msg=str(path))
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", [name for name, case in CASES.items() if case.kind == "nnx"])
+#: Methods, branches that are scanned, ragged products, own products, derived and shared weights, stacks.
+
+
+@pytest.mark.parametrize(
+    "check",
+    [
+        packed_parameters_have_their_shapes_and_stay_shared,
+        pytest.param(every_product_of_a_model_is_rounded_whatever_holds_its_weight, marks=pytest.mark.slow),
+        pytest.param(training_updates_parameters_and_state, marks=pytest.mark.slow),
+        pytest.param(the_gradient_is_that_of_the_rounded_weights, marks=pytest.mark.slow),
+        pytest.param(files_of_packed_programs, marks=pytest.mark.slow),
+        pytest.param(stochastic_rules_draw_from_a_stream_of_the_model, marks=pytest.mark.slow),
+        pytest.param(a_model_of_layers_gives_the_same_numbers_both_ways, marks=pytest.mark.slow),
+    ],
+    ids=lambda check: check.__name__,
+)
+def test_programs_in_use(check: Any, request: Any) -> None:
+    """A case for each of these checks; the first runs by default."""
+    checked(check, request)
+
+
+OF_NNX = [
+    "linear_with_own_product",
+    "shared_block",
+    "lora_by_hand",
+    "nnx_scan",
+    "ensemble",
+    "mixtral_ragged",
+    "mamba_scan",
+    "resnet",
+    "gemma",
+    "whisper",
+]
+
+
+@pytest.mark.in_turn(20)
+@pytest.mark.parametrize("name", OF_NNX)
 def test_models_of_nnx_and_their_methods(name: str) -> None:
     case = CASES[name]
     model, args = case.build()
@@ -328,8 +353,8 @@ def test_models_of_nnx_and_their_methods(name: str) -> None:
                 assert bool(jnp.isfinite(a).all())
 
 
-@pytest.mark.parametrize("name", [name for name, case in CASES.items() if case.kind == "linen"])
-@pytest.mark.slow
+@pytest.mark.in_turn(9)
+@pytest.mark.parametrize("name", ["linen_cnn", "linen_two_towers", "linen_boxed"])
 def test_modules_of_linen(name: str) -> None:
     case = CASES[name]
     params, args = case.build()

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
+from layer_references import checked, each
 
 import jchop as jc
 
@@ -41,7 +42,6 @@ def found() -> jc.nn.Sensitivity:
     return jc.nn.sensitivity(model(), [X[:8], X[8:]], ["e4m3fn", "integer8:saturate", "int4(group=all)"])
 
 
-@pytest.mark.slow
 def test_each_row_is_the_ratio_of_one_rounded_layer(found: jc.nn.Sensitivity) -> None:
     assert [(row.path, row.layer) for row in found.rows[::3]] == [
         ("layers/0", "Linear"),
@@ -69,8 +69,7 @@ def test_it_is_a_table_a_dict_and_a_picture(found: jc.nn.Sensitivity) -> None:
     assert [float(x) for x in lines_drawn[0].get_xdata()] == [row.snr for row in found.rows[::3]]
 
 
-@pytest.mark.slow
-def test_what_is_exact_or_lost_is_said() -> None:
+def what_is_exact_or_lost_is_said() -> None:
     same = jc.nn.sensitivity(model(), [X], ["binary32", "e5m2"], tensors=("activation",))
     assert same.rows[0].snr == math.inf and "exact" in str(same)
     assert json.loads(same.to_json())["rows"][0]["snr"] == "inf"
@@ -92,12 +91,22 @@ def test_the_last_row_is_the_model_under_one_rule_which_leaves_norms() -> None:
     assert rows["layers/0"] < 30
 
 
-def test_one_format_is_a_list_of_it() -> None:
+def one_format_is_a_list_of_it() -> None:
     one = jc.nn.sensitivity(model(), [X], "e5m2")
     assert one.formats == ("float8_e5m2",) and one == jc.nn.sensitivity(model(), [X], ["e5m2"])
 
 
 @pytest.mark.parametrize(
+    "check",
+    [one_format_is_a_list_of_it, pytest.param(what_is_exact_or_lost_is_said, marks=pytest.mark.slow)],
+    ids=lambda check: check.__name__,
+)
+def test_other_formats(check: Any, request: Any) -> None:
+    """A case for each of these checks; the first runs by default."""
+    checked(check, request)
+
+
+@each(
     ("given", "error", "said"),
     [
         ({"batches": []}, ValueError, "batches: there must be at least one"),

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
+from layer_references import checked, each
 
 import jchop as jc
 
@@ -59,8 +60,7 @@ def model() -> Model:
     return Model(rngs=nnx.Rngs(0))
 
 
-@pytest.mark.slow
-def test_the_given_model_stays_and_shares_what_did_not_change() -> None:
+def the_given_model_stays_and_shares_what_did_not_change() -> None:
     plain = model()
     before = jax.tree.map(np.array, nnx.state(plain))
     packed = jc.nn.quantize(plain, jc.nn.Rule("head", weight="int4(group=all)"), mode="ptq")
@@ -73,7 +73,6 @@ def test_the_given_model_stays_and_shares_what_did_not_change() -> None:
     jax.tree.map(np.testing.assert_array_equal, before, nnx.state(plain))
 
 
-@pytest.mark.slow
 def test_the_first_rule_that_matches_counts() -> None:
     plain = model()
     rules = [
@@ -95,7 +94,6 @@ def test_the_first_rule_that_matches_counts() -> None:
             np.testing.assert_array_equal(layer(X), expected)
 
 
-@pytest.mark.slow
 def test_the_state_of_a_model_that_draws_nothing_is_that_of_the_plain_one() -> None:
     plain, rounded = model(), jc.nn.quantize(model(), BLOCKS)
     assert jax.tree.structure(nnx.state(plain)) == jax.tree.structure(nnx.state(rounded))
@@ -106,8 +104,7 @@ def test_the_state_of_a_model_that_draws_nothing_is_that_of_the_plain_one() -> N
     assert pickle.loads(pickle.dumps(jc.nn.Linear)) is jc.nn.Linear
 
 
-@pytest.mark.slow
-def test_a_trained_model_is_packed_as_it_computed() -> None:
+def a_trained_model_is_packed_as_it_computed() -> None:
     rounded = jc.nn.quantize(model(), BLOCKS)
 
     @nnx.jit
@@ -127,7 +124,6 @@ def test_a_trained_model_is_packed_as_it_computed() -> None:
         jc.nn.quantize(packed, jc.nn.Rule("*up*", weight="e4m3"))
 
 
-@pytest.mark.slow
 def test_weight_only_rounds_no_more_than_weights() -> None:
     plain = nnx.Linear(4, 3, rngs=nnx.Rngs(0))
     packed = jc.nn.quantize(plain, jc.nn.Rule(weight="e4m3", bias="e4m3"), mode="weight_only")
@@ -138,7 +134,6 @@ def test_weight_only_rounds_no_more_than_weights() -> None:
         jc.nn.quantize(plain, BLOCKS, mode="weight_only")
 
 
-@pytest.mark.slow
 def test_sites_without_state_are_no_part_of_the_model() -> None:
     traced = []
 
@@ -161,7 +156,6 @@ def test_sites_without_state_are_no_part_of_the_model() -> None:
         assert again == one.head.dot_general and hash(again) == hash(one.head.dot_general)
 
 
-@pytest.mark.slow
 def test_stochastic_sites_have_streams_of_their_own() -> None:
     rule = jc.nn.Rule("blocks/*/up", weight="e4m1:stochastic", output="bfloat16:stochastic")
     noisy = jc.nn.quantize(model(), rule, rngs=nnx.Rngs(rounding=1))
@@ -176,26 +170,6 @@ def test_stochastic_sites_have_streams_of_their_own() -> None:
         jc.nn.quantize(model(), rule)
 
 
-@pytest.mark.slow
-def test_stacks_of_layers_are_packed_layer_by_layer() -> None:
-    @nnx.split_rngs(splits=3)
-    @nnx.vmap
-    def stack(rngs: nnx.Rngs) -> Any:
-        return nnx.Linear(4, 4, rngs=rngs)
-
-    plain = stack(nnx.Rngs(0))
-    rule = jc.nn.Rule(weight="mxfp8_e4m3(group=4)")
-
-    @nnx.scan(in_axes=(0, nnx.Carry), out_axes=nnx.Carry)
-    def through(layer: Any, x: Any) -> Any:
-        return layer(x)
-
-    rounded, packed = jc.nn.quantize(plain, rule), jc.nn.quantize(plain, rule, mode="ptq")
-    assert packed.kernel[...].shape == (3, 4, 4)
-    np.testing.assert_array_equal(through(packed, X), through(rounded, X))
-
-
-@pytest.mark.slow
 def test_layers_built_by_hand_are_those_that_quantize_makes() -> None:
     by_hand = jc.nn.MultiHeadAttention(2, 4, decode=False, rule=BLOCKS, rngs=nnx.Rngs(3))
     made = jc.nn.quantize(nnx.MultiHeadAttention(2, 4, decode=False, rngs=nnx.Rngs(3)), BLOCKS)
@@ -204,8 +178,7 @@ def test_layers_built_by_hand_are_those_that_quantize_makes() -> None:
     np.testing.assert_array_equal(by_hand(x), made(x))
 
 
-@pytest.mark.slow
-def test_every_operation_of_a_layer_can_be_emulated() -> None:
+def every_operation_of_a_layer_can_be_emulated() -> None:
     plain = model()
     plain.blocks[0].norm.mean[...] = jnp.array([0.1, 0.2, 0.3, 0.4])
     low = jc.nn.quantize(plain, jc.nn.Rule("head", activation="e5m3"), mode="emulate")
@@ -225,6 +198,20 @@ def test_every_operation_of_a_layer_can_be_emulated() -> None:
 
 
 @pytest.mark.parametrize(
+    "check",
+    [
+        the_given_model_stays_and_shares_what_did_not_change,
+        pytest.param(a_trained_model_is_packed_as_it_computed, marks=pytest.mark.slow),
+        pytest.param(every_operation_of_a_layer_can_be_emulated, marks=pytest.mark.slow),
+    ],
+    ids=lambda check: check.__name__,
+)
+def test_models_in_use(check: Any, request: Any) -> None:
+    """A case for each of these checks; the first runs by default."""
+    checked(check, request)
+
+
+@each(
     ("rules", "error", "words"),
     [
         (jc.nn.Rule("tail", weight="e4m3"), ValueError, "matches no layer"),
