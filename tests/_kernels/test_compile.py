@@ -38,7 +38,6 @@ def test_kernels_compile(target: str, file: Path, pytestconfig: pytest.Config) -
         check_table(target, results)
 
 
-@pytest.mark.slow
 def test_the_table_of_products_on_this_machine() -> None:
     check_table(compiling.CPU, compiling.run(compiling.CPU, Path(compile_codes.__file__)))
 
@@ -124,7 +123,6 @@ def test_faults_are_reported(target: str, pytestconfig: pytest.Config) -> None:
     check_faults(compiling.run(target, FAULTY), expected)
 
 
-@pytest.mark.slow  # it waits for the end of the time
 def test_a_case_that_never_ends_is_reported(pytestconfig: pytest.Config) -> None:
     require_compiler("a100", pytestconfig)
     expected = {"sound": None, "hangs": "still running after", "never reached": "not reached in time"}

@@ -20,7 +20,6 @@ CARRIER, WIDTH = CARRIERS["float32"], 32
 
 
 @pytest.mark.parametrize("text", ["integer8", "e4m3"])
-@pytest.mark.slow
 def test_the_dropped_part_as_a_word(text: str, rng: np.random.Generator) -> None:
     """floor(nu 2^32) and whether bits are lost, for gaps from one to 2^70 units in the last place."""
     spec, (quantum, frac_bits) = jc.parse(text), {"integer8": (0, 7), "e4m3": (-9, 3)}[text]
@@ -37,7 +36,6 @@ def test_the_dropped_part_as_a_word(text: str, rng: np.random.Generator) -> None
         assert (int(got), bool(sticky)) == (word // 1, word % 1 != 0), (float(x).hex(), more)
 
 
-@pytest.mark.slow
 def test_the_part_below_the_smallest_value_as_a_word() -> None:
     """Of a number below the smallest positive value: the floor of its share, and whether bits are lost."""
     grid = make_grid(jc.parse("e4m3").format, CARRIER)  # type: ignore[arg-type]
@@ -50,7 +48,6 @@ def test_the_part_below_the_smallest_value_as_a_word() -> None:
     assert jnp.asarray(lost).tolist() == [w % 1 != 0 for w in word]
 
 
-@pytest.mark.slow
 def test_an_error_far_below_the_last_place() -> None:
     """The word is the floor of the error, not the next integer; the rest is said to be there."""
     spec, total = jc.parse("e9m30:stochastic"), carrier_range(CARRIER)

@@ -44,7 +44,6 @@ def rows() -> np.ndarray:
     return x.astype(np.float32)
 
 
-@pytest.mark.slow
 def test_every_number_and_every_code() -> None:
     x = rows()
     q = jc.quantize(x, "hif4:nearest_away")
@@ -70,7 +69,6 @@ def test_every_number_and_every_code() -> None:
             assert [Fraction(float(e)) * s for e, s in zip(elements[i, at : at + 64], code, strict=True)] == got
 
 
-@pytest.mark.slow
 def test_the_published_array() -> None:
     """21.619 dB, with the products by bfloat16 reciprocals of the paper too; 4.5 bits a number."""
     x = (np.random.default_rng(0).standard_normal((512, 1024)) * 0.02).astype(np.float32)
@@ -80,7 +78,6 @@ def test_the_published_array() -> None:
     assert jc.hif4.bits_per_element() == 4.5
 
 
-@pytest.mark.slow
 def test_stored_arrays_are_cut_moved_and_saved(tmp_path) -> None:
     x = rows()[:, :128]
     q = jc.quantize(jnp.asarray(x), "hif4")
