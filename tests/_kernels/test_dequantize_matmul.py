@@ -61,7 +61,8 @@ EXACT = [
 
 #: The formats and dtypes on one kernel each, the shapes on both.
 ON_KERNELS = [(row, list(KERNELS)[::-1][i % 2]) for i, row in enumerate(EXACT[:10])]
-ON_KERNELS += list(itertools.product(EXACT[10:], KERNELS))
+ON_KERNELS += list(itertools.product(EXACT[10:13], KERNELS))
+ON_KERNELS += list(zip(EXACT[13:], ("gpu", "tpu", "gpu"), strict=True))
 
 
 @pytest.mark.in_turn(64)

@@ -170,9 +170,8 @@ def test_every_shape(kernel: str, dtype: str, shapes: Sequence[tuple[int, ...]])
 
 
 @both
-@pytest.mark.parametrize("shape", [(0,), (3, 0, 5)], ids=str)
-def test_an_empty_array_stays_so(kernel: str, shape: tuple[int, ...]) -> None:
-    for text in ("e4m3fn", "e4m3fn:stochastic"):
+def test_an_empty_array_stays_so(kernel: str) -> None:
+    for text, shape in itertools.product(("e4m3fn", "e4m3fn:stochastic"), ((0,), (3, 0, 5))):
         x = jnp.zeros(shape, jnp.bfloat16)
         same_bits(by_kernel(KERNELS[kernel][0], x, 0, jc.parse(text)), x, text)
 

@@ -215,11 +215,9 @@ def test_blocks_of_other_lengths(platform, operation, element, block, axis, shap
     check(platform, operation, mx(element, block=block, axis=axis), "float32", shape)
 
 
-@pytest.mark.in_turn(9)
-@pytest.mark.parametrize("platform", KERNELS)
-@pytest.mark.parametrize("shape", [(0,), (3, 0), (0, 32)], ids=str)
-def test_empty_arrays(platform, shape):
-    for axis in range(-len(shape), 0):
+@pytest.mark.parametrize("platform", ["gpu", pytest.param("tpu", marks=pytest.mark.slow)])
+def test_empty_arrays(platform):
+    for shape, axis in (((0,), -1), ((3, 0), -1), ((3, 0), -2), ((0, 32), -1)):
         plan, x = plan_of(mx("e2m1fn", axis=axis), "float32"), np.zeros(shape, np.float32)
         words = scaled.kernel_words(None, (), AT_START)
         module = KERNELS[platform][0]
@@ -325,16 +323,20 @@ def test_the_short_way_gives_the_same_bits(spec, rng):
 # -- tilings -----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("shape", [*SHAPES, (4096, 4096), (1, 1), (8, 8, 8)], ids=str)
-def test_heuristics_fit(shape):
+def test_heuristics_fit():
+    for shape in (*SHAPES, (4096, 4096), (1, 1), (8, 8, 8)):
+        check_heuristics(shape)
+
+
+def check_heuristics(shape):
     rows = itertools.product(SCALINGS, {-1, -min(2, len(shape))}, ("float32", "bfloat16"))
     for name, axis, dtype in rows:
         problem = problem_of(along(SCALINGS[name], axis), dtype, shape)
         for kind in (ScaledTpuTiling, ScaledGpuTiling):
             tiling = kind.for_shape(problem)
-            assert tiling.misfit(problem) is None, (name, axis, dtype)
+            assert tiling.misfit(problem) is None, (name, shape, axis, dtype)
         tpu = ScaledTpuTiling.for_shape(problem)
-        assert tpu.blocks * problem.block * 4 * 1024 <= 1 << 24, (name, axis, dtype)
+        assert tpu.blocks * problem.block * 4 * 1024 <= 1 << 24, (name, shape, axis, dtype)
 
 
 def test_tiles_are_checked():

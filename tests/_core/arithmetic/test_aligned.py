@@ -319,8 +319,12 @@ def decoded(x: np.ndarray, row: ScaledRow) -> tuple[np.ndarray, np.ndarray, F32]
     return codes.view(row.elements).astype(F32)[:, : x.shape[1]], each, F32(tensor)
 
 
-@pytest.mark.parametrize("row", [SCALED[1], pytest.param(SCALED[0], marks=pytest.mark.slow)], ids=str)
-def test_products_of_scaled_operands(row: ScaledRow) -> None:
+#: By default the product alone; then in a batch and with its gradient, too.
+WHOLE = [(SCALED[0], False), *(pytest.param(row, True, marks=pytest.mark.slow) for row in SCALED[:2])]
+
+
+@pytest.mark.parametrize(("row", "more"), WHOLE, ids=str)
+def test_products_of_scaled_operands(row: ScaledRow, more: bool) -> None:
     """Three blocks, the last one shorter, as is its last group; then the scales of the tensors, if there are any."""
     rng = np.random.default_rng(3)
     a, b = (rng.normal(size=s).astype(F32) * np.exp2(rng.integers(-9, 9, s)).astype(F32) for s in ((2, 138), (138, 3)))
@@ -333,6 +337,8 @@ def test_products_of_scaled_operands(row: ScaledRow) -> None:
         want[i, j] = F32(c) * (tx * ty)
     product = partial(jc.math.matmul, spec=jc.tensor_core("blackwell", row.dtype))
     np.testing.assert_array_equal(bits(product(a, b)), bits(want))
+    if not more:
+        return
     batched = product(np.stack([a, a]), np.stack([b, b]))
     np.testing.assert_array_equal(bits(batched[1]), bits(want))
     gradient = jax.grad(lambda a: product(a, b).sum())(jnp.asarray(a))
@@ -539,21 +545,27 @@ def test_formats_name_the_types() -> None:
 # -- every road to a sum -----------------------------------------------------------------------------------------------
 
 
-def test_other_functions_sum_in_the_same_way() -> None:
+#: Functions of a matrix, its transpose's columns and an accumulation, each of which sums rows times columns.
+ROADS: dict[str, Any] = {
+    "einsum": lambda a, b, spec: jc.math.einsum("ij,jk->ik", a, b, spec=spec),
+    "conv": lambda a, b, spec: jc.math.conv(a[:, :, None], b.T[:, :, None], spec)[:, :, 0],
+    "emulate": lambda a, b, spec: jc.emulate(jnp.dot, "binary32", accumulate=spec)(a, b),
+    "rule": lambda a, b, spec: jc.quantize_fn(lambda w, x: x @ w, rule_of(spec))(jnp.asarray(b), jnp.asarray(a)),
+    "sum": lambda a, b, spec: jc.math.sum(a, spec, axis=1)[:, None],
+}
+
+
+def rule_of(spec: MatmulSpec) -> Any:
+    return jc.Rule(weight="bfloat16", activation="bfloat16", matmul=replace(spec, operands=None))
+
+
+@pytest.mark.in_turn(64)
+@pytest.mark.parametrize("name", ["conv", "sum", "einsum", "emulate", "rule"])
+def test_other_functions_sum_in_the_same_way(name: str) -> None:
     row = Row("ampere", "bf16", BF16, 8, 24)
     a, b = chained(row, 37)
-    spec, want = row.spec, dots(row, a, b)
-    rule = jc.Rule(weight="bfloat16", activation="bfloat16", matmul=replace(spec, operands=None))
-    got = {
-        "einsum": jc.math.einsum("ij,jk->ik", a, b, spec=spec),
-        "conv": jc.math.conv(a[:, :, None], b.T[:, :, None], spec)[:, :, 0],
-        "emulate": jc.emulate(jnp.dot, "binary32", accumulate=spec)(a, b),
-        "rule": jc.quantize_fn(lambda w, x: x @ w, rule)(jnp.asarray(b), jnp.asarray(a)),
-    }
-    for name, value in got.items():
-        np.testing.assert_array_equal(bits(value), bits(want), name)
-    ones = np.ones((37, 1), F32)
-    np.testing.assert_array_equal(bits(jc.math.sum(a, spec, axis=1)), bits(dots(row, a, ones))[:, 0])
+    want = dots(row, a, np.ones((37, 1), F32) if name == "sum" else b)
+    np.testing.assert_array_equal(bits(ROADS[name](a, b, row.spec)), bits(want), name)
 
 
 def test_operations_that_are_no_sums_refuse_the_accumulator() -> None:

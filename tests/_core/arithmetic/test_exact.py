@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from fractions import Fraction
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -27,8 +28,13 @@ def test_the_dropped_part_as_a_word(text: str, rng: np.random.Generator) -> None
     value = np.ldexp(1 + rng.integers(0, 2**23, len(exponent)) * 2.0**-23, exponent).astype(np.float32)
     rest = rng.integers(0, 2**32, len(value), dtype=np.uint32) * (np.arange(len(value)) % 3 > 0).astype(np.uint32)
     magnitude = jnp.asarray(value.view(np.int32))
-    v = Exact(jnp.zeros_like(magnitude), magnitude, magnitude > 0, jnp.asarray(rest), magnitude < 0)
-    share, lost = _Drawn(v, None, make_grid(spec.format, CARRIER)).share()  # type: ignore[arg-type]
+
+    @jax.jit
+    def shares(magnitude: jax.Array, rest: jax.Array) -> tuple[jax.Array, jax.Array]:
+        v = Exact(jnp.zeros_like(magnitude), magnitude, magnitude > 0, rest, magnitude < 0)
+        return _Drawn(v, None, make_grid(spec.format, CARRIER)).share()  # type: ignore[arg-type, return-value]
+
+    share, lost = map(np.asarray, shares(magnitude, jnp.asarray(rest)))
     for x, more, e, got, sticky in zip(value, rest.tolist(), exponent.tolist(), share, lost, strict=True):
         exact = Fraction(float(x)) + Fraction(more, 2**WIDTH) * Fraction(2) ** (e - 23)
         gap = Fraction(2) ** max(quantum, e - frac_bits)

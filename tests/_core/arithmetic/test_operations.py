@@ -224,7 +224,8 @@ def test_a_root_of_64_bits_draws_from_all_of_them(rng: np.random.Generator) -> N
     carrier = oracle.CARRIERS["float64"]
     x = rng.random(30) * 4
     word = rng.integers(0, 2**64, 30, dtype=np.uint64)
-    got = np.asarray(operation("sqrt", [jnp.asarray(x)], jc.parse("e9m40:stochastic"), jnp.asarray(word)))
+    run = jax.jit(lambda x, word: operation("sqrt", [x], jc.parse("e9m40:stochastic"), word))
+    got = np.asarray(run(x, word))
     exact = [exact_root(oracle.from_bits(int(b), carrier), carrier)[0] for b in x.view(np.uint64)]
     how = oracle_matmul.How(oracle.ieee(9, 40), "stochastic")
     want = [
@@ -261,7 +262,8 @@ def test_a_root_corrects_a_bad_guess(monkeypatch: pytest.MonkeyPatch, rng: np.ra
     own = root._float_root
     for miss in (-40, 3):
         monkeypatch.setattr(root, "_float_root", lambda *args, miss=miss: own(*args) + miss)
-        np.testing.assert_array_equal(operation("sqrt", [jnp.asarray(x)], jc.parse("binary32")), np.sqrt(x))
+        run = jax.jit(lambda x: operation("sqrt", [x], jc.parse("binary32")))
+        np.testing.assert_array_equal(run(x), np.sqrt(x))
 
 
 def test_a_narrow_quotient_corrects_a_bad_one() -> None:
@@ -271,9 +273,9 @@ def test_a_narrow_quotient_corrects_a_bad_one() -> None:
     carrier, spec = CARRIERS["float32"], jc.parse("e5m10:odd")
     r = range_of(jc.parse("e5m2"), carrier)
     assert root.divides_narrow(spec, carrier, r, r)
-    want = operation("div", [x, y], spec, ranges=(carrier_range(carrier),) * 2)
+    want = jax.jit(lambda x, y: operation("div", [x, y], spec, ranges=(carrier_range(carrier),) * 2))(x, y)
 
-    for miss in (-6, 0, 6):
+    for miss in (-6, 6):
 
         def quotient(a: jax.Array, b: jax.Array, miss: int = miss) -> jax.Array:
             q = (a / b).view(jnp.int32)
@@ -281,7 +283,8 @@ def test_a_narrow_quotient_corrects_a_bad_one() -> None:
 
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(root, "_quotient", quotient)
-            np.testing.assert_array_equal(root.divide_narrow(x, y, spec, carrier, r, r), want)
+            divide = jax.jit(lambda x, y: root.divide_narrow(x, y, spec, carrier, r, r))
+            np.testing.assert_array_equal(divide(x, y), want)
 
 
 def test_narrow_quotients_to_nearest() -> None:
@@ -294,7 +297,8 @@ def test_narrow_quotients_to_nearest() -> None:
         oracle.round_exact(oracle.ieee(4, 3), Fraction(int(a)) / int(b), "nearest_even")
         for a, b in zip(x, y, strict=True)
     ]
-    np.testing.assert_array_equal(root.divide_narrow(x, y, spec, carrier, r, r), np.array(want, np.float32))
+    found = jax.jit(lambda x, y: root.divide_narrow(x, y, spec, carrier, r, r))(x, y)
+    np.testing.assert_array_equal(found, np.array(want, np.float32))
 
 
 def test_bits_of_narrow_quotients() -> None:
@@ -336,7 +340,7 @@ def test_the_other_operations(rng: np.random.Generator) -> None:
 def check_other(name: str, rng: np.random.Generator) -> None:
     fmt, carrier = FORMATS["bfloat16"], oracle.CARRIERS["float32"]
     args = [members(fmt, "float32", COUNT, rng) for _ in range(OPERANDS[name])]
-    got = np.asarray(operation(name, [jnp.asarray(a) for a in args], jc.parse("bfloat16")))
+    got = np.asarray(jax.jit(lambda args: operation(name, args, jc.parse("bfloat16")))(args))
     if name in ("square", "sub"):
         second = args[0] if name == "square" else -args[1]
         exact = oracle_arithmetic.exact_results({"square": "multiply", "sub": "add"}[name], [args[0], second], carrier,
@@ -350,13 +354,15 @@ def check_other(name: str, rng: np.random.Generator) -> None:
 
 def test_signs_of_formats_that_are_not_symmetric() -> None:
     """Two's complement has no 128, float8_e4m3fnuz no -0, and unsigned numbers no negative ones."""
-    least = jnp.array([-128.0, 5.0, 0.0])
-    assert operation("abs", [least], jc.parse("integer8")).tolist() == [127, 5, 0]
-    assert operation("neg", [least], jc.parse("integer8")).tolist() == [127, -5, 0]
-    zeros = operation("neg", [jnp.array([0.0, 1.0])], jc.parse("float8_e4m3fnuz"))
-    assert zeros.tolist() == [0, -1] and not np.signbit(zeros[0])
-    assert operation("neg", [jnp.array([3.0])], jc.parse("uinteger8")).tolist() == [0]
-    assert np.signbit(operation("neg", [jnp.array(0.0)], jc.parse("bfloat16")))
+    rows = [("abs", "integer8", [-128.0, 5, 0], [127, 5, 0]), ("neg", "integer8", [-128.0, 5, 0], [127, -5, 0]),
+            ("neg", "float8_e4m3fnuz", [0.0, 1], [0, -1]), ("neg", "uinteger8", [3.0], [0]),
+            ("neg", "bfloat16", [0.0], [-0.0])]  # fmt: skip
+    run = jax.jit(lambda args: [operation(row[0], [x], jc.parse(row[1])) for row, x in zip(rows, args, strict=True)])
+    found = run([jnp.array(row[2], jnp.float32) for row in rows])
+    for (name, text, _, want), got in zip(rows, found, strict=True):
+        np.testing.assert_array_equal(got, want, f"{name} {text}")
+        zeros = np.asarray(want) == 0
+        assert (np.signbit(got)[zeros] == np.signbit(want)[zeros]).all(), (name, text)
 
 
 def test_a_quotient_beyond_the_carriers_range_is_no_infinity() -> None:
@@ -422,24 +428,35 @@ def test_every_turn_of_every_loop_has_its_own_seeds() -> None:
 
 
 def test_a_hundred_ones() -> None:
-    x = jnp.ones((2, 100), jnp.float32)
-    for order, want in (("sequential", 8), ("pairwise", 96), ("blocked(10)", 64)):
-        assert sum_along(x, 1, jc.MatmulSpec(accumulate="e5m2", order=order)).tolist() == [want] * 2
+    wanted = {"sequential": 8, "pairwise": 96, "blocked(10)": 64}
+    specs = [jc.MatmulSpec(accumulate="e5m2", order=order) for order in wanted]
+    found = jax.jit(lambda x: [sum_along(x, 1, spec) for spec in specs])(jnp.ones((2, 100), jnp.float32))
+    assert [sums.tolist() for sums in found] == [[want] * 2 for want in wanted.values()]
 
 
-def test_sums_follow_the_orders_of_products(rng: np.random.Generator) -> None:
-    """Over two axes, in C order, kept or not; of 16-bit values too."""
+@pytest.mark.in_turn(64)
+@pytest.mark.parametrize("order", ["blocked(4)", "sequential", "pairwise"])
+def test_sums_follow_the_orders_of_products(order: str, rng: np.random.Generator) -> None:
+    """Over two axes, in C order, kept or not."""
     x = members(FORMATS["e5m2"], "float32", 60, rng)
     x = np.where(np.isfinite(x), np.clip(x, -64, 64), 1).reshape(3, 4, 5).astype(np.float32)
-    for order in ("sequential", "pairwise", "blocked(4)"):
-        spec = jc.MatmulSpec(accumulate="e5m2:up", order=order)
-        got = sum_along(jnp.asarray(x), (2, 0), spec, keepdims=True, known=jc.parse("e5m2"))
-        rows = np.transpose(x, (1, 0, 2)).reshape(4, 15)
-        want = jc.math.matmul(rows, np.ones(15, np.float32), spec)
-        np.testing.assert_array_equal(got, want.reshape(1, 4, 1))
-    half = sum_along(jnp.asarray(x, jnp.bfloat16), (0, 1, 2), jc.MatmulSpec(accumulate="e5m2"))
+    spec = jc.MatmulSpec(accumulate="e5m2:up", order=order)
+    rows = np.transpose(x, (1, 0, 2)).reshape(4, 15)
+
+    @jax.jit
+    def both(x: jax.Array, rows: jax.Array) -> tuple[jax.Array, jax.Array]:
+        kept = sum_along(x, (2, 0), spec, keepdims=True, known=jc.parse("e5m2"))
+        return kept, jc.math.matmul(rows, jnp.ones(15, jnp.float32), spec)
+
+    got, want = both(x, rows)
+    np.testing.assert_array_equal(got, want.reshape(1, 4, 1))
+
+
+def test_sums_of_all_of_16_bit_numbers_and_of_nothing() -> None:
+    spec = jc.MatmulSpec(accumulate="e5m2")
+    half = jax.eval_shape(lambda x: sum_along(x, (0, 1, 2), spec), jax.ShapeDtypeStruct((3, 4, 5), jnp.bfloat16))
     assert half.dtype == jnp.bfloat16 and half.shape == ()
-    assert float(sum_along(jnp.zeros((0,), jnp.float32), 0, jc.MatmulSpec(accumulate="e5m2"))) == 0
+    assert float(jax.jit(lambda x: sum_along(x, 0, spec))(jnp.zeros((0,), jnp.float32))) == 0
 
 
 @pytest.mark.in_turn(64)
