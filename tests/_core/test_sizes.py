@@ -18,7 +18,7 @@ W = jnp.asarray(np.random.default_rng(0).normal(size=(64, 16)), jnp.float32)
 KERNEL = jnp.asarray(np.random.default_rng(1).normal(size=(3, 3, 8, 4)), jnp.float32)
 ROW = "int8(group=all)"
 ROUNDED = ("int8", "mxfp8_e4m3", "nvfp4", "e4m3", "posit16")
-STORED = ("uint8(group=all,zero_point=integer)", "nf4", "nvfp4", "int4(group=32)")
+STORED = ("uint8(group=all,zero_point=integer)", "nf4", "nvfp4")
 RULES = {
     "one scale": jc.Rule(weight="int4(group=32)", activation="int8", product="codes"),
     "float": jc.Rule(weight=ROW, activation=ROW),

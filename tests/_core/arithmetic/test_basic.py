@@ -157,7 +157,7 @@ def test_any_operands(text: str, carrier: str, count: int, rng: np.random.Genera
 
 @pytest.mark.parametrize(
     ("carrier", "count"),
-    [("float32", 100), *(pytest.param(c, 800, marks=pytest.mark.slow) for c in ("float32", "float64"))],
+    [("float32", 200), pytest.param("float64", 800, marks=pytest.mark.slow)],
 )
 def test_exact_form(carrier: str, count: int, rng: np.random.Generator) -> None:
     """What integer arithmetic hands to a rounding, bit for bit: t, the W bits after it, and whether more follow."""
@@ -359,7 +359,7 @@ def test_no_spec_is_ieee(carrier: str, rng: np.random.Generator) -> None:
 @pytest.mark.in_turn(16)
 @pytest.mark.parametrize(
     ("operands", "accumulate"),
-    [("e5m10", None), ("e5m10", "e5m10"), ("e5m10", "e5m10:stochastic"), ("e5m10", "bfloat16"), ("e6m14", None),
+    [("e5m10", None), ("e5m10", "e5m10"), ("e5m10", "e5m10:stochastic"), ("e6m14", None),
      ("e6m14", "e5m10:down")],
 )  # fmt: skip
 def test_contraction(operands: str, accumulate: str | None, rng: np.random.Generator) -> None:
@@ -482,7 +482,7 @@ def test_range_of(rng: np.random.Generator) -> None:
     for text in (*RESULTS, "ufixed4.4", "integer4(narrow=true)", "codebook(-3.0,-1.0,0.375,5.0)"):
         fmt, carrier = jc.parse(text).format, CARRIERS["float64"]
         r = range_of(jc.Spec(fmt), carrier)
-        drawn = fmt.decode(rng.integers(0, 2**fmt.bits, 60))
+        drawn = fmt.decode(rng.integers(0, 2**fmt.bits, 20))
         values = [Fraction(v) for v in (fmt.max, fmt.min, fmt.smallest, *drawn[np.isfinite(drawn)]) if v]
         multiples = [v / Fraction(2) ** r.quantum for v in values]
         assert all(m.denominator == 1 for m in multiples) and any(m.numerator % 2 for m in multiples), text

@@ -115,7 +115,7 @@ def test_divisors_that_are_products(name: str, bits: int, rng: np.random.Generat
 
 
 @pytest.mark.in_turn(64)
-@pytest.mark.parametrize(("name", "count"), [("float32", 3), ("float32", 127), ("float64", 7), ("float64", 1023)])
+@pytest.mark.parametrize(("name", "count"), [("float32", 3), ("float32", 127), ("float64", 1023)])
 def test_quotients_by_constants_are_exact(name: str, count: int, rng: np.random.Generator) -> None:
     carrier = CARRIERS[name]
     assert quotient.is_short(count, carrier) and not quotient.is_short(count << 10 | 1, carrier)

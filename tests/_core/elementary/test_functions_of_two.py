@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Sequence
 from functools import partial
 
 import jax
@@ -15,23 +16,21 @@ from elementary_table import FORMATS, arguments, bits, words
 import jchop as jc
 from jchop._core.elementary.rounded import FUNCTIONS_OF_TWO, elementary
 
-NONE_WRONG = dict.fromkeys(exact.MODES, 0)
 
-
-def wrong(name: str, text: str, x: np.ndarray, y: np.ndarray) -> dict[str, int]:
+def wrong(name: str, text: str, x: np.ndarray, y: np.ndarray, modes: Sequence[str] = exact.MODES) -> dict[str, int]:
     """How many results differ from the true ones, by mode."""
     word = words(len(x))
     rows = [partial(exact.round_array, exponent_bits=FORMATS[text][0], fraction_bits=FORMATS[text][1], mode=mode,
-                    word=word) for mode in exact.MODES]  # fmt: skip
+                    word=word) for mode in modes]  # fmt: skip
     v = oracle_of_two.values(name, x.astype(float), y.astype(float), lambda v: np.stack([row(v) for row in rows]))
 
     @jax.jit
     def every_mode(x: jax.Array, y: jax.Array, word: jax.Array) -> list[jax.Array]:
-        specs = [jc.parse(f"{text}:{mode}") for mode in exact.MODES]
+        specs = [jc.parse(f"{text}:{mode}") for mode in modes]
         return [elementary(x, y, *([word] if s.rounding.stochastic else []), name=name, spec=s) for s in specs]
 
     counts = {}
-    for mode, row, got in zip(exact.MODES, rows, every_mode(x, y, word), strict=True):
+    for mode, row, got in zip(modes, rows, every_mode(x, y, word), strict=True):
         bad = bits(np.asarray(got)) != bits(row(v).astype(np.float32))
         counts[mode] = int(bad.sum())
         if bad.any():
@@ -57,7 +56,7 @@ def pairs_of(text: str, count: int, seed: int = 0) -> tuple[np.ndarray, np.ndarr
 def test_every_pair_of_an_8_bit_format(name: str, step: int) -> None:
     text = "float8_e5m2"
     x, y = (v.ravel() for v in np.meshgrid(arguments(text)[::step], arguments(text)[::step]))
-    assert wrong(name, text, x, y) == NONE_WRONG
+    assert not any(wrong(name, text, x, y, exact.MODES if step == 1 else exact.MODES[:2]).values())
 
 
 MANY = [("pow", "binary16", 1000)]
@@ -69,7 +68,8 @@ MANY += [
 
 @pytest.mark.parametrize(("name", "text", "count"), MANY)
 def test_many_pairs_of_16_bit_formats(name: str, text: str, count: int) -> None:
-    assert wrong(name, text, *pairs_of(text, count, 1)) == NONE_WRONG
+    modes = exact.MODES if count > 1000 else exact.MODES[-2:]
+    assert not any(wrong(name, text, *pairs_of(text, count, 1), modes).values())
 
 
 @pytest.mark.in_turn(64)

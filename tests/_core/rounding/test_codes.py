@@ -101,7 +101,7 @@ def test_packing_is_a_little_endian_bit_stream(rng):
         np.testing.assert_array_equal(back, codes, f"{bits} bits, {count} codes")
 
 
-@pytest.mark.in_turn(2)
+@pytest.mark.in_turn(64)
 @pytest.mark.parametrize("name", ["float32", "float64"])
 def test_fewer_operations_give_the_same_values(name):
     carrier, formats = CARRIERS[name], {text: fmt for text, fmt in of_carrier(name).items() if fmt.bits <= 8}

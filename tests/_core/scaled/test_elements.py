@@ -440,7 +440,6 @@ def decibels(x: np.ndarray, rounded: np.ndarray) -> float:
 TORCHAO: Sequence[tuple[Spec, str | None, float]] = (
     (mx("e4m3fn"), "b1df183e0d7e", 30.66),
     (mx("e2m1fn"), "60593f98e3d1", 18.86),
-    (mx("e2m1fn", rule="even"), None, 19.02),
     (nvfp4(two_level=False), "2676e841d651", 17.71),
     (nvfp4(), None, 20.43),
     (integer_groups(4, 32, rule="no_clip"), None, 20.73),

@@ -80,7 +80,7 @@ def test_the_published_array() -> None:
 
 
 @pytest.mark.in_turn(64)
-@pytest.mark.parametrize("what", ["cut", "moved", "turned", "given", "saved"])
+@pytest.mark.parametrize("what", ["saved", "cut", "turned"])
 def test_stored_arrays_are_cut_moved_and_saved(what: str, tmp_path: Path) -> None:
     x = rows()[:, :128]
     q = jc.quantize(jnp.asarray(x), "hif4")
@@ -88,13 +88,11 @@ def test_stored_arrays_are_cut_moved_and_saved(what: str, tmp_path: Path) -> Non
     if what == "cut":
         assert sum(leaf.nbytes for leaf in jax.tree.leaves(q)) * 8 == 4.5 * x.size
         np.testing.assert_array_equal(jc.dequantize(q[3:7, 64:]), whole[3:7, 64:])
-    elif what == "moved":
         np.testing.assert_array_equal(jc.round_to_format(x, "hif4"), whole)
         np.testing.assert_array_equal(jc.dequantize(q.reshape(4, 6, 128)), whole.reshape(4, 6, 128))
     elif what == "turned":
         turned = jc.quantize(jnp.asarray(x.T), "hif4(axis=0)")
         np.testing.assert_array_equal(jc.dequantize(turned.T), whole)
-    elif what == "given":
         given = jc.quantize(x, "hif4", scale=jc.fit_scale(x, "hif4")[0])
         np.testing.assert_array_equal(jc.dequantize(given), whole)
     else:

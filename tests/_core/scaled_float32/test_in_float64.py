@@ -46,9 +46,10 @@ def bits(x: jax.Array) -> np.ndarray:
     return np.asarray(x).view(f"u{x.dtype.itemsize}")
 
 
-#: Formats, modes and dtypes. By default a few; each format has two of the other modes, one of them in each dtype.
+#: Formats, modes and dtypes. By default a few; each format has one mode, and so many have a
+#: second one that integers and floats have all modes, and both dtypes.
 EACH = [
-    ("int8(channel=0)", ":odd", "bfloat16"),
+    pytest.param("int8(channel=0)", ":odd", "bfloat16", marks=pytest.mark.slow),
     ("int4(group=32,zero_point=integer)", ":nearest_away", "float32"),
     ("nvfp4", ":stochastic", "bfloat16"),
     pytest.param("uint8(group=16,zero_point=integer)", ":nearest_zero", "bfloat16", marks=pytest.mark.slow),
@@ -62,6 +63,7 @@ EACH = [
             marks=pytest.mark.slow,
         )
         for turn, (i, text) in itertools.product(range(2), enumerate(FORMATS))
+        if turn == 0 or i in (0, 2, 3, 4, 6, 8, 11, 12, 14)
     ),
 ]
 
