@@ -108,25 +108,11 @@ TABLE = [
 ]
 
 
-@pytest.mark.in_turn(64)
-@pytest.mark.parametrize(("rounding", "order", "kernel"), TABLE)
-def test_every_order_and_rounding(kernel: str, order: str, rounding: tuple[str | None, str | None]) -> None:
-    product, accumulate = rounding
-    assert_equal_to_body(kernel, arithmetic(order, product, accumulate), CUT, tiling=SMALL[kernel])
-
-
 #: The heuristic's tilings, of which each shape fills a part.
 SHAPES: tuple[Shape, ...] = ((1, 1, 1, 1), (3, 7, 5, 3), (1, 16, 16, 33), (1, 129, 65, 37))
 
 
-@pytest.mark.in_turn(64)
-@pytest.mark.parametrize(
-    ("shape", "order", "kernel"),
-    [(SHAPES[(i + j) % 4], order, kernel) for i, order in enumerate(ORDERS) for j, kernel in enumerate(KERNELS)]
-    + [(SHAPES[3], "matrix_unit(16)", "tpu"), (SHAPES[3], "sequential", "gpu")],
-)
-def test_shapes(kernel: str, order: str, shape: Shape) -> None:
-    assert_equal_to_body(kernel, arithmetic(order, None, "e5m5"), shape)
+WHOLE = [(SHAPES[(i + j) % 4], order, kernel) for i, order in enumerate(ORDERS) for j, kernel in enumerate(KERNELS)]
 
 
 #: Ways through the kernels that the table does not take.
@@ -162,7 +148,7 @@ OTHERS: dict[str, tuple[MatmulSpec, Shape]] = {
 
 #: Sums in parts, which TPUs have, and units, of which GPUs have their own, on both kernels; of the others one.
 ON_BOTH = (
-    "fused in blocks", "blocks across parts", "several column tiles", "pairwise, two",
+    "fused in blocks", "blocks across parts", "several column tiles",
     "a unit's block of parts", "a unit with operands of the carrier", "aligned and promoted across parts",
 )  # fmt: skip
 WAYS = [
@@ -173,10 +159,36 @@ WAYS = [
 ]
 
 
+#: Of float64, which GPUs have.
+DOUBLE = (
+    MatmulSpec("e5m10", "e8m21:up", "e8m24:stochastic"),
+    MatmulSpec(None, None, "e8m30:odd", "blocked(8)", fused=True),
+    MatmulSpec("e5m10", None, "e11m30", "pairwise"),
+    MatmulSpec(None, None, "e8m5:down", "matrix_unit(5)"),
+)
+DRAWN = ("e5m7:stochastic", "e5m5:stochastic")
+#: Names, and: kernel, spec, shape, tiling, dtype, and whether in 64-bit mode. The first one is the default.
+ROWS: dict[str, tuple] = {
+    **{
+        f"{order}-{rounding}-{kernel}": (kernel, arithmetic(order, *rounding), CUT, SMALL[kernel])
+        for rounding, order, kernel in TABLE
+    },
+    **{f"{order}-{shape}-{kernel}": (kernel, arithmetic(order, None, "e5m5"), shape) for shape, order, kernel in WHOLE},
+    **{f"{name}-{kernel}": (kernel, *OTHERS[name], SMALL[kernel]) for name, kernel in WAYS},
+    **{
+        f"{order}-x64-{kernel}": (kernel, arithmetic(order, *DRAWN), CUT, SMALL[kernel], "float32", True)
+        for order, kernel in (("sequential", "gpu"), ("pairwise", "tpu"))
+    },
+    **{f"float64-{spec}": ("gpu", spec, (2, 9, 21, 17), SMALL["gpu"], "float64", True) for spec in DOUBLE},
+}
+
+
 @pytest.mark.in_turn(64)
-@pytest.mark.parametrize(("name", "kernel"), WAYS)
-def test_other_ways(kernel: str, name: str) -> None:
-    assert_equal_to_body(kernel, *OTHERS[name], tiling=SMALL[kernel])
+@pytest.mark.parametrize("name", ROWS)
+def test_equals_the_body(name: str) -> None:
+    kernel, spec, shape, tiling, dtype, x64 = (*ROWS[name], *(None, "float32", False)[len(ROWS[name]) - 3 :])
+    with jax.enable_x64(x64):
+        assert_equal_to_body(kernel, spec, shape, np.dtype(dtype), tiling)
 
 
 @pytest.mark.smoke
@@ -232,29 +244,6 @@ def test_a_simulated_tpu(order: str) -> None:
     fun = partial(matmul_tpu.matmul, spec=spec, tiling=SMALL["tpu"], interpret=pltpu.InterpretParams())
     result = compiled(fun)(*map(jnp.asarray, operands(spec, CUT)), *seeds(spec))
     assert same_bits(np.asarray(result), expected(spec, CUT))
-
-
-DOUBLE = (
-    MatmulSpec("e5m10", "e8m21:up", "e8m24:stochastic"),
-    MatmulSpec(None, None, "e8m30:odd", "blocked(8)", fused=True),
-    MatmulSpec("e5m10", None, "e11m30", "pairwise"),
-    MatmulSpec(None, None, "e8m5:down", "matrix_unit(5)"),
-)
-
-
-@pytest.mark.in_turn(64)
-@pytest.mark.parametrize("spec", DOUBLE, ids=str)
-def test_float64_on_gpus(spec: MatmulSpec) -> None:
-    with jax.enable_x64(True):
-        assert_equal_to_body("gpu", spec, (2, 9, 21, 17), np.float64, SMALL["gpu"])
-
-
-@pytest.mark.in_turn(64)
-@pytest.mark.parametrize(("order", "kernel"), [("sequential", "gpu"), ("pairwise", "tpu")])
-def test_x64_changes_nothing(order: str, kernel: str) -> None:
-    spec = arithmetic(order, "e5m7:stochastic", "e5m5:stochastic")
-    with jax.enable_x64(True):
-        assert_equal_to_body(kernel, spec, CUT, tiling=SMALL[kernel])
 
 
 @pytest.mark.parametrize("kernel", ["gpu", pytest.param("tpu", marks=pytest.mark.slow)])

@@ -120,16 +120,6 @@ both = pytest.mark.parametrize("kernel", KERNELS)
 PAIRS = [(kernel, dtype) for kernel, (_, dtypes) in KERNELS.items() for dtype in dtypes]
 
 
-@pytest.mark.parametrize(
-    ("kind", "kernels"),
-    [(KINDS[0], ("gpu",)), *(pytest.param(kind, tuple(KERNELS), marks=pytest.mark.slow) for kind in KINDS)],
-    ids=lambda value: value if isinstance(value, str) else str(len(value)),
-)
-def test_every_kind(kind: str, kernels: tuple[str, ...]) -> None:
-    for kernel in kernels:
-        check_kind(kernel, kind)
-
-
 def check_kind(kernel: str, kind: str) -> None:
     """Modes, dtypes and shapes in turn: a fourth of the modes with each kind of format on each kernel."""
     number, dtypes = KINDS.index(kind), KERNELS[kernel][1]
@@ -140,33 +130,32 @@ def check_kind(kernel: str, kind: str) -> None:
     check(kernel, texts, dtype, shapes, start=2**33 - 100 if number % 2 else 0, tilings=tame(kernel, dtype))
 
 
-@pytest.mark.parametrize(
-    ("kernel", "dtype", "modes"),
-    [("gpu", "float32", ("stochastic",)), *(pytest.param(*pair, MODES, marks=pytest.mark.slow) for pair in PAIRS)],
-    ids=lambda value: value if isinstance(value, str) else str(len(value)),
-)
-def test_every_mode(kernel: str, dtype: str, modes: tuple[str, ...]) -> None:
+def check_modes(kernel: str, dtype: str, modes: tuple[str, ...] = MODES) -> None:
     check(kernel, [f"e4m3fn:{mode}" for mode in modes], dtype, [(1025,)], start=2**32 - 7)
 
 
-@pytest.mark.parametrize(
-    ("kernel", "options"),
-    [("gpu", OPTIONS[3:4]), *(pytest.param(kernel, OPTIONS, marks=pytest.mark.slow) for kernel in KERNELS)],
-    ids=lambda value: value if isinstance(value, str) else str(len(value)),
-)
-def test_every_option(kernel: str, options: tuple[str, ...]) -> None:
-    check(kernel, options, "float32", [(129,)])
+def check_options(kernel: str) -> None:
+    check(kernel, OPTIONS, "float32", [(129,)])
 
 
+def check_shapes(kernel: str, dtype: str) -> None:
+    check(kernel, ["e4m3fn:stochastic"], dtype, SHAPES, start=2**40 - 3)
+    check(kernel, ["e4m3fn:up"], dtype, SHAPES[::3])
+
+
+#: What is compared, and its arguments; by default two modes on one kernel.
+ROWS: list[tuple[Callable[..., None], tuple]] = [(check_modes, ("gpu", "float32", ("stochastic", "up")))]
+ROWS += [(check_kind, pair) for pair in itertools.product(KERNELS, KINDS)]
+ROWS += [(run, pair) for run in (check_modes, check_shapes) for pair in PAIRS]
+ROWS += [(check_options, (kernel,)) for kernel in KERNELS]
+
+
+@pytest.mark.in_turn(64)
 @pytest.mark.parametrize(
-    ("kernel", "dtype", "shapes"),
-    [("gpu", "float32", [()]), *(pytest.param(*pair, SHAPES, marks=pytest.mark.slow) for pair in PAIRS)],
-    ids=lambda value: value if isinstance(value, str) else str(len(value)),
+    ("run", "row"), ROWS, ids=lambda v: "-".join(map(str, v)) if isinstance(v, tuple) else v.__name__
 )
-def test_every_shape(kernel: str, dtype: str, shapes: Sequence[tuple[int, ...]]) -> None:
-    check(kernel, ["e4m3fn:stochastic"], dtype, shapes, start=2**40 - 3)
-    if len(shapes) > 3:
-        check(kernel, ["e4m3fn:up"], dtype, shapes[::3])
+def test_equals_the_body(run: Callable[..., None], row: tuple) -> None:
+    run(*row)
 
 
 @both

@@ -206,13 +206,11 @@ SOME = [
 ]
 
 
-#: By default a small array; else two at a time.
-IN_TWOS = [("int8(group=tensor)", (), "float32")], *(SOME[i : i + 2] for i in range(0, len(SOME), 2))
+#: Two at a time.
+IN_TWOS = [SOME[i : i + 2] for i in range(0, len(SOME), 2)]
 
 
-@pytest.mark.in_turn(64)
-@pytest.mark.parametrize("rows", IN_TWOS, ids=lambda rows: "+".join(row[0] for row in rows))
-def test_against_exact_rationals(rows):
+def check_some(rows):
     for row in rows:
         check(*row)
 
@@ -242,9 +240,7 @@ def in_turn(first: Sequence[str], second: Sequence[str], one_of: int) -> list[tu
     return [(*pair, carriers[turn % len(carriers)]) for turn, pair in enumerate(pairs)]
 
 
-@pytest.mark.in_turn(64)
-@pytest.mark.parametrize("rule", RULES)
-def test_every_rule(rule):
+def check_rules(rule):
     for of_rule, grouping, dtype in in_turn(RULES, list(GROUPINGS), 4):
         if of_rule == rule:
             check_rule(rule, grouping, dtype)
@@ -272,9 +268,7 @@ def extremes() -> list[Any]:
     ]
 
 
-@pytest.mark.in_turn(64)
-@pytest.mark.parametrize(("rule", "scale", "turn"), extremes())
-def test_products_with_scales_of_extreme_groups(rule, scale, turn):
+def check_extremes(rule, scale, turn):
     """Neither a product of two scales nor that of a scale and an element need be a number of the carrier."""
     rest = list(itertools.product(EXTREME_GROUPS, EXTREME_ELEMENTS, EXTREME_MODES, CARRIERS))
     for at in range(turn, turn + len(rest)):  # the first ones that go with rule and scale
@@ -296,9 +290,7 @@ ELEMENTS = (
 )  # fmt: skip
 
 
-@pytest.mark.in_turn(64)
-@pytest.mark.parametrize("name", ELEMENTS)
-def test_every_element_in_turn(name):
+def check_element(name):
     at = 2 * ELEMENTS.index(name) + ELEMENTS.index(name) // 2 % 2
     grouping, shape = list(GROUPINGS.items())[(3 * at) % len(GROUPINGS)]
     mode, dtype = MODES[(5 * at) % len(MODES)], list(CARRIERS)[at % len(CARRIERS)]
@@ -324,14 +316,30 @@ OF_MODES = [
 ]
 
 
-@pytest.mark.parametrize(
-    ("kind", "rows"),
-    [("integer", [("int2(", "up", "float32")]), *(pytest.param(*row, marks=pytest.mark.slow) for row in OF_MODES)],
-    ids=lambda value: value if isinstance(value, str) else "+".join(mode for _, mode, _ in value),
-)
-def test_zero_points_in_every_mode(kind, rows):
+def check_zero_points(kind, rows):
     for element, mode, dtype in rows:
-        check(f"{element}group=6,zero_point={kind}):{mode}", (40, 17) if len(rows) > 1 else (4, 6), dtype)
+        check(f"{element}group=6,zero_point={kind}):{mode}", (40, 17), dtype)
+
+
+#: What is compared, and its arguments; by default a small array.
+ALL = [(check, ("int4(group=4,zero_point=integer)", (2, 6), "float32"))]
+ALL += [(check_some, (rows,)) for rows in IN_TWOS]
+ALL += [(check_rules, (rule,)) for rule in RULES]
+ALL += [(check_extremes, row) for row in extremes()]
+ALL += [(check_element, (name,)) for name in ELEMENTS]
+ALL += [(check_zero_points, row) for row in OF_MODES]
+
+
+def text_of(value: Any) -> str:
+    if callable(value):
+        return value.__name__.removeprefix("check_")
+    return "-".join(map(text_of, value)) if isinstance(value, tuple | list) else str(value)
+
+
+@pytest.mark.in_turn(64)
+@pytest.mark.parametrize(("run", "row"), ALL, ids=text_of)
+def test_against_exact_rationals(run, row):
+    run(*row)
 
 
 @pytest.mark.in_turn(64)
@@ -471,7 +479,7 @@ def test_zero_points_far_outside_are_not_called_moderate(rng):
     for far in (-(2**31), -70_000, -1025, 1025, 70_000, 2**31 - 1):
         given = (scale, zero.at[7].set(far))
         found = quantize_scaled(x, spec=spec, scale=given[0], zero_point=given[1])
-        expected = quantize_body(x, *given, plan=plan_of(spec, "float32"), given=2)
+        expected = jax.jit(functools.partial(quantize_body, plan=plan_of(spec, "float32"), given=2))(x, *given)
         np.testing.assert_array_equal(np.asarray(found[0]), np.asarray(expected[0]), str(far))
 
 

@@ -76,14 +76,11 @@ def test_the_exact_values_are_near_those_of_numpy() -> None:
 
 # -- other formats, and other dtypes -----------------------------------------------------------------------------------
 
-#: Functions with results of every size.
-SOME = ("exp", "log", "sin", "tanh", "erfc")
-
 
 @pytest.mark.in_turn(64)
 @pytest.mark.parametrize(
     ("sizes", "name"),
-    [((8, 15), "log"), ((4, 11), "exp"), ((4, 11), "sin"), ((6, 9), "log"), ((6, 9), "tanh"), ((2, 13), "sin"),
+    [((8, 15), "log"), ((4, 11), "exp"), ((4, 11), "sin"), ((6, 9), "log"), ((2, 13), "sin"),
      ((2, 13), "erfc"), ((8, 10), "tanh"), ((8, 10), "exp")],
 )  # fmt: skip
 def test_formats_of_other_sizes(sizes: tuple[int, int], name: str) -> None:
