@@ -56,7 +56,7 @@ def part(found: jc.Blame, primitive: str) -> float:
 
 @pytest.mark.parametrize(("spec", "error"), [("bfloat16", 1.0), ("e8m16", 0.1)])
 @pytest.mark.usefixtures("x64")
-@pytest.mark.slow
+@pytest.mark.in_turn(20)
 def test_a_difference_of_large_numbers_is_innocent(spec: str, error: float) -> None:
     """In float64 the parts of a quadratic program add up to the error to all digits, even if nothing is left."""
     x = jnp.asarray(100 + np.random.default_rng(0).standard_normal(256))
@@ -113,12 +113,21 @@ PROGRAMS: dict[str, tuple[Callable[..., Any], tuple[Any, ...]]] = {
 
 
 @pytest.mark.in_turn(28)
-@pytest.mark.parametrize(("spec", "most"), [("bfloat16", 0.01), ("tf32", 0.01), ("e4m3:saturate", 0.05)])
-@pytest.mark.parametrize("name", PROGRAMS)
-def test_parts_add_up(name: str, spec: str, most: float) -> None:
+@pytest.mark.parametrize(
+    ("name", "spec"),
+    [
+        ("cond", "bfloat16"),
+        ("mlp", "e4m3:saturate"),
+        ("scan", "tf32"),
+        ("while", "tf32"),  # in e4m3 its residual falls below the smallest number
+        ("solve", "e4m3:saturate"),
+        ("complex", "bfloat16"),
+        ("sort", "tf32"),
+        ("far", "e4m3:saturate"),
+    ],
+)
+def test_parts_add_up(name: str, spec: str) -> None:
     fun, args = PROGRAMS[name]
-    if (name, spec) == ("while", "e4m3:saturate"):
-        pytest.skip("the residual falls below the smallest number")
     low = jc.emulate(fun, spec)
     found = jc.blame(low, *args)
     want, got = (np.asarray(f(*args), np.float64) for f in (fun, low))
@@ -127,7 +136,7 @@ def test_parts_add_up(name: str, spec: str, most: float) -> None:
         assert found.error == pytest.approx(float(error), rel=1e-3, abs=1e-5)
     assert found.error != 0
     assert sum(row.contribution for row in found.rows) + found.unexplained == pytest.approx(found.error, rel=1e-9)
-    assert abs(found.unexplained) <= most * abs(found.error)
+    assert abs(found.unexplained) <= (0.05 if spec == "e4m3:saturate" else 0.01) * abs(found.error)
 
 
 def transformer_block() -> tuple[Callable[..., Array], tuple[Any, ...]]:
@@ -144,7 +153,6 @@ def transformer_block() -> tuple[Callable[..., Array], tuple[Any, ...]]:
     return block, (params, normal(4, 4, 8))
 
 
-@pytest.mark.slow
 def test_a_transformer_block() -> None:
     block, args = transformer_block()
     found = jc.blame(jc.emulate(block, "e4m3"), *args)
@@ -152,7 +160,6 @@ def test_a_transformer_block() -> None:
     assert {row.primitive for row in found.rows} >= {"dot_general", "tanh", "argument [0]['in']", "exp"}
 
 
-@pytest.mark.slow
 def test_stochastic_errors_are_those_of_the_key() -> None:
     x = normal(1, 16)
     low = jc.emulate(lambda x: jnp.sum(x * x / 3), "bfloat16:stochastic")
@@ -166,7 +173,6 @@ def test_stochastic_errors_are_those_of_the_key() -> None:
 # -- rows --------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.slow
 def test_errors_fed_back_give_the_emulated_result() -> None:
     """One operation after the other: the carrier's result of the emulated operands plus the error made."""
     x = normal(2, 64)
@@ -179,7 +185,6 @@ def test_errors_fed_back_give_the_emulated_result() -> None:
     assert by_name["argument [0]"].contribution == pytest.approx(float(jnp.sum(rounded - x)) / 3, rel=1e-4)
 
 
-@pytest.mark.slow
 def test_turns_add_up_to_their_row() -> None:
     found = jc.blame(jc.emulate(pendulum, "bfloat16"), jnp.array([1.0, 0.0]))
     row = next(row for row in found.rows if row.primitive == "add")
@@ -207,7 +212,6 @@ def test_scopes_and_lines() -> None:
     )
 
 
-@pytest.mark.slow
 def test_a_rule_moves_the_blame() -> None:
     x = normal(1, 32)
 
@@ -245,7 +249,6 @@ def test_a_method_is_a_function() -> None:
 # -- plot --------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.slow
 def test_plot_has_a_bar_for_each_row_and_the_rest() -> None:
     plot = pytest.importorskip("jchop.plot")
     found = jc.blame(jc.emulate(pendulum, "bfloat16"), jnp.array([1.0, 0.0]))
@@ -299,7 +302,6 @@ def test_callbacks_have_no_derivative() -> None:
         jc.blame(jc.emulate(fun, "bfloat16"), jnp.ones(3))
 
 
-@pytest.mark.slow
 def test_infinities_inside_have_no_parts_but_those_that_do_not_count() -> None:
     """As the bias correction of Adam in bfloat16: 1 - 0.999 is 0 there, and the update is 0."""
     x = jnp.array([1.5, 2.5])
@@ -350,7 +352,6 @@ def test_parts_at_infinite_derivatives(name: str) -> None:
     assert abs(found.unexplained) <= 1e-3 * abs(found.error)
 
 
-@pytest.mark.slow
 def test_operands_that_do_not_differ_have_no_part() -> None:
     """The root of 0 adds nothing to the parts of the others."""
     one, two = (jc.blame(jc.emulate(lambda x: jnp.sqrt(x).sum(), "bfloat16"), x) for x in (ROOTS, ROOTS[1:]))
@@ -363,7 +364,6 @@ def test_operands_that_do_not_differ_have_no_part() -> None:
 SINGULAR = np.diag(np.array([1, 2, 0], np.float32))
 
 
-@pytest.mark.slow
 def test_an_infinite_derivative_is_named() -> None:
     """It is no infinite value, so that more range would not help."""
     with pytest.raises(ValueError, match=r"derivative of qr \(.*test_blame.py:\d+\) is not finite although its result"):
@@ -446,7 +446,7 @@ def piecewise_linear(seed: int, n: int = 6) -> tuple[Callable[[Array], Array], A
 
 
 @pytest.mark.in_turn(6)
-@pytest.mark.parametrize("seed", [1, 2, 3, 6, 8, 10])
+@pytest.mark.parametrize("seed", [1, 2, 3, 6])
 def test_parts_of_piecewise_linear_programs_add_up(seed: int) -> None:
     fun, x = piecewise_linear(seed)
     found = jc.blame(jc.emulate(fun, "e5m2"), x)
@@ -477,14 +477,13 @@ def long_pendulum(y: Array) -> Array:
 SYSTEM = (with_diagonal(6, 24, 0.1, 1), normal(7, 24, scale=0.1))
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(("spec", "rest"), [("bfloat16", 0.01), ("tf32", 0.01), ("e4m3:saturate", 0.05)])
+@pytest.mark.in_turn(20)
 @pytest.mark.parametrize(
-    ("fun", "args"),
+    ("fun", "args", "spec", "rest"),
     [
-        (long_pendulum, (jnp.array([1.0, 0.0]),)),
-        (partial(conjugate_gradients, least=1e-4, most=40), SYSTEM),
-        (jnp.linalg.solve, SYSTEM),
+        (partial(conjugate_gradients, least=1e-4, most=40), SYSTEM, "tf32", 0.01),
+        (long_pendulum, (jnp.array([1.0, 0.0]),), "bfloat16", 0.01),
+        (jnp.linalg.solve, SYSTEM, "e4m3:saturate", 0.05),
     ],
 )
 def test_parts_of_long_programs_add_up(fun: Callable[..., Any], args: Any, spec: str, rest: float) -> None:
@@ -536,7 +535,7 @@ def test_a_matrix_is_factored_by_code_compiled_once(caplog: pytest.LogCaptureFix
 # -- adaptive loops ----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.slow
+@pytest.mark.in_turn(20)
 @pytest.mark.usefixtures("x64")
 @pytest.mark.parametrize(("spec", "tolerance"), [("tf32", 1e-3), ("e8m20", 1e-5)])
 def test_an_adaptive_solver(spec: str, tolerance: float) -> None:
@@ -587,7 +586,6 @@ def test_a_path_that_the_carrier_would_not_take_has_a_note(name: str) -> None:
         assert ("the carrier alone would make other turns" in str(found)) == other == bool(found.notes)
 
 
-@pytest.mark.slow
 def test_a_loop_without_end_is_refused_early() -> None:
     def fun(x: Array) -> Array:
         return jax.lax.while_loop(lambda c: c[0] < 10, lambda c: (c[0] + 0.001, c[1] + 1), (x, 0))[0]
@@ -672,9 +670,11 @@ def test_a_sum_over_shards_has_a_row() -> None:
     assert rows["psum_invariant"].results == 4 and "argument [0]" not in rows  # the numbers are those of the format
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("spec", ["bfloat16", "e4m3", "e5m5:stochastic"])
-@pytest.mark.parametrize("program", [data_parallel, partial(data_parallel, True), tensor_parallel])
+@pytest.mark.in_turn(20)
+@pytest.mark.parametrize(
+    ("program", "spec"),
+    [(tensor_parallel, "bfloat16"), (data_parallel, "e5m5:stochastic"), (partial(data_parallel, True), "e4m3")],
+)
 def test_parts_of_sharded_programs_add_up(program: Any, spec: str) -> None:
     """The error is that of the run on eight devices, with the draws of each shard."""
     fun, args = program()
@@ -702,7 +702,7 @@ COLLECTIVES: dict[str, Callable[[Array], Array]] = {
 }
 
 
-@pytest.mark.slow
+@pytest.mark.in_turn(20)
 @pytest.mark.parametrize("name", COLLECTIVES)
 def test_collectives_and_loops_of_shards(name: str) -> None:
     """Each shard has its own branches and turns of loops."""
@@ -716,7 +716,6 @@ def test_collectives_and_loops_of_shards(name: str) -> None:
         assert found.error == pytest.approx(float(jnp.linalg.norm(jax.jit(low)(x) - jax.jit(fun)(x))), rel=1e-4)
 
 
-@pytest.mark.slow
 def test_meshes_within_meshes_and_axes_in_one_dimension() -> None:
     mesh = jax.make_mesh((2, 2), ("x", "y"), axis_types=(AxisType.Auto,) * 2)
 
@@ -737,7 +736,6 @@ def test_meshes_within_meshes_and_axes_in_one_dimension() -> None:
         assert abs(found.unexplained) <= 1e-5 * found.error
 
 
-@pytest.mark.slow
 def test_partitions_by_the_compiler() -> None:
     """Arguments on the devices of a mesh, and constraints in the program."""
     mesh = jax.make_mesh((4,), ("x",), axis_types=(AxisType.Auto,))
@@ -754,7 +752,6 @@ def test_partitions_by_the_compiler() -> None:
     assert abs(found.unexplained) <= 0.01 * found.error
 
 
-@pytest.mark.slow
 def test_explicit_axes_of_a_mesh() -> None:
     """Types hold the sharding, and JAX compares those of cotangents."""
     mesh = jax.make_mesh((4,), ("x",), axis_types=(AxisType.Explicit,))
@@ -806,16 +803,14 @@ class Replay(Beside):
         return [(x := self.added(key, [pair[0]])[0], x) if r else pair for r, pair in zip(rounds, args, strict=True)]
 
 
-@pytest.mark.slow
+@pytest.mark.in_turn(20)
 @pytest.mark.parametrize(
     ("name", "spec"),
     [
-        ("ode", "bfloat16"),
         ("cg", "e4m3:saturate"),
-        ("cg", "bfloat16"),
+        ("ode", "bfloat16"),
         ("solve", "e4m3:saturate"),
         ("block", "e4m3"),
-        ("block", "bfloat16"),
         ("data parallel", "e4m3"),
         ("tensor parallel", "bfloat16"),
     ],

@@ -59,13 +59,13 @@ def check_rounded_once(draws: dict[str, Callable[[jax.Array], Any]], spec: str) 
         np.testing.assert_array_equal(got[name], value, name)
 
 
-@pytest.mark.slow
+@pytest.mark.in_turn(20)
 @pytest.mark.parametrize("spec", SPECS)
 def test_draws_are_the_carriers_rounded_once(spec: str) -> None:
     check_rounded_once(DRAWS, spec)
 
 
-@pytest.mark.slow
+@pytest.mark.in_turn(20)
 @pytest.mark.parametrize("spec", SPECS)
 def test_draws_by_loops_are_the_carriers_rounded_once(spec: str) -> None:
     check_rounded_once(SLOW, spec)
@@ -74,7 +74,7 @@ def test_draws_by_loops_are_the_carriers_rounded_once(spec: str) -> None:
 @pytest.mark.parametrize(
     ("spec", "below_one", "above"), [("bfloat16", 1 - 2**-8, 1 + 2**-7), ("e4m3", 1 - 2**-4, 1.125)]
 )
-@pytest.mark.slow
+@pytest.mark.in_turn(20)
 def test_ends_that_are_excluded(spec: str, below_one: float, above: float) -> None:
     """What would be an end is the value next to it; all else is what rounding gives."""
     n = (20000,)
@@ -151,7 +151,7 @@ def exact_distribution(law: Any, excluded: bool, dtype: Any) -> tuple[np.ndarray
     return values, chance
 
 
-@pytest.mark.slow
+@pytest.mark.in_turn(20)
 @pytest.mark.parametrize("spec", DTYPES)
 def test_moments_and_ends_of_the_exact_distributions(spec: str) -> None:
     """Moments of x / (1 + |x|), as some laws have none of x, and both ends, within four standard deviations."""
@@ -180,7 +180,6 @@ def test_moments_and_ends_of_the_exact_distributions(spec: str) -> None:
 
 
 @pytest.mark.smoke
-@pytest.mark.slow
 def test_moments() -> None:
     """Of dropout, and of rare events: a uniform number rounded to 0 or 1 would show."""
     rate = jax.jit(jc.emulate(lambda key: random.bernoulli(key, 0.001, (10**6,)), "bfloat16"))(KEY).mean()
@@ -190,7 +189,6 @@ def test_moments() -> None:
     assert np.isfinite(jc.emulate(lambda key: random.normal(key, (10**5,)), "e4m3")(KEY)).all()
 
 
-@pytest.mark.slow
 def test_keys_of_every_kind_and_rules() -> None:
     """Old keys, closed-over keys, other generators, loops, branches and functions compiled apart; rules find a draw."""
     draw = lambda key: random.uniform(key, (40,))  # noqa: E731
@@ -210,7 +208,6 @@ def test_keys_of_every_kind_and_rules() -> None:
     assert (row.scope, row.spec, row.results) == ("_uniform", "float8_e4m3", 40)
 
 
-@pytest.mark.slow
 def test_arguments_and_results_of_draws_are_rounded() -> None:
     """So are those of a draw from a draw, and of a function that JAX traced within a draw before."""
     scale = jnp.float32(0.3)
@@ -224,7 +221,6 @@ def test_arguments_and_results_of_draws_are_rounded() -> None:
     np.testing.assert_array_equal(got[0], random.categorical(KEY, jc.round_to_format(logits, "e4m3"), shape=N))
 
 
-@pytest.mark.slow
 def test_the_derivative_of_a_draw_is_the_carriers() -> None:
     fun = lambda scale: random.rayleigh(KEY, scale, (4,)).sum()  # noqa: E731
     np.testing.assert_allclose(jax.grad(jc.emulate(fun, "bfloat16"))(1.5), jax.grad(fun)(1.5), rtol=1e-6)

@@ -52,7 +52,7 @@ def assert_low(got: Any, want: Any, atol: float) -> None:
             assert not np.array_equal(one, other)
 
 
-@pytest.mark.slow
+@pytest.mark.in_turn(20)
 @pytest.mark.parametrize("spec", SPECS)
 def test_a_cnn(spec: str) -> None:
     graph, state = nnx.split(Cnn(nnx.Rngs(0)))
@@ -62,7 +62,7 @@ def test_a_cnn(spec: str) -> None:
     assert_low(got, run(state, x), 0.01)
 
 
-@pytest.mark.slow
+@pytest.mark.in_turn(20)
 @pytest.mark.parametrize("spec", LARGE)
 def test_a_transformer_block(spec: str) -> None:
     graph, state = nnx.split(Block(nnx.Rngs(0)))
@@ -72,7 +72,6 @@ def test_a_transformer_block(spec: str) -> None:
     assert_low(got, run(state, x), 0.02)
 
 
-@pytest.mark.slow
 def test_the_derivative_of_a_block() -> None:
     """Straight-through it is near the carrier's; as a module that is called, too."""
     block = Block(nnx.Rngs(0))
@@ -83,7 +82,7 @@ def test_the_derivative_of_a_block() -> None:
     assert not np.array_equal(got, want)
 
 
-@pytest.mark.slow
+@pytest.mark.in_turn(20)
 @pytest.mark.parametrize("spec", LARGE)
 def test_an_adam_step(spec: str) -> None:
     optimizer = optax.adam(0.25)
@@ -104,7 +103,7 @@ def test_an_adam_step(spec: str) -> None:
         np.testing.assert_allclose(moments[0].mu["w"], by_hand, rtol=2e-3)
 
 
-@pytest.mark.slow
+@pytest.mark.in_turn(20)
 @pytest.mark.parametrize("spec", LARGE)
 def test_conjugate_gradients(spec: str) -> None:
     a = jnp.diag(jnp.arange(1.0, 5.0)) + 0.1
@@ -117,7 +116,6 @@ def test_conjugate_gradients(spec: str) -> None:
         np.testing.assert_allclose(slope, jnp.linalg.solve(a, jnp.ones(4)), atol=1e-3)
 
 
-@pytest.mark.slow
 def test_conjugate_gradients_by_hand() -> None:
     """Two turns of the method, every operation rounded where `jax.scipy` does it."""
     spec = "e5m10"

@@ -274,11 +274,12 @@ def test_effects_and_their_order_stay() -> None:
 
 SPECS = ["bfloat16", "e4m3:saturate", "e5m10:stochastic", "bfloat16:stochastic"]
 LAYERS = (layers, (X, WEIGHTS[:6]), [6])  # enough for a loop; compiling them one by one takes seconds
+#: One format for each program.
+NUMBERS = [*(("layers", spec) for spec in SPECS), *((name, SPECS[i % 4]) for i, name in enumerate(FOUND))]
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("spec", SPECS)
-@pytest.mark.parametrize("name", ["layers", *FOUND])
+@pytest.mark.in_turn(40)
+@pytest.mark.parametrize(("name", "spec"), NUMBERS)
 def test_the_same_numbers_as_one_by_one(name: str, spec: str) -> None:
     fun, args, _ = FOUND.get(name, LAYERS)
     low = jc.emulate(fun, spec, key=KEY)
@@ -291,14 +292,13 @@ ACCUMULATIONS = [
 ]
 
 
-@pytest.mark.slow
+@pytest.mark.in_turn(20)
 @pytest.mark.parametrize("how", ACCUMULATIONS, ids=["sequential", "pairwise"])
 def test_sums_that_draw(how: jc.MatmulSpec) -> None:
     low = jc.emulate(layers, "bfloat16:stochastic", accumulate=how, key=KEY)
     assert_same(jax.jit(low)(X, WEIGHTS[:6]), low(X, WEIGHTS[:6]))
 
 
-@pytest.mark.slow
 def test_against_exact_rationals() -> None:
     """The oracle's interpreter walks the plan equation by equation, and draws under the number of each."""
 
@@ -327,7 +327,6 @@ def test_against_exact_rationals() -> None:
     np.testing.assert_array_equal(jax.jit(jc.emulate(steps, spec, key=KEY))(x, ys), want[0])
 
 
-@pytest.mark.slow
 def test_chains_of_a_loop_draw_their_own_words(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(_chain, "LEAST_TRIED", 1)
 
@@ -355,30 +354,33 @@ def loss_of(name: str, spec: str) -> tuple[Callable[..., Any], tuple[Any, ...]]:
     return loss, args
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("spec", ["bfloat16", "bfloat16:stochastic"])
-@pytest.mark.parametrize("name", ["layers", "all results", "mirrored", "inner programs", "two back"])
+@pytest.mark.in_turn(40)
+@pytest.mark.parametrize(
+    ("name", "spec"),
+    [
+        ("layers", "bfloat16"),
+        ("all results", "bfloat16:stochastic"),
+        ("mirrored", "bfloat16"),
+        ("inner programs", "bfloat16:stochastic"),
+        ("two back", "bfloat16"),
+    ],
+)
 def test_derivatives(name: str, spec: str, unrolled: Callable[..., Any]) -> None:
     """Within the roundings of float32: the straight-through derivative is computed in the carrier."""
     loss, args = loss_of(name, spec)
-    both = jax.value_and_grad(loss, argnums=(0, 1))
+    tangents = jax.tree.map(np.ones_like, args)
+    both = lambda *args: (  # noqa: E731
+        *jax.value_and_grad(loss, argnums=(0, 1))(*args),
+        jax.jvp(loss, args, tangents),
+    )
     got, want = jax.jit(both)(*args), unrolled(both)(*args)
     assert_same(got[0], want[0])
     jax.tree.map(partial(np.testing.assert_allclose, rtol=1e-4, atol=1e-5), got[1], want[1])
+    jax.tree.map(partial(np.testing.assert_allclose, rtol=1e-4), got[2], want[2])
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("spec", ["bfloat16", "bfloat16:stochastic"])
-@pytest.mark.parametrize("name", ["layers", "all results", "mirrored", "inner programs", "two back"])
-def test_tangents(name: str, spec: str, unrolled: Callable[..., Any]) -> None:
-    loss, args = loss_of(name, spec)
-    tangents = jax.tree.map(np.ones_like, args)
-    along = lambda *args: jax.jvp(loss, args, tangents)  # noqa: E731
-    jax.tree.map(partial(np.testing.assert_allclose, rtol=1e-4), jax.jit(along)(*args), unrolled(along)(*args))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("spec", ["bfloat16", "e4m3:saturate", "bfloat16:stochastic"])
+@pytest.mark.in_turn(20)
+@pytest.mark.parametrize("spec", ["e4m3:saturate", "bfloat16:stochastic"])
 def test_emulated_derivatives(spec: str, unrolled: Callable[..., Any]) -> None:
     """The way back reads the results of the way forward in reverse order."""
     low = jc.emulate(jax.grad(lambda x, weights: jnp.sum(layers(x, weights)), argnums=(0, 1)), spec, key=KEY)
@@ -386,7 +388,7 @@ def test_emulated_derivatives(spec: str, unrolled: Callable[..., Any]) -> None:
     assert_same(jax.jit(low)(X, WEIGHTS), unrolled(low)(X, WEIGHTS))
 
 
-@pytest.mark.slow
+@pytest.mark.in_turn(20)
 @pytest.mark.parametrize("spec", ["bfloat16", "bfloat16:stochastic"])
 def test_batches(spec: str, unrolled: Callable[..., Any]) -> None:
     xs, keys = np.stack([X, X * 2, -X]), jax.random.split(KEY, 3)
@@ -420,7 +422,6 @@ def test_explicit_sharding(spec: str) -> None:
     assert any(eqn.primitive.name == "scan" for eqn in traced.jaxpr.eqns)
 
 
-@pytest.mark.slow
 def test_a_limit_of_turns_keeps_each_line() -> None:
     """With `max_turns` a warning names the line of the loop that was ended, so each has its own place."""
 
@@ -436,7 +437,6 @@ def test_a_limit_of_turns_keeps_each_line() -> None:
     assert "while" not in jax.jit(jc.emulate(layers, "bfloat16", max_turns=3)).lower(X, WEIGHTS).as_text()
 
 
-@pytest.mark.slow
 def test_layers_cost_nothing_more_to_compile() -> None:
     def lines(count: int, spec: str) -> int:
         low = jc.emulate(layers, spec, key=KEY)
@@ -500,15 +500,14 @@ def _source(draw: random.Random, j: int, size: int, back: int) -> tuple[str, int
     return kind, draw.randrange(j if kind == "own" else size), draw.randint(1, back)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("seed", range(32))
+@pytest.mark.in_turn(20)
+@pytest.mark.parametrize("seed", range(12))
 def test_any_repeated_program(seed: int, unrolled: Callable[..., Any]) -> None:
     fun, spec = any_program(seed), ("bfloat16:stochastic", "e4m3")[seed % 2]
     low = jc.emulate(fun, spec, key=KEY)
     assert_same(jax.jit(low)(X, WEIGHTS), unrolled(low)(X, WEIGHTS))
 
 
-@pytest.mark.slow
 def test_most_such_programs_are_loops() -> None:
     found = [bool(loops_of(any_program(seed), X, WEIGHTS)) for seed in range(20)]
     assert sum(found) >= 12, found

@@ -96,14 +96,23 @@ def assert_same_bits(fun, by: str, menu: list[str], mixes: int) -> None:
             np.testing.assert_array_equal(np.signbit(one) & ~np.isnan(one), np.signbit(two) & ~np.isnan(two))
 
 
-@pytest.mark.slow
 def test_formats_as_arguments_give_the_bits_of_emulate() -> None:
     assert_same_bits(straight, "equation", ["bfloat16", "e4m3"], 3)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("by", ["scope", "equation"])
-@pytest.mark.parametrize("fun", [straight, loops, sums, network, solve, functions])
+@pytest.mark.in_turn(20)
+@pytest.mark.parametrize(
+    ("fun", "by"),
+    [
+        (sums, "scope"),
+        (straight, "equation"),
+        (loops, "equation"),
+        (network, "scope"),
+        (network, "equation"),
+        (solve, "scope"),
+        (functions, "equation"),
+    ],
+)
 def test_formats_as_arguments_give_the_bits_of_emulate_in_many_programs(fun, by: str) -> None:
     assert_same_bits(fun, by, ["bfloat16", "e4m3", "e5m10", "tf32", "e5m2:saturate"], 4)
 
@@ -117,7 +126,7 @@ SUMS = [
 ]
 
 
-@pytest.mark.slow
+@pytest.mark.in_turn(20)
 @pytest.mark.parametrize(("fun", "by"), [(sums, "scope"), (sums, "equation"), (network, "equation")])
 def test_rules_of_sums_as_arguments_give_the_bits_of_emulate(fun, by: str) -> None:
     assert_same_bits(fun, by, SUMS, 3)
@@ -130,7 +139,6 @@ def two_sums(x: jax.Array, y: jax.Array) -> jax.Array:
         return jnp.stack([long, jnp.dot(x[:4], y[:4])])
 
 
-@pytest.mark.slow
 def test_a_long_sum_needs_the_accumulator_that_a_short_one_does_not() -> None:
     """A sum of ones in bfloat16 stops at 256: 257 is a tie, and goes to the even neighbour."""
     args = (jnp.ones(300), jnp.ones(300))
@@ -147,7 +155,6 @@ def steps_of_orders(specs: Any) -> float:
     return sum(1.0 + (sums.order.kind == "pairwise") for _, sums in specs.values())
 
 
-@pytest.mark.slow
 def test_orders_are_chosen_too() -> None:
     args = (jnp.ones(256 + 64), jnp.ones(256 + 64))
     menu = [("bfloat16", jc.MatmulSpec(accumulate="bfloat16", order=order)) for order in ("sequential", "pairwise")]
@@ -227,13 +234,12 @@ def compare_with_all(seed: int, tolerances: tuple[float, ...]) -> list[float]:
     return ratios
 
 
-@pytest.mark.slow
 def test_the_search_is_near_the_best_of_all_assignments() -> None:
     assert max(compare_with_all(0, (1e-2,))) <= 1.16
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("seed", range(20))
+@pytest.mark.in_turn(20)
+@pytest.mark.parametrize("seed", range(1, 6))
 def test_the_search_is_near_the_best_of_all_assignments_of_random_programs(seed: int) -> None:
     assert max(compare_with_all(seed, (1e-1, 1e-2, 1e-3))) <= 1.16
 
@@ -242,9 +248,12 @@ def error_of_weights(weights: np.ndarray, levels: np.ndarray):
     return lambda assignment: float(weights @ levels[list(assignment)])
 
 
-@pytest.mark.parametrize("seed", range(8))
-def test_the_search_alone_against_all_assignments(seed: int) -> None:
+def test_the_search_alone_against_all_assignments() -> None:
     """Sites whose errors add up: the least cost by enumeration."""
+    assert sum(found_by_the_search(seed) for seed in range(8)) >= 6
+
+
+def found_by_the_search(seed: int) -> bool:
     draw = np.random.default_rng(seed)
     weights, levels, bits = np.exp(draw.normal(0, 2, 6)), np.array([1.0, 1e-1, 1e-3]), np.array([4, 8, 16])
     measure = error_of_weights(weights, levels)
@@ -256,10 +265,11 @@ def test_the_search_alone_against_all_assignments(seed: int) -> None:
     every = [a for a in itertools.product(range(3), repeat=6) if measure(a) <= tolerance]
     found = Search(6, 3, measure, cost, tolerance, 10_000).run()
     if not every:
-        assert found is None
-        return
-    assert found is not None and found.error <= tolerance
-    assert found.cost <= 1.05 * min(map(cost, every))
+        assert found is None, seed
+        return False
+    assert found is not None and found.error <= tolerance, seed
+    assert found.cost <= 1.05 * min(map(cost, every)), seed
+    return True
 
 
 def test_a_budget_ends_the_search_with_the_best_so_far() -> None:
