@@ -105,11 +105,11 @@ def test_extremes_of_float64_have_a_ratio() -> None:
         )
 
 
-def test_the_default_formats_fit_any_array() -> None:
-    for x in (X[:2, :64], 3):
-        seen = jc.compare(x)
-        assert len(seen.rows) == len(default_formats(np.ndim(x)))
-        assert len(str(seen).splitlines()) == len(seen.rows) + 2
+@pytest.mark.parametrize("x", [X, pytest.param(3, marks=pytest.mark.slow)], ids=["matrix", "number"])
+def test_the_default_formats_fit_any_array(x: Any) -> None:
+    seen = jc.compare(x)
+    assert len(seen.rows) == len(default_formats(np.ndim(x)))
+    assert len(str(seen).splitlines()) == len(seen.rows) + 2
     assert jc.compare([[True, False]], ["e5m2"]).rows[0].snr == math.inf
     assert len(default_formats(2)) == len(default_formats(1)) + 2
 
@@ -205,6 +205,7 @@ def test_the_command_reads_tensors_by_pattern(capsys: pytest.CaptureFixture[str]
     told = json.loads("\n".join(lines(capsys, "compare", str(file), "--json", "--tensor", "mlp/b", "--formats", "nf4")))
     assert told == {"mlp.b": jc.compare(X[0], ["nf4"]).as_dict()}
     assert "matches no tensor" in error(capsys, "compare", str(file), "--tensor", "nlp")
-    assert "choose one by --tensor" in error(capsys, "compare", str(file), "--plot", str(tmp_path / "x.png"))
+    picture = str(tmp_path / "x.png")
+    assert "choose one by --tensor" in error(capsys, "compare", str(file), "--plot", picture, "--formats", "e5m2")
     assert error(capsys, "compare", str(file), "--formats", "e5m2(channel=1)", "--tensor", "b").startswith("mlp.b: ")
     assert "must end in .npy or .safetensors" in error(capsys, "compare", "x.txt")

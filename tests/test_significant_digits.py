@@ -55,8 +55,7 @@ def random_program(seed: int) -> tuple[Callable[..., Any], list[float]]:
     return program, inputs
 
 
-@pytest.mark.parametrize("count", [40, pytest.param(200, marks=pytest.mark.slow)])
-@pytest.mark.in_turn(20)
+@pytest.mark.parametrize("count", [8, pytest.param(120, marks=pytest.mark.slow)])
 def test_estimates_of_random_programs_are_true(count: int) -> None:
     """At most half a digit above the truth, in 95 of 100 of the programs whose exact value is a number."""
     above = programs = 0
