@@ -140,18 +140,21 @@ def test_a_chain_has_one_result() -> None:
         np.testing.assert_array_equal(one, other)
 
 
-def test_derivatives_are_those_of_the_operations(never: Callable[[], None]) -> None:
+DERIVATIVES: dict[str, Callable[[Any, Any, Any], Any]] = {
+    "forward": lambda low, x, y: jax.jvp(low, (x, y), (y, x)),
+    "reverse": lambda low, x, y: jax.value_and_grad(lambda x: jnp.sum(low(x, y) * y))(x),
+    "batch": lambda low, x, y: jax.vmap(low, (0, None))(jnp.stack([x, y]), y),
+    "second": lambda low, x, y: jax.grad(lambda x: jnp.sum(low(jax.grad(lambda x: jnp.sum(low(x, y) * y))(x), y) * y))(
+        x
+    ),
+}
+
+
+@pytest.mark.in_turn(100)
+@pytest.mark.parametrize("kind", DERIVATIVES)
+def test_derivatives_are_those_of_the_operations(kind: str, never: Callable[[], None]) -> None:
     x, y = numbers("plain", 1), numbers("plain", 2)
-
-    def run() -> list[np.ndarray]:
-        low = jc.emulate(chain, "bfloat16")
-        total = lambda x: jnp.sum(low(x, y) * y)  # noqa: E731
-        of_both = jax.jvp(low, (x, y), (y, x))
-        mapped = jax.vmap(low, (0, None))(jnp.stack([x, y]), y)
-        return bits(
-            [jax.jit(jax.value_and_grad(total))(x), of_both, jax.grad(lambda x: total(jax.grad(total)(x)))(x), mapped]
-        )
-
+    run = lambda: bits(jax.jit(partial(DERIVATIVES[kind], jc.emulate(chain, "bfloat16")))(x, y))  # noqa: E731
     got = run()
     never()
     for one, other in zip(got, run(), strict=True):

@@ -192,15 +192,32 @@ def test_moments() -> None:
     assert np.isfinite(jc.emulate(lambda key: random.normal(key, (10**5,)), "e4m3")(KEY)).all()
 
 
-def test_keys_of_every_kind_and_rules() -> None:
-    """Old keys, closed-over keys, other generators, loops, branches and functions compiled apart; rules find a draw."""
-    draw = lambda key: random.uniform(key, (40,))  # noqa: E731
+def draw(key: jax.Array) -> jax.Array:
+    return random.uniform(key, (40,))
+
+
+@pytest.mark.parametrize(
+    "fun",
+    [
+        jax.jit(draw),
+        pytest.param(lambda key: lax.cond(True, draw, draw, key), marks=pytest.mark.slow),
+        pytest.param(lambda key: lax.map(draw, key[None])[0], marks=pytest.mark.slow),
+    ],
+    ids=["call", "branch", "loop"],
+)
+def test_keys_within_other_functions(fun: Callable[[jax.Array], jax.Array]) -> None:
+    """Given and closed over."""
+    got = jax.jit(lambda: (jc.emulate(fun, "e4m3")(KEY), jc.emulate(lambda: fun(KEY), "e4m3")()))()
+    want = jc.emulate(draw, "e4m3")(KEY)
+    for one in got:
+        np.testing.assert_array_equal(one, want)
+
+
+def keys_of_every_kind_and_rules() -> None:
+    """Old keys and other generators; rules find a draw."""
     want = jc.emulate(draw, "e4m3")(KEY)
     assert float(want.max()) < 1 and float(want.min()) > 0.01
     old = random.key_data(KEY)
-    for fun in (jax.jit(draw), lambda key: lax.cond(True, draw, draw, key), lambda key: lax.map(draw, key[None])[0]):
-        np.testing.assert_array_equal(jc.emulate(fun, "e4m3")(KEY), want)
-        np.testing.assert_array_equal(jc.emulate(lambda fun=fun: fun(KEY), "e4m3")(), want)
     np.testing.assert_array_equal(jc.emulate(draw, "e4m3")(old), want)
     rbg = random.key(1, impl="rbg")
     np.testing.assert_array_equal(
@@ -211,7 +228,7 @@ def test_keys_of_every_kind_and_rules() -> None:
     assert (row.scope, row.spec, row.results) == ("_uniform", "float8_e4m3", 40)
 
 
-def test_arguments_and_results_of_draws_are_rounded() -> None:
+def arguments_and_results_of_draws_are_rounded() -> None:
     """So are those of a draw from a draw, and of a function that JAX traced within a draw before."""
     scale = jnp.float32(0.3)
     fun = lambda key, scale: random.rayleigh(key, random.rayleigh(key, scale, N), N)  # noqa: E731
@@ -224,14 +241,21 @@ def test_arguments_and_results_of_draws_are_rounded() -> None:
     np.testing.assert_array_equal(got[0], random.categorical(KEY, jc.round_to_format(logits, "e4m3"), shape=N))
 
 
-def test_the_derivative_of_a_draw_is_the_carriers() -> None:
+def the_derivative_of_a_draw_is_the_carriers() -> None:
     fun = lambda scale: random.rayleigh(KEY, scale, (4,)).sum()  # noqa: E731
-    np.testing.assert_allclose(jax.grad(jc.emulate(fun, "bfloat16"))(1.5), jax.grad(fun)(1.5), rtol=1e-6)
-    low = jc.emulate(jax.grad(fun), "bfloat16")(1.5)
-    np.testing.assert_array_equal(low, jc.round_to_format(low, "bfloat16"))
-    np.testing.assert_allclose(low, jax.grad(fun)(1.5), rtol=0.02)
     bound = lambda top: random.uniform(KEY, (4,), maxval=top).sum()  # noqa: E731
-    np.testing.assert_allclose(jax.grad(jc.emulate(bound, "bfloat16"))(2.0), jax.grad(bound)(2.0), rtol=1e-6)
+
+    @jax.jit
+    def slopes(x: Any, top: Any) -> Any:
+        of_draws = [jax.grad(f)(x) for f in (fun, jc.emulate(fun, "bfloat16"))]
+        of_bounds = [jax.grad(f)(top) for f in (bound, jc.emulate(bound, "bfloat16"))]
+        return of_draws, of_bounds, jc.emulate(jax.grad(fun), "bfloat16")(x)
+
+    (plain, outside), (plain_bound, outside_bound), inside = slopes(1.5, 2.0)
+    np.testing.assert_allclose(outside, plain, rtol=1e-6)
+    np.testing.assert_allclose(outside_bound, plain_bound, rtol=1e-6)
+    np.testing.assert_array_equal(inside, jc.round_to_format(inside, "bfloat16"))
+    np.testing.assert_allclose(inside, plain, rtol=0.02)
 
 
 # -- other primitives that draw, and neighbours ------------------------------------------------------------------------
@@ -261,3 +285,20 @@ def test_neighbours_of_numbers_that_a_device_takes_for_zero() -> None:
     low = jc.emulate(jnp.nextafter, "bfloat16")
     assert low(jnp.float32(2.0**-133), 0.0).view(jnp.int32) == 0
     assert low(jnp.float32(0.0), -1.0).view(jnp.int32) == jnp.float32(-(2.0**-133)).view(jnp.int32)
+
+
+@pytest.mark.parametrize(
+    "check",
+    [
+        keys_of_every_kind_and_rules,
+        *(
+            pytest.param(check, marks=pytest.mark.slow)
+            for check in (
+                arguments_and_results_of_draws_are_rounded,
+                the_derivative_of_a_draw_is_the_carriers,
+            )
+        ),
+    ],
+)
+def test_more_of_draws(check: Callable[[], None]) -> None:
+    check()

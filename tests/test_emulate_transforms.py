@@ -21,7 +21,7 @@ from jchop._program.seeds import Seeds
 # -- derivatives and transformations -----------------------------------------------------------------------------------
 
 
-def test_the_derivative_of_an_emulation_is_the_carriers() -> None:
+def the_derivative_of_an_emulation_is_the_carriers() -> None:
     fun = lambda x: jnp.sum(jnp.tanh(x) * x**3)  # noqa: E731
     outside = jax.grad(jc.emulate(fun, "e5m2"))(X)
     inside = jc.emulate(jax.grad(fun), "e5m2")(X)
@@ -38,7 +38,7 @@ def test_the_derivative_of_an_emulation_is_the_carriers() -> None:
     np.testing.assert_allclose(outside, jax.grad(by_hand)(X), rtol=2e-5)
 
 
-def test_derivatives_of_loops_and_of_higher_order() -> None:
+def derivatives_of_loops_and_of_higher_order() -> None:
     fun = lambda x: lax.fori_loop(0, 3, lambda i, c: c * x, x).sum()  # noqa: E731
     np.testing.assert_allclose(jax.grad(jc.emulate(fun, "e8m20"))(X), jax.grad(fun)(X), rtol=1e-4)
     np.testing.assert_allclose(jax.hessian(jc.emulate(lambda x: (x**3).sum(), "e8m20"))(X), jnp.diag(6 * X), rtol=1e-4)
@@ -67,7 +67,7 @@ def test_custom_derivatives_keep_their_rules() -> None:
         assert jc.emulate(jax.grad(lambda x, fun=fun: fun(x).sum()), "e5m3")(X).tolist() == [slope] * 4
 
 
-def test_vmap_inside_and_outside_and_remat() -> None:
+def vmap_inside_and_outside_and_remat() -> None:
     want = jc.emulate(straight, "e5m3")(X, Y)
     np.testing.assert_array_equal(jax.vmap(jc.emulate(straight_scalar, "e5m3"))(X, Y), want)
     np.testing.assert_array_equal(jc.emulate(jax.vmap(straight_scalar), "e5m3")(X, Y), want)
@@ -125,7 +125,7 @@ def test_rules_of_batches_are_kept(fun: Callable[..., Any], axes: tuple[int | No
         jax.tree.map(np.testing.assert_array_equal, pair(*args), jc.emulate(both, "bfloat16")(*args))
 
 
-def test_derivatives_of_rules_of_batches() -> None:
+def derivatives_of_rules_of_batches() -> None:
     """They are those of JAX, at the rounded arguments."""
     low = jc.emulate(by_rule, "bfloat16")
     value = lambda fun: lambda x: jax.vmap(fun)(x, Y)[0].sum()  # noqa: E731
@@ -234,3 +234,21 @@ def test_the_same_key_draws_the_same_again() -> None:
     np.testing.assert_array_equal(one, jc.emulate(straight, "e5m2:stochastic", key=KEY)(X, Y))
     other = jc.emulate(straight, "e5m2:stochastic", key=KEY)(jnp.tile(X, 50), jnp.tile(Y, 50), key=jax.random.key(4))
     assert len(np.unique(np.asarray(other))) > 4
+
+
+@pytest.mark.parametrize(
+    "check",
+    [
+        the_derivative_of_an_emulation_is_the_carriers,
+        *(
+            pytest.param(check, marks=pytest.mark.slow)
+            for check in (
+                derivatives_of_loops_and_of_higher_order,
+                derivatives_of_rules_of_batches,
+                vmap_inside_and_outside_and_remat,
+            )
+        ),
+    ],
+)
+def test_derivatives_and_batches(check: Callable[[], None]) -> None:
+    check()

@@ -166,6 +166,21 @@ def squared(x: Array) -> Array:
 
 squared.defjvp(lambda primals, tangents: (squared(*primals), 2 * primals[0] * tangents[0]))
 
+
+def shards(x: Array) -> tuple[Array, Array]:
+    """Four shards, each with its own turns and branches."""
+    rank = jax.lax.axis_index("x")
+    y = jax.lax.while_loop(lambda c: jnp.max(c) > 0.3, lambda c: c * 0.9, x / 3 + rank / 2)
+    y, rows = jax.lax.scan(lambda c, z: (c + z / 7, c * z), jax.lax.cond(rank > 1, lambda y: y / 7, jnp.sin, y), x)
+    return y + jax.lax.psum(y, "x"), rows
+
+
+def on_shards(typed: bool) -> Callable[[Array], Any]:
+    mesh = jax.make_mesh((4,), ("x",), axis_types=(jax.sharding.AxisType.Auto,))
+    rows = jax.sharding.PartitionSpec("x")
+    return jax.shard_map(shards, mesh=mesh, in_specs=rows, out_specs=rows, check_vma=typed)
+
+
 PROGRAMS = [
     (lambda x: jnp.sum(x / 3) * jax.jit(jnp.cos)(x[0]), jnp.array([1.0, 0.7, 0.3])),
     (halvings, jnp.float32(1.1)),
@@ -177,6 +192,8 @@ PROGRAMS = [
         lambda x: jnp.linalg.solve(jnp.outer(x, x) + jnp.eye(3), x), jnp.array([1.0, 0.7, 0.3]), marks=pytest.mark.slow
     ),
     (lambda x: x * (1 + 2j) / 3, jnp.array([1.0, 0.7])),
+    pytest.param(lambda x: on_shards(True)(x), jnp.linspace(0.3, 1.3, 8), marks=pytest.mark.slow),
+    pytest.param(lambda x: on_shards(False)(x), jnp.linspace(0.3, 1.3, 8), marks=pytest.mark.slow),
 ]
 
 
@@ -230,23 +247,6 @@ def test_equal_samples_have_all_digits_and_no_numbers_none() -> None:
     assert [float(x) for x in found.digits] == pytest.approx([MOST] * 3 + [MOST, 0.0])
     keys = jc.significant_digits(lambda x: (x, jax.random.key(0)), 1.5, key=KEY)
     assert keys.digits[1] is None
-
-
-def shards(x: Array) -> tuple[Array, Array]:
-    """Four shards, each with its own turns and branches."""
-    rank = jax.lax.axis_index("x")
-    y = jax.lax.while_loop(lambda c: jnp.max(c) > 0.3, lambda c: c * 0.9, x / 3 + rank / 2)
-    y, rows = jax.lax.scan(lambda c, z: (c + z / 7, c * z), jax.lax.cond(rank > 1, lambda y: y / 7, jnp.sin, y), x)
-    return y + jax.lax.psum(y, "x"), rows
-
-
-@pytest.mark.in_turn(20)
-@pytest.mark.parametrize("typed", [True, False])
-def test_samples_of_shards_are_runs_with_other_keys(typed: bool) -> None:
-    mesh = jax.make_mesh((4,), ("x",), axis_types=(jax.sharding.AxisType.Auto,))
-    rows = jax.sharding.PartitionSpec("x")
-    fun = jax.shard_map(shards, mesh=mesh, in_specs=rows, out_specs=rows, check_vma=typed)
-    test_samples_are_runs_with_other_keys(fun, jnp.linspace(0.3, 1.3, 8))
 
 
 def test_instabilities_of_shards_are_counted() -> None:

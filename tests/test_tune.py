@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import itertools
 import json
+from collections.abc import Callable
 from fractions import Fraction
 from typing import Any
 
@@ -138,7 +139,7 @@ def two_sums(x: jax.Array, y: jax.Array) -> jax.Array:
         return jnp.stack([long, jnp.dot(x[:4], y[:4])])
 
 
-def test_a_long_sum_needs_the_accumulator_that_a_short_one_does_not() -> None:
+def a_long_sum_needs_the_accumulator_that_a_short_one_does_not() -> None:
     """A sum of ones in bfloat16 stops at 256: 257 is a tie, and goes to the even neighbour."""
     args = (jnp.ones(300), jnp.ones(300))
     low, high = (("bfloat16", jc.MatmulSpec(accumulate=text)) for text in ("bfloat16", "e8m15"))
@@ -154,7 +155,7 @@ def steps_of_orders(specs: Any) -> float:
     return sum(1.0 + (sums.order.kind == "pairwise") for _, sums in specs.values())
 
 
-def test_orders_are_chosen_too() -> None:
+def orders_are_chosen_too() -> None:
     args = (jnp.ones(256 + 64), jnp.ones(256 + 64))
     menu = [("bfloat16", jc.MatmulSpec(accumulate="bfloat16", order=order)) for order in ("sequential", "pairwise")]
     found = jc.tune(two_sums, [args], 1e-2, menu, metric="largest", cost=steps_of_orders)
@@ -439,3 +440,17 @@ def test_wrong_arguments_are_named(changes: dict, error: type[Exception], text: 
     given = {"fun": two_parts, "inputs": [(X,)], "tolerance": 0.1, "menu": ["e4m3", "e5m2"], **changes}
     with pytest.raises(error, match=text):
         jc.tune(given.pop("fun"), given.pop("inputs"), given.pop("tolerance"), given.pop("menu"), **given)
+
+
+@pytest.mark.parametrize(
+    "check",
+    [
+        orders_are_chosen_too,
+        *(
+            pytest.param(check, marks=pytest.mark.slow)
+            for check in (a_long_sum_needs_the_accumulator_that_a_short_one_does_not,)
+        ),
+    ],
+)
+def test_rules_of_sums_are_chosen(check: Callable[[], None]) -> None:
+    check()
