@@ -47,13 +47,12 @@ def lines_of_training(rule: jc.nn.Rule | None) -> int:
 INT8 = jc.nn.Rule(weight="int8(group=all)", activation="int8(group=all)", gradient="int8(group=all)")
 
 
-@pytest.mark.slow
+@pytest.mark.in_turn(20)
 @pytest.mark.parametrize(("rule", "most"), [(INT8, 3_300), (jc.nn.recipe("nvfp4"), 7_200)], ids=["int8", "nvfp4"])
 def test_a_training_step(rule: jc.nn.Rule, most: int) -> None:
     assert lines_of_training(rule) - lines_of_training(None) <= most
 
 
-@pytest.mark.slow
 def test_an_optimizer_of_equal_and_unequal_leaves() -> None:
     params = {str(i): jnp.ones((32, 256)) for i in range(6)} | {"head": jnp.ones((16, 512)), "bias": jnp.ones(16)}
 
@@ -88,7 +87,7 @@ def chain(x: Any, y: Any) -> Any:
     return x
 
 
-@pytest.mark.slow
+@pytest.mark.in_turn(20)
 @pytest.mark.parametrize(("spec", "most"), [("e4m3", 4), ("bfloat16", 8), ("bfloat16:stochastic", 17)])
 def test_an_emulated_chain(spec: str, most: int) -> None:
     """The functions of four operations are most of it; another hundred equations are a call each, or two that draw."""
@@ -99,7 +98,6 @@ def test_an_emulated_chain(spec: str, most: int) -> None:
     assert lines_of(twice, x, x) - once <= 3.3 * plain
 
 
-@pytest.mark.slow
 def test_a_shared_operation_has_its_derivatives() -> None:
     x, y = jnp.linspace(0.5, 1, 7), jnp.linspace(1, 2, 7)
     low = jc.emulate(lambda x, y: jnp.sum(x * y + x * y), "bfloat16")

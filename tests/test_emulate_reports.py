@@ -60,7 +60,7 @@ def test_results_that_saturate_or_wrap_are_counted(spec: str) -> None:
     assert seen.rows[1].first_overflow.where == (1,)  # type: ignore[union-attr]
 
 
-@pytest.mark.slow
+@pytest.mark.in_turn(20)
 @pytest.mark.parametrize("reference", [None, "binary64"])
 def test_shards_are_measured_as_the_whole(reference: str | None) -> None:
     """Of elementwise operations; the index of an event has the shard's first."""
@@ -87,7 +87,6 @@ def test_shards_are_measured_as_the_whole(reference: str | None) -> None:
     assert first is not None and first.primitive == "exp" and first.first_overflow.where[0] == 2  # type: ignore[union-attr]
 
 
-@pytest.mark.slow
 def test_nan_is_invalid_only_where_no_operand_is_nan() -> None:
     """Elementwise at each place; of sums and products of matrices if no operand has any."""
 
@@ -149,7 +148,6 @@ def test_a_run_stops_at_an_event(event: Any, words: str) -> None:
 # -- cancelled bits ----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.slow
 def test_cancelled_bits_are_the_drop_of_the_exponent() -> None:
     """Against the logarithms of exact sums."""
     rng = np.random.default_rng(0)
@@ -298,7 +296,6 @@ def test_batches_of_loops() -> None:
     assert result.tolist() == [4.0, 10.0, 4.0] and len(words) == 2
 
 
-@pytest.mark.slow
 def test_loops_within_loops_and_derivatives() -> None:
     def nested(x: Any) -> Any:
         def body(carry: Any) -> Any:
