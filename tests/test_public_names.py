@@ -7,7 +7,6 @@ import importlib.util
 import inspect
 import pkgutil
 import re
-import subprocess
 import sys
 from fractions import Fraction
 from pathlib import Path
@@ -20,7 +19,6 @@ import jchop
 from jchop.formats import ALIASES, CATALOGUE, SCALED_CATALOGUE, ElementFormat, FloatFormat, ScaledFormat
 
 ROOT = Path(__file__).resolve().parents[1]
-EXTRAS = ("flax", "optax", "torch", "matplotlib", "sklearn", "dask", "treescope", "equinox")
 
 # Second names of one and the same object. Anything else that is exported twice is a mistake.
 SECOND_NAMES: dict[str, str] = {}
@@ -188,18 +186,6 @@ def test_the_documented_facts_are_true(name: str) -> None:
 
 
 # -- the package ------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.smoke
-def test_import_brings_in_no_extra_and_modules_are_loaded_when_they_are_asked_for() -> None:
-    names = ("formats", "math", "plot", "storage", "study")
-    code = f"import sys, jchop; print(*sorted(set({EXTRAS!r}) & set(sys.modules)))\n"
-    code += "print('jchop.plot' in sys.modules, 'plot' in dir(jchop), "
-    code += f"*(getattr(jchop, name).__name__ for name in {names}))"
-    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=ROOT)
-    extras, modules = run.stdout.splitlines()
-    assert extras == ""
-    assert modules.split() == ["False", "True", *(f"jchop.{name}" for name in names)]
 
 
 def test_package_is_marked_as_typed() -> None:

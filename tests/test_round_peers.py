@@ -10,7 +10,6 @@ import ml_dtypes
 import numpy as np
 import oracle
 import pytest
-from each_case import each
 from gfloat.types import Domain, Signedness
 from oracle import CARRIERS
 from test_round_values import SIZES, by_itself
@@ -181,8 +180,14 @@ ML_DTYPES = [
 ]
 
 
-@each("name", [*ML_DTYPES, "binary16"])
-def test_ml_dtypes(name):
+@pytest.mark.parametrize("wide", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_ml_dtypes(wide):
+    for name in (*ML_DTYPES, "binary16"):
+        if (jc.formats.CATALOGUE[name].bits > 8) == wide:
+            check_with_ml_dtypes(name)
+
+
+def check_with_ml_dtypes(name: str) -> None:
     """Every value, every middle between neighbours, their float32 neighbours, and hard values, to nearest even."""
     theirs = np.dtype(np.float16 if name == "binary16" else getattr(ml_dtypes, name))
     codes = np.arange(2 ** min(8 * theirs.itemsize, jc.formats.CATALOGUE[name].bits))
