@@ -7,6 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from each_case import each
 from html_check import check_html
 from test_cli import PNG, error, lines
 
@@ -44,7 +45,6 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 COMMAND = ("tune", "tuned_model:apart", "--data", "a.npz", "--tolerance", "0.01", "--menu", "e4m3,bfloat16,carrier")
 
 
-@pytest.mark.slow
 def test_json_is_that_of_tune(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     metric = ["--metric", "tuned_model:worst", "--held-out", "b.npz"]
     printed = json.loads("\n".join(lines(capsys, *COMMAND, *metric, "--json", "--plot", "tune.png")))
@@ -66,7 +66,7 @@ def test_files_and_text(folder: Path, capsys: pytest.CaptureFixture[str]) -> Non
     assert "data:image/png;base64," in text and "product/mul" in text
 
 
-@pytest.mark.parametrize(
+@each(
     ("options", "message"),
     [
         (["--menu", "e4m9x,e5m2"], "e4m9x"),

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from each_case import each
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = sorted(
@@ -133,7 +134,7 @@ def test_commands_for_a_fresh_machine_are_marked() -> None:
         assert found[1].endswith(last), found[1]
 
 
-@pytest.mark.parametrize("folder", [".", "docs", "docs/tasks", "examples/llama"])
+@each("folder", [".", "docs", "docs/tasks", "examples/llama"])
 def test_links_have_a_text_and_a_file(folder: str) -> None:
     """Pages are read as plain Markdown, too: nothing is there that only Sphinx makes."""
     for page in (ROOT / folder).glob("*.md"):

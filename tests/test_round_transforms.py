@@ -88,16 +88,14 @@ def test_names_of_formats_make_no_second_entry():
     assert jitted._cache_size() == 2  # type: ignore[attr-defined]
 
 
-@pytest.mark.slow
-def test_traced_offsets_make_one_entry():
+def traced_offsets_make_one_entry():
     x = jnp.asarray(numbers(np.float32, (24,)))
     chunk = jax.jit(lambda part, offset: rounded(part, "e5m2:stochastic", offset=offset))
     same(jnp.concatenate([chunk(x[i : i + 8], i) for i in range(0, 24, 8)]), rounded(x, "e5m2:stochastic"))
     assert chunk._cache_size() == 1  # type: ignore[attr-defined]
 
 
-@pytest.mark.slow
-def test_weak_types():
+def weak_types():
     """A Python number under jit is a weak float32; its bits are those of a strong one."""
     for spec in ("e4m3fn:up", "e4m3fn:stochastic"):
         got = jax.jit(partial(rounded, spec=spec))(0.3)
@@ -105,14 +103,19 @@ def test_weak_types():
         assert isinstance(got, jax.Array)
 
 
-@pytest.mark.slow
-def test_donated_buffers_are_used():
+def donated_buffers_are_used():
     x = jnp.asarray(numbers(np.float32, (1000,)))
     expected = np.asarray(rounded(x, "e4m3:stochastic"))
     donating = jax.jit(partial(rounded, spec="e4m3:stochastic"), donate_argnums=0)
     assert "input_output_alias={" in str(donating.lower(x).compile().as_text())
     same(donating(x), expected)
     assert x.is_deleted()
+
+
+@pytest.mark.in_turn(1000)
+@pytest.mark.parametrize("check", [weak_types, donated_buffers_are_used], ids=lambda check: check.__name__)
+def test_jit_of_another_kind(check: Callable[[], None]) -> None:
+    check()
 
 
 def test_pytrees():
@@ -194,23 +197,19 @@ def test_vmap_equals_the_loop(case):
         assert len(rows) == 3, "rows of equal values must get draws of their own"
 
 
-@pytest.mark.slow
-def test_vmap_over_other_axes():
+def vmap_over_other_axes():
     x = jnp.asarray(numbers(np.float32, (4, 3, 5)))
     got = jax.vmap(lambda x: rounded(x, "e5m2:stochastic"), in_axes=1, out_axes=2)(x)
     same(got, jnp.stack([rounded(x[:, k], "e5m2:stochastic") for k in range(3)], axis=2))
 
 
-@pytest.mark.slow
-def test_vmap_over_keys_alone():
+def vmap_over_keys_alone():
     x, keys = jnp.asarray(numbers(np.float32, (257,))), jax.random.split(KEY, 3)
     got = jax.vmap(lambda key: rounded(x, "e5m2:stochastic", key))(keys)
     same(got, jnp.stack([rounded(x, "e5m2:stochastic", key) for key in keys]))
 
 
-@pytest.mark.slow
-@pytest.mark.smoke
-def test_nested_vmap():
+def nested_vmap():
     x, keys = jnp.asarray(numbers(np.float32, (2, 3, 17))), jax.random.split(KEY, 6).reshape(2, 3)
     call = partial(rounded, spec="e4m3fn:stochastic")
     got = jax.vmap(jax.vmap(lambda x, key: call(x, key=key)))(x, keys)
@@ -219,8 +218,16 @@ def test_nested_vmap():
     same(mixed, jnp.stack([jnp.stack([call(x[i, j], key=keys[i, 0]) for j in range(3)]) for i in range(2)]))
 
 
-@pytest.mark.slow
-def test_vmap_over_offsets():
+@pytest.mark.in_turn(1000)
+@pytest.mark.smoke
+@pytest.mark.parametrize(
+    "check", [nested_vmap, vmap_over_other_axes, vmap_over_keys_alone], ids=lambda check: check.__name__
+)
+def test_vmap_of_another_kind(check: Callable[[], None]) -> None:
+    check()
+
+
+def vmap_over_offsets():
     """Rows of one array, each told where it lies, get the draws of the whole: by flat index and by tile."""
     x = jnp.asarray(numbers(np.float32, (6, 35)))
     whole = rounded(x, "bfloat16:stochastic")
@@ -230,8 +237,7 @@ def test_vmap_over_offsets():
     same(tile(x, jnp.arange(6)), whole)
 
 
-@pytest.mark.slow
-def test_offsets_give_the_draws_of_the_whole():
+def offsets_give_the_draws_of_the_whole():
     x = jnp.asarray(numbers(np.float32, (6, 35)))
     whole = rounded(x, "e4m3:stochastic")
     same(rounded(x[2:4], "e4m3:stochastic", offset=70), whole[2:4])
@@ -278,7 +284,7 @@ def test_while_and_cond(text):
     same(branch(x, False), rounded(x, "integer4"))
 
 
-@pytest.mark.slow
+@pytest.mark.in_turn(1000)
 @pytest.mark.parametrize("text", ["e5m2:gradient=clipped", "e5m2:stochastic:gradient=clipped+[e4m3:stochastic]"])
 def test_remat_changes_no_bit(text):
     x = jnp.asarray(numbers(np.float32, (257,)) * 1e4)
@@ -323,10 +329,19 @@ def test_export(name):
     jax.tree.map(same, again.call(x, words), expected)
 
 
-@pytest.mark.slow
-def test_export_of_a_symbolic_shape():
+def export_of_a_symbolic_shape():
     (n,) = export.symbolic_shape("n")
     exported = export.export(jax.jit(partial(rounded, spec="e4m3")))(jax.ShapeDtypeStruct((n, 3), jnp.float32))
     for rows in (1, 5):
         x = jnp.asarray(numbers(np.float32, (rows, 3)))
         same(exported.call(x), rounded(x, "e4m3"))
+
+
+@pytest.mark.in_turn(1000)
+@pytest.mark.parametrize(
+    "check",
+    [traced_offsets_make_one_entry, vmap_over_offsets, offsets_give_the_draws_of_the_whole, export_of_a_symbolic_shape],
+    ids=lambda check: check.__name__,
+)
+def test_offsets_of_another_kind(check: Callable[[], None]) -> None:
+    check()
