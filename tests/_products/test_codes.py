@@ -102,8 +102,7 @@ def test_scales_are_the_numbers_of_elements_one(scale: str) -> None:
     np.testing.assert_array_equal(scales_of(ones), jc.dequantize(ones)[:, ::4])
 
 
-@pytest.mark.parametrize("zeros", [False, True])
-@pytest.mark.slow
+@pytest.mark.parametrize("zeros", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_long_sums_do_not_wrap(zeros: bool) -> None:
     """200,000 products of the largest codes are beyond int32."""
     count = 200_000
@@ -139,10 +138,10 @@ def test_products_of_stored_arrays() -> None:
     np.testing.assert_allclose(dx, np.broadcast_to(low.sum(1), x.shape), rtol=1e-5)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "spec", ["nvfp4(axis=0)", "mxfp8_e4m3(axis=0)", "uint4(group=8,axis=0,zero_point=integer)", "float6_e3m2fn"]
-)
+OTHERS = ["nvfp4(axis=0)", "mxfp8_e4m3(axis=0)", "uint4(group=8,axis=0,zero_point=integer)", "float6_e3m2fn"]
+
+
+@pytest.mark.parametrize("spec", [OTHERS[0], *(pytest.param(spec, marks=pytest.mark.slow) for spec in OTHERS[1:])])
 def test_products_of_other_stored_arrays(spec: str) -> None:
     x = normal(3, 37)
 
@@ -155,7 +154,6 @@ def test_products_of_other_stored_arrays(spec: str) -> None:
     np.testing.assert_allclose(got, x @ np.asarray(low), rtol=2e-6, atol=2e-6)
 
 
-@pytest.mark.slow
 def test_stored_products_are_compiled_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Outside of `jax.jit`, too: later calls with the same shapes and specs trace nothing."""
     traced, by_codes = [], Dot.by_codes
@@ -221,7 +219,7 @@ RULES: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.slow
+@pytest.mark.in_turn(50)
 @pytest.mark.parametrize("name", RULES)
 def test_codes_train_and_serve_the_same_numbers(name: str) -> None:
     rule = jc.Rule(**RULES[name], product="codes")
@@ -239,7 +237,6 @@ def test_codes_train_and_serve_the_same_numbers(name: str) -> None:
         assert dict(row.roundings).get("product") == ("codes" if rounds else None)
 
 
-@pytest.mark.slow
 def test_backward_products_of_codes() -> None:
     """dx and dw are sums of codes, too, if a rule has a gradient: of g and w, of x and g, each along its own sum."""
     rule = jc.Rule(weight=ROW, activation=ROW, gradient=ROW, product="codes")
@@ -256,7 +253,6 @@ def test_backward_products_of_codes() -> None:
         np.testing.assert_array_equal(got, want)
 
 
-@pytest.mark.slow
 def test_all_three_products_of_numpy() -> None:
     """Scales, codes, integer sums and the order of roundings, written in NumPy."""
 
@@ -278,9 +274,17 @@ def test_all_three_products_of_numpy() -> None:
         np.testing.assert_array_equal(dw, product(g.T, x.T).T)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("name", ["int8", "int4", "weight only", "asymmetric", "fp8", "nvfp4", "nf4"])
+@pytest.mark.in_turn(50)
+@pytest.mark.parametrize(
+    ("name", "dtype"),
+    [
+        ("int8", "float32"),
+        ("int4", "bfloat16"),
+        ("weight only", "float32"),
+        ("asymmetric", "bfloat16"),
+        ("nf4", "float32"),
+    ],
+)
 def test_a_hundred_models_train_and_serve_the_same_numbers(name: str, dtype: str) -> None:
     keywords: dict[str, Any] = (RULES | {"nf4": {"weight": "nf4(group=16)"}})[name]
     rule = jc.Rule(**keywords, product="codes")
@@ -297,7 +301,6 @@ def test_a_hundred_models_train_and_serve_the_same_numbers(name: str, dtype: str
     np.testing.assert_array_equal(trained, packed)
 
 
-@pytest.mark.slow
 def test_stochastic_codes() -> None:
     rule = jc.Rule(weight="int8(group=all):stochastic", activation="int8(group=all):stochastic", product="codes")
     low = jc.quantize_fn(lambda w, x: x @ w, rule, key=KEY)
@@ -308,7 +311,6 @@ def test_stochastic_codes() -> None:
     assert (low(w, x) != low(w, x, key=jax.random.key(6))).any()
 
 
-@pytest.mark.slow
 def test_codes_under_transformations() -> None:
     rule = jc.Rule(weight="int4(group=16)", activation=ROW, product="codes")
 
@@ -328,7 +330,6 @@ def test_codes_under_transformations() -> None:
     assert jnp.isfinite(jax.grad(lambda p: low(p, x).sum())(stack)).all()
 
 
-@pytest.mark.slow
 def test_a_model_of_flax() -> None:
     model, x = nnx.Sequential(nnx.Linear(32, 16, rngs=nnx.Rngs(0)), nnx.Linear(16, 4, rngs=nnx.Rngs(1))), normal(3, 32)
     rule = jc.Rule(weight=ROW, activation=ROW, product="codes")
@@ -343,8 +344,7 @@ def test_a_model_of_flax() -> None:
     np.testing.assert_array_equal(jc.emulate(low, "bfloat16")(w, x), want)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("product", [pytest.param("float", marks=pytest.mark.slow), "codes"])
+@pytest.mark.parametrize("product", ["codes", pytest.param("float", marks=pytest.mark.slow)])
 def test_a_call_without_jit_compiles_a_product_once(product: Any, caplog: pytest.LogCaptureFixture) -> None:
     rule = jc.Rule(weight="int8(group=all)", activation="int8(group=all)", gradient="int8(group=all)", product=product)
     low = jc.quantize_fn(lambda w, x: x @ w, rule)
@@ -366,7 +366,6 @@ def test_a_call_without_jit_compiles_a_product_once(product: Any, caplog: pytest
     assert run(gradient, 6) <= 7
 
 
-@pytest.mark.slow
 def test_codes_in_loops_of_unknown_length() -> None:
     """What the turns of a `while` share keeps its codes, also what they carry unchanged; what changes does not."""
 
@@ -402,7 +401,6 @@ def test_codes_in_loops_of_unknown_length() -> None:
     ],
     ids=["weights alone", "all"],
 )
-@pytest.mark.slow
 def test_codes_of_stacks_in_loops_within_loops(rule: jc.Rule) -> None:
     """As text is generated: a loop over tokens, and in it one over layers."""
 
@@ -428,7 +426,6 @@ def test_codes_of_stacks_in_loops_within_loops(rule: jc.Rule) -> None:
     assert bool(jnp.isfinite(gradient).all()) and bool((gradient != 0).any((1, 2)).all())
 
 
-@pytest.mark.slow
 def test_slices_of_a_stack_with_a_channel_for_each_layer(rng) -> None:
     """A scan takes the axis of the stack away, which the format names."""
     x, w = (jnp.asarray(rng.normal(size=shape), jnp.float32) for shape in ((2, 16), (3, 16, 4)))
@@ -471,7 +468,6 @@ def test_the_codes_of_a_slice_have_the_scales_of_its_numbers(name: str) -> None:
     np.testing.assert_array_equal(jax.jit(low)(low.pack(w, x), x), y)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("weight", "activation"),
     [
@@ -523,7 +519,6 @@ def test_codes_within_a_shard_map_of_the_user(weight: str, activation: str | Non
     np.testing.assert_allclose(own, whole, rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.slow
 def test_other_loops_within_a_shard_map_of_the_user() -> None:
     """Over experts, and over blocks of a cache."""
     mesh = jax.make_mesh((8,), ("d",), axis_types=(AxisType.Auto,))
@@ -607,7 +602,6 @@ def test_a_nan_stays_nan(name: str) -> None:
     assert in_row[3].all() and in_row.sum() == of_row and in_column[:, 1].all() and in_column.sum() == of_column
 
 
-@pytest.mark.slow
 def test_a_nan_of_a_gradient_stays_nan() -> None:
     low = jc.quantize_fn(lambda w, x: x @ w, jc.Rule(weight=ROW, activation=ROW, gradient=ROW, product="codes"))
     w, x, weights = normal(16, 4), normal(5, 16, seed=1), jnp.ones((5, 4)).at[2, 1].set(jnp.nan)
@@ -616,8 +610,7 @@ def test_a_nan_of_a_gradient_stays_nan() -> None:
     assert np.isnan(dx).any(1).tolist() == [False, False, True, False, False]
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("spec", [ROW, "int8(group=8)"])
+@pytest.mark.parametrize("spec", [ROW, pytest.param("int8(group=8)", marks=pytest.mark.slow)])
 def test_a_nan_of_an_image_stays_nan(spec: str) -> None:
     """In the windows that have its block; in all of its image if that has one scale."""
 

@@ -19,7 +19,6 @@ SIGNS = jc.ScaledFormat(jc.CodebookFormat((-1.0, 1.0)), group=GROUP, scale="bina
 
 
 @pytest.mark.parametrize("spec", [INT4, pytest.param(INT4 + ":stochastic", marks=pytest.mark.slow)])
-@pytest.mark.slow
 def test_sums_of_100_steps_are_within_one_quantum(spec: str, rng: np.random.Generator) -> None:
     """The sum of what all ranks got differs from the true sum by the errors that are kept, and by no more."""
     ranks, size, steps = 8, 256, 100
@@ -46,7 +45,6 @@ def test_sums_of_100_steps_are_within_one_quantum(spec: str, rng: np.random.Gene
     assert np.abs(missing).max() <= ranks * wanted + largest
 
 
-@pytest.mark.slow
 def test_optims_error_feedback_before_a_sum(rng: np.random.Generator) -> None:
     """Updates that `optim.error_feedback` rounded travel without another error: the sum is that of the rounded ones."""
     x = rng.standard_normal((4, 3, 2 * GROUP)).astype(np.float32)
@@ -114,7 +112,6 @@ def _trained(reduce: Any, steps: int = 400) -> float:
     return float(jax.jit(jax.vmap(run, axis_name="d"))(jnp.arange(ranks))[0])
 
 
-@pytest.mark.slow
 def test_one_bit_trains_like_floats() -> None:
     exact = _trained(optax.stateless(lambda u, _: jax.lax.psum(u, "d")))
     signs = _trained(jc.distributed.psum_with_feedback("d", SIGNS))

@@ -49,13 +49,12 @@ RULES = {f"/{name}/".replace(" ", "?"): P(*[None] * axis, "fsdp") for name, (_, 
 @pytest.mark.parametrize(
     "kind",
     [
-        pytest.param(AxisType.Auto, marks=pytest.mark.slow),
         AxisType.Explicit,
+        pytest.param(AxisType.Auto, marks=pytest.mark.slow),
         pytest.param(AxisType.Manual, marks=pytest.mark.slow),
     ],
     ids=str,
 )
-@pytest.mark.slow
 def test_codes_are_gathered(kind: AxisType, rng: np.random.Generator) -> None:
     weights = stored(rng)
     x = jnp.asarray(rng.standard_normal((4, 32)), jnp.float32)
@@ -103,8 +102,9 @@ PEAKS = [
 ]
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(("spec", "counts_codes"), [row for row in PEAKS if "8_" not in row[0]])
+@pytest.mark.parametrize(
+    ("spec", "counts_codes"), [PEAKS[4], *(pytest.param(*PEAKS[at], marks=pytest.mark.slow) for at in (1, 3))]
+)
 def test_one_layer_is_whole_at_a_time(spec: str, counts_codes: bool) -> None:
     """100 million parameters on 8 devices: at most 1.2 times a part of all codes and one layer of numbers.
 
@@ -120,8 +120,9 @@ def test_one_layer_is_whole_at_a_time(spec: str, counts_codes: bool) -> None:
     check_peak(spec, model, in_layers(stack_of(spec)), counts_codes)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(("spec", "counts_codes"), PEAKS)
+@pytest.mark.parametrize(
+    ("spec", "counts_codes"), [PEAKS[6], *(pytest.param(*PEAKS[at], marks=pytest.mark.slow) for at in (0, 2, 5, 7))]
+)
 def test_one_layer_by_its_number_is_whole_at_a_time(spec: str, counts_codes: bool) -> None:
     """The same of a scan over numbers of layers: no stack of float8 is converted before it."""
 
@@ -134,8 +135,9 @@ def test_one_layer_by_its_number_is_whole_at_a_time(spec: str, counts_codes: boo
     check_peak(spec, model, in_layers(stack_of(spec)), counts_codes)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("spec", [spec for spec, _ in PEAKS])
+@pytest.mark.parametrize(
+    "spec", [PEAKS[4][0], *(pytest.param(PEAKS[at][0], marks=pytest.mark.slow) for at in (1, 3, 5, 7))]
+)
 def test_a_layer_of_two_matrices(spec: str) -> None:
     """The codes of one matrix are gone when those of the other come, so they need not count in any format."""
 
@@ -150,8 +152,9 @@ def test_a_layer_of_two_matrices(spec: str) -> None:
     check_peak(spec, model, [in_layers(stack_of(spec, *shape)) for shape in ((WIDTH, half), (half, WIDTH))], False)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(("spec", "counts_codes"), [PEAKS[1], PEAKS[3], PEAKS[5]])
+@pytest.mark.parametrize(
+    ("spec", "counts_codes"), [PEAKS[5], *(pytest.param(*PEAKS[at], marks=pytest.mark.slow) for at in (1, 3))]
+)
 def test_one_layer_of_a_loop_is_whole_at_a_time(spec: str, counts_codes: bool) -> None:
     """The same of layers that are no stack: `after` orders them."""
     one = jax.tree.map(lambda leaf: placed_shape(leaf.shape, leaf, 0), stack_of(spec))
@@ -198,7 +201,6 @@ def check_peak(spec: str, model: Any, weights: Any, counts_codes: bool) -> None:
     assert peak <= 1.2 * allowed
 
 
-@pytest.mark.slow
 def test_a_layer_by_its_number(rng: np.random.Generator) -> None:
     """The bits of the layer, in an automatic mesh and in jax.shard_map."""
     numbers = jnp.asarray(rng.standard_normal((3, 32, 64)), jnp.float32)
@@ -245,7 +247,6 @@ def is_stored(leaf: Any) -> bool:
     return isinstance(leaf, jc.QArray)
 
 
-@pytest.mark.slow
 def test_a_module_is_placed() -> None:
     model = jc.nn.quantize(nnx.Linear(64, 32, rngs=nnx.Rngs(0)), jc.nn.Rule(weight="int4(group=16)"), "ptq")
     placed = jc.nn.shard(model, mesh_of(AxisType.Auto), {"kernel": P(None, "fsdp")})

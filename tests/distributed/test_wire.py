@@ -65,7 +65,6 @@ def test_the_counter_counts() -> None:
     ("spec", "algorithm"),
     [pytest.param(*gate, marks=[] if gate == (INT4, "two_shot") else pytest.mark.slow) for gate in GATES],
 )
-@pytest.mark.slow
 def test_codes_and_scales_alone_are_sent(spec: str, algorithm: str, rng: np.random.Generator) -> None:
     program = compiled(spec, algorithm)
     found = wire_bytes(program.as_text() or "", RANKS)
@@ -98,8 +97,7 @@ def bound(x: np.ndarray, top: int) -> np.ndarray:
     return steps + scales(largest) / 2 * max(1, clipped)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("bits", [8, 4])
+@pytest.mark.parametrize("bits", [8, pytest.param(4, marks=pytest.mark.slow)])
 def test_stochastic_sums_are_unbiased(bits: int, rng: np.random.Generator) -> None:
     """The mean of 256 draws has 1/16 of the error of one, and no bias.
 

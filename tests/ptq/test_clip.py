@@ -56,8 +56,8 @@ SHAPES: dict[str, tuple[str, tuple[int, int]]] = {
 }
 
 
-@pytest.mark.parametrize("name", [pytest.param(n, marks=pytest.mark.in_turn(2)) for n in SHAPES])
-@pytest.mark.slow
+@pytest.mark.in_turn(9)
+@pytest.mark.parametrize("name", SHAPES)
 def test_each_group_takes_the_best_share(name: str) -> None:
     text, group = SHAPES[name]
     w, x = problem(20, 6)
@@ -72,7 +72,6 @@ def test_each_group_takes_the_best_share(name: str) -> None:
     assert (scale < 0.99 * plain).mean() > 0.1 and report.weights[0].after > report.weights[0].before
 
 
-@pytest.mark.slow
 def test_groups_across_the_axes_of_a_product() -> None:
     """Groups of 6 over (summed, kept) axes of 4 and 8: columns are cut in different ways; experts share no inputs."""
 
@@ -102,16 +101,13 @@ def test_groups_across_the_axes_of_a_product() -> None:
 
 FORMATS = [
     "int4(group=128)",
-    "int3(group=128)",
     "uint4(group=32,zero_point=integer)",
-    "nf4(group=32)",
     "nvfp4",
-    "float8_e4m3fn(group=all)",
     "int4(group=16,scale=uint8(group=2))",
 ]
 
 
-@pytest.mark.slow
+@pytest.mark.in_turn(30)
 @pytest.mark.parametrize("text", FORMATS)
 def test_gains_on_fresh_data(text: str) -> None:
     """With nothing after it, and before the sweep."""
@@ -125,7 +121,6 @@ def test_gains_on_fresh_data(text: str) -> None:
     assert report.weights[0].method == "clip, gptq"
 
 
-@pytest.mark.slow
 def test_powers_of_two_stochastic_rounding_and_sparsity() -> None:
     params, x, _ = outliers()
     rows = []

@@ -41,8 +41,9 @@ def plain(p: Any, x: Any) -> Any:
     return h @ p["second"]["kernel"] + p["second"]["bias"]
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("rotation", [None, jc.Hadamard("all", products="forward")])
+@pytest.mark.parametrize(
+    "rotation", [None, pytest.param(jc.Hadamard("all", products="forward"), marks=pytest.mark.slow)]
+)
 def test_all_faces_give_the_same_numbers(rotation: jc.Hadamard | None) -> None:
     rule = replace(RULE, rotation=rotation)
     rng = np.random.default_rng(0)
@@ -94,7 +95,6 @@ def test_a_quantized_model_is_refused() -> None:
         jc.nn.quantize_with_data(plain, RULE, [x])  # type: ignore[type-var]
 
 
-@pytest.mark.slow
 @pytest.mark.skipif(jax.device_count() < 8, reason="needs eight (forced host) devices")
 def test_data_on_eight_devices_give_the_same_codes() -> None:
     """Sums of rows have another order, so the last bits of statistics may differ, and no code does."""

@@ -13,7 +13,6 @@ import jchop as jc
 from tests.ptq.test_quantize import decibels, dense, outliers
 
 
-@pytest.mark.slow
 def test_the_zero_points_are_those_of_the_search() -> None:
     rng = np.random.default_rng(0)
     w, x = (jnp.asarray(rng.standard_t(3, size=shape), jnp.float32) for shape in ((16, 6), (32, 16)))
@@ -27,7 +26,6 @@ def test_the_zero_points_are_those_of_the_search() -> None:
     assert report.weights[0].method == "hqq"
 
 
-@pytest.mark.slow
 def test_a_sweep_rounds_under_them() -> None:
     """Patches of a convolution, stored in another shape, and gains on fresh data."""
 

@@ -55,7 +55,6 @@ def held_bytes(monkeypatch: pytest.MonkeyPatch) -> list[int]:
         pytest.param([jc.ptq.correct_error(), jc.ptq.gptq()], "40KiB", 7, marks=pytest.mark.slow),
     ],
 )
-@pytest.mark.slow
 def test_the_codes_are_those_of_one_pass(steps: Any, memory: Any, passes: int, monkeypatch: Any) -> None:
     params, batches = problem()
     whole, one = jc.ptq.quantize(network, RULE, params, batches, steps)
@@ -68,7 +67,6 @@ def test_the_codes_are_those_of_one_pass(steps: Any, memory: Any, passes: int, m
     assert 2 * max(found) <= most and sum(found) > 0
 
 
-@pytest.mark.slow
 def test_windows_of_nested_loops_and_of_weights_that_share_an_input() -> None:
     def nested(p: Any, x: Any) -> Any:
         def outer(h: Any, own: Any) -> Any:
@@ -92,8 +90,7 @@ def test_windows_of_nested_loops_and_of_weights_that_share_an_input() -> None:
     assert report.passes == 4  # a turn of the outer loop at a time, and the weight that all turns share
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("sequential", [False, True])
+@pytest.mark.parametrize("sequential", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_mappings_look_at_weights_that_share_an_input(sequential: bool, monkeypatch: Any) -> None:
     def fun(p: Any, x: Any) -> Any:
         h = (x * p["scale"]) @ p["q"] * jax.nn.sigmoid((x * p["scale"]) @ p["k"])

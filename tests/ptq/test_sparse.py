@@ -69,9 +69,16 @@ def grouped_order(gram: np.ndarray, m: int) -> np.ndarray:
     return np.concatenate(sorted(groups.tolist(), key=lambda group: -max(gram[i, i] for i in group)))
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("order", ["activation", "plain"])
-@pytest.mark.parametrize(("n", "m", "weight"), [(2, 4, "binary64"), (1, 8, "binary64"), (2, 4, "int4")])
+@pytest.mark.in_turn(30)
+@pytest.mark.parametrize(
+    ("order", "n", "m", "weight"),
+    [
+        ("activation", 2, 4, "int4"),
+        ("plain", 2, 4, "binary64"),
+        ("activation", 1, 8, "binary64"),
+        ("plain", 1, 8, "int4"),
+    ],
+)
 def test_a_textbook_in_numpy_gives_the_same_numbers(order: Any, n: int, m: int, weight: str) -> None:
     w, x = layer(32, 12, 256)
     with jax.enable_x64(True):
@@ -85,7 +92,6 @@ def test_a_textbook_in_numpy_gives_the_same_numbers(order: Any, n: int, m: int, 
     assert most_in_groups(found, m) == n
 
 
-@pytest.mark.slow
 def test_the_gates_of_a_layer() -> None:
     """The gates are those of another such layer: magnitude .350, Wanda .232, SparseGPT .184, and .140 on its mask."""
     w, x = layer()
@@ -112,7 +118,6 @@ def test_the_gates_of_a_layer() -> None:
     assert bound < made["loss"] < 1.35 * bound
 
 
-@pytest.mark.slow
 def test_masks_of_magnitudes_and_of_inputs() -> None:
     w, x = layer(32, 12, 256)
     norms = np.sqrt((x**2).mean(0))
@@ -124,7 +129,6 @@ def test_masks_of_magnitudes_and_of_inputs() -> None:
         np.testing.assert_array_equal(again != 0, numbers != 0)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     "weight",
     [
@@ -147,7 +151,6 @@ def test_every_format_is_pruned_in_the_sweep(weight: str) -> None:
     assert (row.method, row.before > row.after) == ("sparse, gptq", True)
 
 
-@pytest.mark.slow
 def test_scales_are_those_of_the_numbers_that_stay() -> None:
     w, x = layer(32, 12, 256)
     x[:, 0] = 1e-3  # so the first input is pruned, whose weights are the largest
@@ -156,7 +159,6 @@ def test_scales_are_those_of_the_numbers_that_stay() -> None:
     assert float(packed.scale.max()) < 10 / 127
 
 
-@pytest.mark.slow
 def test_a_last_group_that_is_shorter_and_columns_without_inputs() -> None:
     w, x = layer(30, 12, 256)
     x[:, :6] = 0  # a whole group, and half of another
@@ -168,7 +170,6 @@ def test_a_last_group_that_is_shorter_and_columns_without_inputs() -> None:
         assert not stays[4:6].any() and stays[6:8].all() and stays[28:].all()
 
 
-@pytest.mark.slow
 def test_other_layouts() -> None:
     w, x = map(single, layer(32, 12, 256))
     wanted, _ = pruned(w, x, [LOSS, jc.ptq.gptq()])
@@ -191,7 +192,6 @@ def test_other_layouts() -> None:
     assert [row.sparsity for row in report.weights] == [0.5, 0.5]
 
 
-@pytest.mark.slow
 def test_a_convolution_is_pruned_along_its_channels() -> None:
     kernel = jax.random.normal(jax.random.key(0), (3, 3, 8, 5))  # HWIO
     image = jax.random.normal(jax.random.key(1), (4, 9, 9, 8))
@@ -205,7 +205,6 @@ def test_a_convolution_is_pruned_along_its_channels() -> None:
     np.testing.assert_allclose(jc.quantize_fn(conv, rule)(packed, image), wanted, rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.slow
 def test_it_composes_with_the_other_steps() -> None:
     keys = jax.random.split(jax.random.key(0), 3)
     params = {"first": jax.random.normal(keys[0], (32, 48)) / 6, "second": jax.random.normal(keys[1], (48, 8)) / 7}
@@ -226,7 +225,6 @@ def test_it_composes_with_the_other_steps() -> None:
     assert "zeros" in str(report) and report.as_dict()["weights"][0]["sparsity"] >= 0.5
 
 
-@pytest.mark.slow
 def test_a_format_that_drops_numbers_is_pruned_in_the_sweep() -> None:
     """The text sparse=2:4 is the step and the packed form in one: SparseGPT, Wanda, or magnitudes without data."""
     w, x = layer()
@@ -257,7 +255,6 @@ def test_a_format_that_drops_numbers_is_pruned_in_the_sweep() -> None:
     )
 
 
-@pytest.mark.slow
 def test_formats_that_drop_numbers_in_other_layouts() -> None:
     w, x = map(single, layer(32, 12, 256))
     rule = jc.Rule(weight="int4(group=16,sparse=2:4)")

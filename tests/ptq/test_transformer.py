@@ -5,10 +5,7 @@ from __future__ import annotations
 import importlib.util
 from pathlib import Path
 
-import pytest
 
-
-@pytest.mark.slow
 def test_half_of_the_loss_is_avoided() -> None:
     """By GPTQ of weights in 4 bits, and by rotations and GPTQ of weights and activations in 4 bits.
 

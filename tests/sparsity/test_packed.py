@@ -21,10 +21,8 @@ CASES = [
 ]
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("text", "n", "m", "axis"), [pytest.param(*c, marks=pytest.mark.in_turn(8)) for c in CASES], ids=str
-)
+@pytest.mark.in_turn(8)
+@pytest.mark.parametrize(("text", "n", "m", "axis"), CASES, ids=str)
 def test_it_has_the_numbers_of_the_array(text: str, n: int, m: int, axis: int) -> None:
     w = np.random.default_rng(0).normal(size=(22, 16)).astype(np.float32)
     w = np.where(jc.sparsity.mask(w, n, m, axis=axis), w, 0)
@@ -48,7 +46,6 @@ def test_codes_and_places_are_those_of_the_definition() -> None:
     assert packed.places.tolist() == [[0b1001_1010], [0b1001_0011]]
 
 
-@pytest.mark.slow
 def test_it_stores_what_the_sweep_prunes() -> None:
     rng = np.random.default_rng(0)
     x, w = (jnp.asarray(rng.normal(size=shape), jnp.float32) for shape in ((256, 64), (64, 32)))
@@ -61,7 +58,6 @@ def test_it_stores_what_the_sweep_prunes() -> None:
         np.testing.assert_array_equal(one, other)
 
 
-@pytest.mark.slow
 def test_what_is_refused() -> None:
     x = jnp.ones((4, 8)).at[1].set(-0.0)
     with pytest.raises(ValueError, match=r"q has 4 of 4 numbers along axis=1 that are not zero; n=2"):

@@ -48,7 +48,6 @@ def test_each_row_has_the_matrix_of_its_expert(left: str | None, right: str) -> 
         np.testing.assert_allclose(dx[:5], of_rows(lambda m, e: jc.dequantize(w)[e].sum(1))[:5], rtol=1e-5)
 
 
-@pytest.mark.slow
 def test_training_and_packed_experts_are_equal() -> None:
     rule = jc.Rule(weight=ROW, activation=ZERO, gradient=ROW, product="codes")
     low = jc.quantize_fn(lambda w, x: lax.ragged_dot(x, w, SIZES), rule)

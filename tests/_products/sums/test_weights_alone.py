@@ -28,9 +28,12 @@ FORMATS = [
 ]  # fmt: skip
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("text", FORMATS)
-@pytest.mark.parametrize("axis", [0, 1])
+#: Each format along one of the two axes, in turn; of several numbers in a byte along both.
+PANELS = [*((at % 2, text) for at, text in enumerate(FORMATS)), (0, FORMATS[1]), (1, FORMATS[0])]
+
+
+@pytest.mark.in_turn(11)
+@pytest.mark.parametrize(("axis", "text"), PANELS)
 def test_sums_of_panels(axis: int, text: str) -> None:
     """Small integers as floats, whose sums are exact before the scales: 272 numbers, two panels and a rest."""
     shape = (272, 12) if axis == 0 else (12, 272)
@@ -50,10 +53,15 @@ LEFT = [
 ]
 
 
-@pytest.mark.in_turn(56)
-@pytest.mark.parametrize("text", [*INTEGERS, *FORMATS[:4]])
-@pytest.mark.parametrize("left", LEFT)
-@pytest.mark.parametrize("axis", [0, 1])
+RIGHT = [*FORMATS[1::-1], *INTEGERS, *FORMATS[2:4]]
+#: Each format of weights along both axes, with rows under one scale and with rows in groups, with zero points or not.
+INTEGER_PANELS = [
+    (axis, LEFT[2 * ((at + axis) % 2) + (at // 2 + axis) % 2], text) for axis in (0, 1) for at, text in enumerate(RIGHT)
+]
+
+
+@pytest.mark.in_turn(14)
+@pytest.mark.parametrize(("axis", "left", "text"), INTEGER_PANELS)
 def test_integers_by_panels(axis: int, left: str, text: str) -> None:
     """The numbers of the plain product of codes, bit for bit, whose sums are checked in fractions elsewhere."""
     shape = (272, 12) if axis == 0 else (12, 272)
@@ -92,7 +100,6 @@ def test_which_integers_are_multiplied_by_panels() -> None:
     assert not chosen(row, groups, stored=False) and not chosen("e4m3fn(group=all)", groups)
 
 
-@pytest.mark.slow
 def test_the_kernel_takes_stored_codes() -> None:
     """As other devices multiply them, from the same bytes."""
     x = jax.random.normal(jax.random.key(1), (3, 64))
@@ -112,8 +119,13 @@ def test_the_kernel_takes_stored_codes() -> None:
         np.testing.assert_allclose(_by_kernel(x, laid, jnp.float32), x @ jc.dequantize(stored), rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("text", ["int8(group=all,axis=0)", "int4(group=128,axis=0)", "nf4(group=128,axis=0)"])
+@pytest.mark.parametrize(
+    "text",
+    [
+        "int4(group=128,axis=0)",
+        *(pytest.param(text, marks=pytest.mark.slow) for text in ("int8(group=all,axis=0)", "nf4(group=128,axis=0)")),
+    ],
+)
 def test_weights_are_never_written_as_floats(text: str) -> None:
     w = jax.eval_shape(lambda v: jc.quantize(v, text), jax.ShapeDtypeStruct((4096, 1024), jnp.float32))
     x = jax.ShapeDtypeStruct((1, 4096), jnp.float32)
@@ -123,7 +135,6 @@ def test_weights_are_never_written_as_floats(text: str) -> None:
         assert sizes is not None and sizes.temp_size_in_bytes <= 0.05 * 4096 * 1024 * 4
 
 
-@pytest.mark.slow
 def test_training_and_packed_weights_alone_are_equal() -> None:
     """In both layouts, and with two axes that are kept."""
     x = jax.random.normal(jax.random.key(1), (3, 160))
