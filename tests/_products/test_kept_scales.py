@@ -195,8 +195,9 @@ def test_a_branch_that_is_not_taken_keeps_its_range() -> None:
     assert list(found.stats) == ["a_activation_range"]
 
 
-@pytest.mark.in_turn(20)
-@pytest.mark.parametrize("name", sorted(CASES, key=lambda name: name != "dict_mlp"))  # first a quick one
+@pytest.mark.parametrize(
+    "name", ["dict_mlp", *(pytest.param(name, marks=pytest.mark.slow) for name in CASES if name != "dict_mlp")]
+)
 def test_models_keep_scales(name: str) -> None:
     """State comes out as it went in, or the error names the rule to put before.
 

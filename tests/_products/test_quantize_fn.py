@@ -185,8 +185,8 @@ def test_draws_follow_the_key() -> None:
     np.testing.assert_array_equal(first, again)
     assert (first != other).any()
     packed = low.pack(PARAMS, X, key=KEY)
-    many = jnp.mean(jnp.stack([low(packed, X, key=jax.random.key(k)) for k in range(30)]), 0)
-    assert jnp.abs(many - low(packed, X, key=KEY)).max() > 0
+    first, other = (low(packed, X, key=jax.random.key(k)) for k in (0, 1))
+    assert (first != other).any()  # of activations, which are rounded in each call
 
 
 def test_layers_of_a_stack_draw_anew() -> None:

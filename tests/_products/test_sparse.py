@@ -89,7 +89,8 @@ def test_layers_of_flax() -> None:
     rule = jc.nn.Rule(weight="int4(group=16,scale=bfloat16,sparse=2:4)")
     x = jax.random.normal(jax.random.key(2), (4, 32))
     model = nnx.Sequential(nnx.Linear(32, 16, rngs=nnx.Rngs(0)), nnx.LayerNorm(16, rngs=nnx.Rngs(1)))
-    low, packed = jc.nn.quantize(model, rule), jc.nn.quantize(model, rule, "ptq")
+    rules = [jc.nn.Rule(layer="LayerNorm", weight=rule.weight), rule]
+    low, packed = jc.nn.quantize(model, rules), jc.nn.quantize(model, rules, "ptq")
     kernel = model.layers[0].kernel[...]
     wanted = jc.round_to_format(kernel.T, rule.weight).T
     stored = packed.layers[0].kernel.get_value()
