@@ -90,7 +90,8 @@ def test_layer_after_layer_all_means_are_those_of_full_precision() -> None:
     assert report.passes == 3 and [row.bias for row in report.weights] == ["0/b", "1/b", "2/b"]
 
 
-def test_turns_of_a_loop_and_rounded_biases() -> None:
+@pytest.mark.parametrize("bias, bound", [("bfloat16", 0.02), pytest.param(None, 2e-5, marks=pytest.mark.slow)])
+def test_turns_of_a_loop_and_rounded_biases(bias: str | None, bound: float) -> None:
     def layers(p: Any, x: Any) -> Any:
         def turn(h: Any, own: Any) -> tuple[Any, Any]:
             y = h @ own["w"] + own["b"]
@@ -99,12 +100,11 @@ def test_turns_of_a_loop_and_rounded_biases() -> None:
         return lax.scan(turn, x, p)[1]
 
     params, x = {"w": normal(3, 8, 8), "b": normal(3, 8, seed=1)}, normal(50, 8) + 1
-    for bias, bound in ((None, 2e-5), ("bfloat16", 0.02)):
-        rule = jc.Rule(weight="int3(group=4)", bias=bias)
-        packed, _ = jc.ptq.quantize(layers, rule, params, [x], [jc.ptq.gptq(), *STEPS], sequential=True)
-        y, low = layers(params, x), jc.quantize_fn(layers, rule)(packed, x)
-        assert np.abs(low.mean(1) - y.mean(1)).max() < bound
-        assert bias is None or str(packed["b"].spec) == bias
+    rule = jc.Rule(weight="int3(group=4)", bias=bias)
+    packed, _ = jc.ptq.quantize(layers, rule, params, [x], [jc.ptq.gptq(), *STEPS], sequential=True)
+    y, low = layers(params, x), jc.quantize_fn(layers, rule)(packed, x)
+    assert np.abs(low.mean(1) - y.mean(1)).max() < bound
+    assert bias is None or str(packed["b"].spec) == bias
 
 
 def test_a_bias_takes_the_mean_errors_of_all_products_of_its_sum() -> None:

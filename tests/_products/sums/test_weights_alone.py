@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from dataclasses import replace
 from typing import Any
 
@@ -100,17 +99,21 @@ def test_which_integers_are_multiplied_by_panels() -> None:
     assert not chosen(row, groups, stored=False) and not chosen("e4m3fn(group=all)", groups)
 
 
-def test_the_kernel_takes_stored_codes() -> None:
+FITTING = [
+    "int4(group=16,axis=0)",
+    "mxfp8_e4m3(axis=0)",
+    "int8(group=all,axis=0)",
+    "nvfp4(axis=0)",
+    "nf4(group=16,axis=0)",
+    "int4(group=16,axis=0,scale=bfloat16)",
+]
+
+
+@pytest.mark.parametrize("texts", [FITTING[:2], pytest.param(FITTING[2:], marks=pytest.mark.slow)], ids=len)
+def test_the_kernel_takes_stored_codes(texts: list[str]) -> None:
     """As other devices multiply them, from the same bytes."""
     x = jax.random.normal(jax.random.key(1), (3, 64))
-    for text in (
-        "int4(group=16,axis=0)",
-        "int8(group=all,axis=0)",
-        "mxfp8_e4m3(axis=0)",
-        "nvfp4(axis=0)",
-        "nf4(group=16,axis=0)",
-        "int4(group=16,axis=0,scale=bfloat16)",
-    ):
+    for text in texts:
         stored = jc.quantize(jax.random.normal(jax.random.key(0), (64, 12)), text)
         block = None if "all" in text else 32 if "mx" in text else 16
         w = parts_of(stored)
@@ -135,13 +138,27 @@ def test_weights_are_never_written_as_floats(text: str) -> None:
         assert sizes is not None and sizes.temp_size_in_bytes <= 0.05 * 4096 * 1024 * 4
 
 
-def test_training_and_packed_weights_alone_are_equal() -> None:
+OPERANDS: list[tuple[Any, tuple[int, ...]]] = [
+    (lambda w, x: x @ w, (160, 6)),
+    (lambda w, x: x @ w.T, (6, 160)),
+    (lambda w, x: jnp.einsum("bk,khd->bhd", x, w), (160, 3, 2)),
+]
+
+
+@pytest.mark.parametrize(
+    ("text", "operands"),
+    [
+        ("int4(group=32)", OPERANDS[:2]),
+        pytest.param("int4(group=32)", OPERANDS[2:], marks=pytest.mark.slow),
+        pytest.param("nf4(group=32)", OPERANDS, marks=pytest.mark.slow),
+    ],
+    ids=["int4", "int4, two axes", "nf4"],
+)
+def test_training_and_packed_weights_alone_are_equal(text: str, operands: Any) -> None:
     """In both layouts, and with two axes that are kept."""
     x = jax.random.normal(jax.random.key(1), (3, 160))
-    cases = [(lambda w, x: x @ w, (160, 6)), (lambda w, x: x @ w.T, (6, 160))]
-    cases += [(lambda w, x: jnp.einsum("bk,khd->bhd", x, w), (160, 3, 2))]
-    for (fun, shape), text in itertools.product(cases, ("int4(group=32)", "nf4(group=32)")):
+    for fun, shape in operands:
         w = jax.random.normal(jax.random.key(0), shape)
         low = jc.quantize_fn(fun, jc.Rule(weight=text, product="codes"))
         packed = low.pack(w, x)
-        np.testing.assert_array_equal(jax.jit(low)(packed, x), jax.jit(low)(w, x))
+        np.testing.assert_array_equal(jax.jit(low)(packed, x), jax.jit(low)(w, x), str(shape))
