@@ -62,19 +62,23 @@ def test_ring(ranks: int, rng: np.random.Generator) -> None:
     same(found, np.stack([replay.psum(list(x), KEY, replay.ring)] * ranks))
 
 
-def test_hierarchical(rng: np.random.Generator) -> None:
-    x = rng.standard_normal((8, 150)).astype(np.float32)
+@pytest.mark.parametrize(
+    ("inner", "spec", "key"), [(2, NEAREST, None), pytest.param(4, STOCHASTIC, KEY, marks=pytest.mark.slow)], ids=str
+)
+def test_hierarchical(inner: int, spec: str, key: Any, rng: np.random.Generator) -> None:
+    x = rng.standard_normal((2 * inner, 150)).astype(np.float32)
     algorithm = jc.distributed.hierarchical("d", "outer")
-    found = over(
-        mesh_of(2, 4), lambda x: jc.distributed.psum(x, ("outer", "d"), STOCHASTIC, KEY, algorithm=algorithm), x
-    )
-    same(found, np.stack([replay.psum(list(x), KEY, replay.two_stages, 2, 4)] * 8))
+    found = over(mesh_of(2, inner), lambda x: jc.distributed.psum(x, ("outer", "d"), spec, key, algorithm=algorithm), x)
+    same(found, np.stack([replay.psum(list(x), key, replay.two_stages, 2, inner)] * 2 * inner))
 
 
-def test_a_process_with_one_device_replays_with_vmap(rng: np.random.Generator) -> None:
+@pytest.mark.parametrize(
+    ("spec", "key"), [(NEAREST, None), pytest.param(STOCHASTIC, KEY, marks=pytest.mark.slow)], ids=str
+)
+def test_a_process_with_one_device_replays_with_vmap(spec: str, key: Any, rng: np.random.Generator) -> None:
     x = rng.standard_normal((4, 60)).astype(np.float32)
-    found = jax.vmap(lambda x: jc.distributed.psum(x, "d", STOCHASTIC, KEY), axis_name="d")(x)
-    same(found, np.stack([replay.psum(list(x), KEY)] * 4))
+    found = jax.jit(jax.vmap(lambda x: jc.distributed.psum(x, "d", spec, key), axis_name="d"))(x)
+    same(found, np.stack([replay.psum(list(x), key)] * 4))
 
 
 def test_accumulators_in_rank_order(rng: np.random.Generator) -> None:
@@ -93,46 +97,59 @@ def test_accumulators_in_rank_order(rng: np.random.Generator) -> None:
     same(found, np.stack([replay.psum(list(x), None, from_zero)] * 4))
 
 
-def test_the_other_collectives(rng: np.random.Generator) -> None:
+OTHERS = ["scatter tiled", "permute", "scatter", "gather", "gather tiled", "exchange"]
+
+
+@pytest.mark.parametrize("kinds", [OTHERS[:2], pytest.param(OTHERS[2:], marks=pytest.mark.slow)], ids=",".join)
+def test_the_other_collectives(kinds: list[str], rng: np.random.Generator) -> None:
     x = rng.standard_normal((4, 4, 16)).astype(np.float32)
     perm = [(0, 1), (1, 3), (3, 0)]
 
     def all_of(x: Any) -> dict[str, Any]:
         d = jc.distributed
-        return {
-            "scatter": d.psum_scatter(x, "d", STOCHASTIC, KEY),
-            "scatter tiled": d.psum_scatter(x[:, :2].repeat(16, 1), "d", NEAREST, scatter_dimension=1, tiled=True),
-            "gather": d.all_gather(x, "d", STOCHASTIC, KEY, axis=1),
-            "gather tiled": d.all_gather(x, "d", NEAREST, axis=1, tiled=True),
-            "exchange": d.all_to_all(x, "d", STOCHASTIC, KEY, concat_axis=1),
-            "permute": d.ppermute(x, "d", STOCHASTIC, KEY, perm=perm),
+        made = {
+            "scatter": lambda: d.psum_scatter(x, "d", STOCHASTIC, KEY),
+            "scatter tiled": lambda: d.psum_scatter(
+                x[:, :2].repeat(16, 1), "d", NEAREST, scatter_dimension=1, tiled=True
+            ),
+            "gather": lambda: d.all_gather(x, "d", STOCHASTIC, KEY, axis=1),
+            "gather tiled": lambda: d.all_gather(x, "d", NEAREST, axis=1, tiled=True),
+            "exchange": lambda: d.all_to_all(x, "d", STOCHASTIC, KEY, concat_axis=1),
+            "permute": lambda: d.ppermute(x, "d", STOCHASTIC, KEY, perm=perm),
         }
+        return {kind: made[kind]() for kind in kinds}
 
     found = over(mesh_of(4), all_of, x)
     key = replay.fold(KEY, 0)
-    same(found["scatter"], replay.exchange(x, key))
-    wide = np.moveaxis(x[:, :, :2].repeat(16, 2).reshape(4, 4, 4, 8), 2, 1)
-    same(found["scatter tiled"], replay.exchange(np.ascontiguousarray(wide), None))
-    same(found["gather"], np.stack([np.moveaxis(replay.gather(x, key), 0, 1)] * 4))
+    wide = np.ascontiguousarray(np.moveaxis(x[:, :, :2].repeat(16, 2).reshape(4, 4, 4, 8), 2, 1))
     tiled = np.concatenate([replay.sent(each) for each in x], 1)
-    same(found["gather tiled"], np.stack([tiled] * 4))
     pieces = [
         [replay.sent(x[rank, p], replay.fold(key, replay.SEND, 0, rank), p) for rank in range(4)] for p in range(4)
     ]
-    same(found["exchange"], np.stack([np.stack(each, 1) for each in pieces]))
     moved = np.zeros_like(x)
     for source, target in perm:
         moved[target] = replay.sent(x[source], replay.fold(key, replay.SEND, 0), source)
-    same(found["permute"], moved)
+    wanted = {
+        "scatter": lambda: replay.exchange(x, key),
+        "scatter tiled": lambda: replay.exchange(wide, None),
+        "gather": lambda: np.stack([np.moveaxis(replay.gather(x, key), 0, 1)] * 4),
+        "gather tiled": lambda: np.stack([tiled] * 4),
+        "exchange": lambda: np.stack([np.stack(each, 1) for each in pieces]),
+        "permute": lambda: moved,
+    }
+    for kind in kinds:
+        same(found[kind], wanted[kind]())
 
 
-def test_gathered_is_the_whole_rounded(rng: np.random.Generator) -> None:
+@pytest.mark.parametrize(
+    "spec", ["int4(group=(2,8)):stochastic", pytest.param("nf4(group=16):stochastic", marks=pytest.mark.slow)]
+)
+def test_gathered_is_the_whole_rounded(spec: str, rng: np.random.Generator) -> None:
     """Groups that lie within a shard, and words by the place in the whole array."""
     x = rng.standard_normal((4, 2, 32)).astype(np.float32)
     key = replay.fold(KEY, 0, replay.GATHER)
-    for spec in ("nf4(group=16):stochastic", "int4(group=(2,8)):stochastic"):
-        found = over(mesh_of(4), lambda x, s=spec: jc.distributed.all_gather(x, "d", s, KEY, tiled=True), x)
-        same(found[3], jc.round_to_format(x.reshape(8, 32), spec, key))
+    found = over(mesh_of(4), lambda x: jc.distributed.all_gather(x, "d", spec, KEY, tiled=True), x)
+    same(found[3], jc.round_to_format(x.reshape(8, 32), spec, key))
 
 
 def test_tiles_and_channels_move(rng: np.random.Generator) -> None:
@@ -148,9 +165,9 @@ def test_tiles_and_channels_move(rng: np.random.Generator) -> None:
 #: Every way to store numbers: codes of a byte, of several, several codes in one; floats, tables and integers; scales of
 #: groups, of tensors and of scales; zero points. Some at a time, in one program.
 SENT = {
-    "default": ["nvfp4", "uint4(group=16,zero_point=integer)", "bfloat16"],
+    "default": ["uint4(group=16,zero_point=integer)", "bfloat16"],
     "bits": ["int3(group=all)", "mxfp6_e2m3", "int4(group=32,scale=bfloat16)", "integer8", "mxint8"],
-    "scales": ["mxfp4", "nf4(group=16,scale=uint8(group=4,zero_point=float))", "int8", "mxfp8_e4m3", "mxfp8_e5m2"],
+    "scales": ["mxfp4", "nf4(group=16,scale=uint8(group=4,zero_point=float))", "int8", "nvfp4", "mxfp8_e5m2"],
     "plain": ["e5m2", "binary32", "binary16", "posit8", "posit16", "float8_e8m0fnu"],
 }
 
@@ -191,21 +208,25 @@ def test_every_format_and_collective(name: str, rng: np.random.Generator) -> Non
             np.testing.assert_array_equal(found[kind], values, f"{kind} of {spec}")
 
 
-def test_psum_of_channels_and_tiles_keeps_shapes(rng: np.random.Generator) -> None:
+#: The axis of a piece: 6 rows in 4 pieces of 2; 16 channels; 16 columns beside one block of 6 rows.
+SHAPED = [("int8(group=(2,8))", 0), ("int8(channel=-1)", 1), ("int4(group=8,axis=0)", 1)]
+
+
+@pytest.mark.parametrize(
+    ("spec", "axis"), [SHAPED[0], *(pytest.param(*row, marks=pytest.mark.slow) for row in SHAPED[1:])]
+)
+def test_psum_of_channels_and_tiles_keeps_shapes(spec: str, axis: int, rng: np.random.Generator) -> None:
     x = rng.standard_normal((4, 6, 16)).astype(np.float32)
-    specs = ["int8(channel=-1)", "int8(group=(2,8))", "int4(group=8,axis=0)"]
-    found = over(mesh_of(4), lambda x: [jc.distributed.psum(x, "d", spec) for spec in specs], x)
-    axes = [1, 0, 1]  # 16 channels; 6 rows in 4 pieces of 2; 16 columns beside one block of 6 rows
-    for spec, axis, each in zip(specs, axes, found, strict=True):
-        padded = np.pad(x, [(0, 0), (0, 2 if axis == 0 else 0), (0, 0)], mode="edge")
-        pieces = [np.split(own, 4, axis) for own in padded]
-        sums = []
-        for owner in range(4):
-            total = np.asarray(jc.round_to_format(pieces[0][owner], spec))
-            for rank in range(1, 4):
-                total = total + np.asarray(jc.round_to_format(pieces[rank][owner], spec))
-            sums.append(np.asarray(jc.round_to_format(total, spec)))
-        same(each, np.stack([np.concatenate(sums, axis)[:6]] * 4))
+    found = over(mesh_of(4), lambda x: jc.distributed.psum(x, "d", spec), x)
+    padded = np.pad(x, [(0, 0), (0, 2 if axis == 0 else 0), (0, 0)], mode="edge")
+    pieces = [np.split(own, 4, axis) for own in padded]
+    sums = []
+    for owner in range(4):
+        total = np.asarray(jc.round_to_format(pieces[0][owner], spec))
+        for rank in range(1, 4):
+            total = total + np.asarray(jc.round_to_format(pieces[rank][owner], spec))
+        sums.append(np.asarray(jc.round_to_format(total, spec)))
+    same(found, np.stack([np.concatenate(sums, axis)[:6]] * 4))
 
 
 def test_trees_are_joined(rng: np.random.Generator) -> None:

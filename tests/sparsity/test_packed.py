@@ -21,8 +21,11 @@ CASES = [
 ]
 
 
-@pytest.mark.in_turn(8)
-@pytest.mark.parametrize(("text", "n", "m", "axis"), CASES, ids=str)
+@pytest.mark.parametrize(
+    ("text", "n", "m", "axis"),
+    [CASES[0], *(pytest.param(*case, marks=pytest.mark.slow) for case in CASES[1:])],
+    ids=str,
+)
 def test_it_has_the_numbers_of_the_array(text: str, n: int, m: int, axis: int) -> None:
     w = np.random.default_rng(0).normal(size=(22, 16)).astype(np.float32)
     w = np.where(jc.sparsity.mask(w, n, m, axis=axis), w, 0)
@@ -46,12 +49,21 @@ def test_codes_and_places_are_those_of_the_definition() -> None:
     assert packed.places.tolist() == [[0b1001_1010], [0b1001_0011]]
 
 
-def test_it_stores_what_the_sweep_prunes() -> None:
+@pytest.mark.parametrize("swept", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_it_stores_what_the_format_prunes(swept: bool) -> None:
+    """By magnitudes, and in the sweep of GPTQ."""
     rng = np.random.default_rng(0)
     x, w = (jnp.asarray(rng.normal(size=shape), jnp.float32) for shape in ((256, 64), (64, 32)))
-    dense, text = lambda p, x: x @ p, "int4(group=32,scale=bfloat16)"
-    found, _ = jc.ptq.quantize(dense, jc.Rule(weight=text), w, [x], [jc.ptq.sparse(2, 4), jc.ptq.gptq()])
-    same, _ = jc.ptq.quantize(dense, jc.Rule(weight=f"{text[:-1]},sparse=2:4)"), w, [x])
+    dense, text = (
+        lambda p, x: x @ p,
+        "int4(group=32,scale=bfloat16)" if swept else "int4(group=32,axis=0,scale=bfloat16)",
+    )
+    if swept:
+        found, _ = jc.ptq.quantize(dense, jc.Rule(weight=text), w, [x], [jc.ptq.sparse(2, 4), jc.ptq.gptq()])
+        same, _ = jc.ptq.quantize(dense, jc.Rule(weight=f"{text[:-1]},sparse=2:4)"), w, [x])
+    else:
+        found = jc.quantize(jnp.where(jc.sparsity.mask(w, 2, 4, axis=0), w, 0), text)
+        same = jc.quantize(w, f"{text[:-1]},sparse=2:4)")
     packed = jc.sparsity.pack(found, 2, 4)
     assert 8 * packed.nbytes / w.size == 3.5 and packed.spec == same.spec
     for one, other in zip(jax.tree.leaves(packed), jax.tree.leaves(same), strict=True):
