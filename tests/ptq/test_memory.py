@@ -49,13 +49,12 @@ def held_bytes(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 @pytest.mark.parametrize(
     ("steps", "memory", "passes"),
     [
-        ([jc.ptq.gptq()], "20KiB", 5),  # a; two turns, two, one; b
-        pytest.param([jc.ptq.gptq()], "60 KiB", 2, marks=pytest.mark.slow),
+        ([jc.ptq.gptq()], "60 KiB", 2),
+        pytest.param([jc.ptq.gptq()], "20KiB", 5, marks=pytest.mark.slow),  # a; two turns, two, one; b
         pytest.param([jc.ptq.gptq()], 10**6, 1, marks=pytest.mark.slow),
         pytest.param([jc.ptq.correct_error(), jc.ptq.gptq()], "40KiB", 7, marks=pytest.mark.slow),
     ],
 )
-@pytest.mark.slow
 def test_the_codes_are_those_of_one_pass(steps: Any, memory: Any, passes: int, monkeypatch: Any) -> None:
     params, batches = problem()
     whole, one = jc.ptq.quantize(network, RULE, params, batches, steps)
@@ -68,7 +67,6 @@ def test_the_codes_are_those_of_one_pass(steps: Any, memory: Any, passes: int, m
     assert 2 * max(found) <= most and sum(found) > 0
 
 
-@pytest.mark.slow
 def test_windows_of_nested_loops_and_of_weights_that_share_an_input() -> None:
     def nested(p: Any, x: Any) -> Any:
         def outer(h: Any, own: Any) -> Any:
@@ -92,9 +90,14 @@ def test_windows_of_nested_loops_and_of_weights_that_share_an_input() -> None:
     assert report.passes == 4  # a turn of the outer loop at a time, and the weight that all turns share
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("sequential", [False, True])
-def test_mappings_look_at_weights_that_share_an_input(sequential: bool, monkeypatch: Any) -> None:
+MAPPED = [jc.ptq.smooth(), jc.ptq.awq(3), jc.ptq.gptq()]
+
+
+@pytest.mark.parametrize(
+    "sequential, steps",
+    [(False, MAPPED[:1]), *(pytest.param(n, MAPPED, marks=pytest.mark.slow) for n in (False, True))],
+)
+def test_mappings_look_at_weights_that_share_an_input(sequential: bool, steps: Any, monkeypatch: Any) -> None:
     def fun(p: Any, x: Any) -> Any:
         h = (x * p["scale"]) @ p["q"] * jax.nn.sigmoid((x * p["scale"]) @ p["k"])
         return jax.nn.relu(h @ p["v"]) @ p["o"]
@@ -104,7 +107,6 @@ def test_mappings_look_at_weights_that_share_an_input(sequential: bool, monkeypa
     params = {name: jnp.asarray(rng.normal(size=shape), jnp.float32) for name, shape in shapes.items()}
     params["scale"] = jnp.asarray(rng.uniform(0.5, 8, 16), jnp.float32)
     batches = [jnp.asarray(rng.normal(size=(40, 16)), jnp.float32) for _ in range(2)]
-    steps = [jc.ptq.smooth(), jc.ptq.awq(3), jc.ptq.gptq()]
     whole, one = jc.ptq.quantize(fun, RULE, params, batches, steps, sequential=sequential)
     found = held_bytes(monkeypatch)
     parts, several = jc.ptq.quantize(fun, RULE, params, batches, steps, sequential=sequential, memory=9600)

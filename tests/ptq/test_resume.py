@@ -46,8 +46,7 @@ def killer(after: int) -> Any:
 STEPS = [jc.ptq.correct_error(), jc.ptq.gptq(), jc.ptq.correct_biases()]
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("steps", [[], STEPS], ids=len)
+@pytest.mark.parametrize("steps", [[], pytest.param(STEPS, marks=pytest.mark.slow)], ids=len)
 def test_a_killed_run_continues_bit_for_bit(steps: Any, tmp_path: Path) -> None:
     """There are three stages of two batches each: the first layer, and the two turns of the loop."""
     params, batches = problem()
@@ -80,7 +79,6 @@ def squares() -> tuple[Any, list[Any]]:
     return params | {"bias": jnp.ones(8)}, [jnp.asarray(rng.normal(size=(20, 8)), jnp.float32) for _ in range(2)]
 
 
-@pytest.mark.slow
 def test_one_pass_is_kept_and_other_runs_are_refused(tmp_path: Path) -> None:
     params, batches = squares()
     folder = tmp_path / "run"
@@ -128,7 +126,6 @@ def test_bad_folders(tmp_path: Path) -> None:
         jc.ptq.quantize(network, RULE, params, batches, resume=folder)
 
 
-@pytest.mark.slow
 def test_reports_are_dicts_and_pictures() -> None:
     params, batches = squares()
     _, report = jc.ptq.quantize(two_layers, [jc.Rule("second"), RULE], params, batches, [])

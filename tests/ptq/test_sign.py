@@ -49,7 +49,7 @@ def test_independent_inputs_are_rounded_to_nearest() -> None:
 VALUES = ["int4(group=16)", "nf4(group=16)", "float8_e4m3fn(group=all)", "mxfp4", "nvfp4", "float8_e5m2"]
 
 
-@pytest.mark.slow
+@pytest.mark.in_turn(30)
 @pytest.mark.parametrize("text", VALUES)
 def test_neighbours_are_those_values_of_the_format(text: str) -> None:
     w = np.random.default_rng(2).normal(size=(6, 32)).astype(np.float32)

@@ -80,7 +80,6 @@ def test_sums_are_those_of_integers(given: Any) -> None:
         np.testing.assert_array_equal(have, want.astype(np.float32), err_msg=name)
 
 
-@pytest.mark.slow
 def test_matrices_of_windows_are_the_same_sums() -> None:
     """As GPUs compute them; and images with more channels than one panel has."""
     rng, how = np.random.default_rng(0), Geometry((1,), ((1, 0),), (1,), (1,))
@@ -101,7 +100,7 @@ RULES: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.slow
+@pytest.mark.in_turn(50)
 @pytest.mark.parametrize("name", RULES)
 def test_convolutions_train_and_serve_the_same_numbers(name: str) -> None:
     """Beside the product of floats, whose roundings are the same; the axes of images and kernels as they come."""
@@ -123,7 +122,6 @@ def test_convolutions_train_and_serve_the_same_numbers(name: str) -> None:
         np.testing.assert_allclose(have, ref, rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.slow
 def test_blocks_that_are_none_along_a_sum_are_refused() -> None:
     conv = lambda w, x: lax.conv(x, w, (1, 1), "SAME")  # noqa: E731
     w, x = jnp.ones((4, 6, 3, 3)), jnp.ones((1, 6, 5, 5))
