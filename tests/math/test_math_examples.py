@@ -10,8 +10,6 @@ import numpy as np
 import pytest
 from example_cases import load
 
-pytestmark = pytest.mark.slow
-
 
 @pytest.fixture
 def lines(request: pytest.FixtureRequest, monkeypatch: Any, capsys: Any, tmp_path: Path) -> list[list[str]]:

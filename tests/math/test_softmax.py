@@ -93,7 +93,6 @@ def test_operations_are_rounded_one_by_one(name: str, masked: bool) -> None:
     same(jc.math.logsumexp(x, spec, axis=1, where=where), want)
 
 
-@pytest.mark.slow
 def test_in_the_carrier_they_are_those_of_jax() -> None:
     x = some(2, 3, 4)
     for axis in (-1, 0, (0, 2), None):
@@ -103,7 +102,6 @@ def test_in_the_carrier_they_are_those_of_jax() -> None:
         np.testing.assert_allclose(got, jax.nn.logsumexp(x, axis=axis, keepdims=True), rtol=1e-6)
 
 
-@pytest.mark.slow
 def test_infinities_nan_and_nothing() -> None:
     x = np.array([[np.inf, 1, 2], [-np.inf, 1, 1], [-np.inf] * 3, [np.nan, 1, 2]], np.float32)
     want = jax.nn.softmax(x, axis=-1)
@@ -112,7 +110,6 @@ def test_infinities_nan_and_nothing() -> None:
     np.testing.assert_allclose(got, [np.inf, 1 + np.log(2), -np.inf, np.nan], rtol=1e-3)
 
 
-@pytest.mark.slow
 def test_sums_of_nothing_and_what_is_refused() -> None:
     x = np.ones((4, 3), np.float32)
     assert jc.math.logsumexp(x[:, :0], "binary16", axis=1).tolist() == [-np.inf] * 4
@@ -124,7 +121,6 @@ def test_sums_of_nothing_and_what_is_refused() -> None:
         jc.math.softmax(x, MatmulSpec(product="e5m2"))
 
 
-@pytest.mark.slow
 def test_draws_are_those_of_the_split_key() -> None:
     """As documented, with the differences, the exponentials, the sums and the quotients by themselves."""
     x, text = some(2, 4), "e5m4:stochastic"
@@ -151,7 +147,7 @@ def test_draws_are_those_of_the_split_key() -> None:
 
 
 @pytest.mark.parametrize("name", ["softmax", "logsumexp"])
-@pytest.mark.slow
+@pytest.mark.in_turn(1000)
 def test_jit_vmap_and_derivatives(name: str) -> None:
     function: Callable[..., Any] = getattr(jc.math, name)
     x, keys = jnp.asarray(some(3, 4)), jax.random.split(KEY, 3)

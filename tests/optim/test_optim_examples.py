@@ -12,8 +12,6 @@ from typing import Any
 import pytest
 from example_cases import load
 
-pytestmark = pytest.mark.slow
-
 
 @pytest.fixture
 def rows(request: pytest.FixtureRequest, monkeypatch: Any, capsys: Any, tmp_path: Path) -> dict[str, list[float]]:

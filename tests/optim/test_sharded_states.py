@@ -14,10 +14,7 @@ from jax.sharding import PartitionSpec as P
 
 import jchop as jc
 
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.skipif(jax.device_count() < 8, reason="needs eight (forced host) devices"),
-]
+pytestmark = pytest.mark.skipif(jax.device_count() < 8, reason="needs eight (forced host) devices")
 
 #: With these rates and decays every product is exact, so that no compiler's contraction can change a bit.
 RATE, DECAY = 2.0**-7, 2.0**-6
@@ -43,6 +40,7 @@ def steps(tx: Any, state: Any, grads: Any, params: Any) -> Any:
     return params, state._replace(key=None)  # NumPy has no typed keys
 
 
+@pytest.mark.in_turn(1000)
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_sharded_states_are_unsharded(name: str, rng: np.random.Generator) -> None:
     tx = OPTIMIZERS[name]
@@ -72,8 +70,8 @@ USUAL = {
 }
 
 
-@pytest.mark.parametrize("places", ["rows", "ZeRO"])
-@pytest.mark.parametrize("name", USUAL)
+@pytest.mark.in_turn(1000)
+@pytest.mark.parametrize(("name", "places"), list(zip(USUAL, ["rows", "ZeRO"] * 3, strict=True)))
 def test_usual_rates(name: str, places: str, rng: np.random.Generator) -> None:
     """A program of one step, of parameters in rows or whole: with products that are not exact, too."""
     tx, shape = USUAL[name], SHAPES["whole"]
@@ -97,6 +95,7 @@ def test_usual_rates(name: str, places: str, rng: np.random.Generator) -> None:
         jax.tree.map(np.testing.assert_array_equal, (got, parts.arrays), (wanted, state.arrays))
 
 
+@pytest.mark.in_turn(1000)
 @pytest.mark.parametrize("name", USUAL)
 def test_several_steps_in_one_program(name: str, rng: np.random.Generator) -> None:
     """The decays differ: see `quotient_by_one_number_is_product` in `_core/xla_cpu.py`."""

@@ -73,7 +73,7 @@ def plain(learning_rate: float) -> np.ndarray:
     return losses(optax.adamw(learning_rate, weight_decay=1e-2), network()[0])
 
 
-@pytest.mark.slow
+@pytest.mark.in_turn(1000)
 @pytest.mark.parametrize(("make", "most"), [("adamw8bit", 1e-3), ("adamw_fp8", 5e-3), ("adamw4bit", 5e-2)])
 def test_packed_adamw_follows_adamw(make: str, most: float) -> None:
     assert deviation(losses(getattr(optim, make)(1e-3), network()[0]), plain(1e-3)) <= most
@@ -91,7 +91,6 @@ def in_float32(tx: Any) -> Any:
     return optax.GradientTransformationExtraArgs(lambda params: tx.init(wide(params)), update)
 
 
-@pytest.mark.slow
 def test_stochastic_rounding_moves_bfloat16_where_nearest_stalls() -> None:
     half = jax.tree.map(lambda p: p.astype("bfloat16"), network()[0])
     base = in_float32(optax.adamw(1e-5, weight_decay=1e-2))
@@ -102,7 +101,6 @@ def test_stochastic_rounding_moves_bfloat16_where_nearest_stalls() -> None:
     assert abs(stochastic[-1] / wanted[-1] - 1) <= 1e-3
 
 
-@pytest.mark.slow
 def test_int8_parameters_train_without_a_copy() -> None:
     """Rows of int8, written back stochastically; rounded to nearest they would stay far behind."""
     tx = optax.adamw(1e-3, weight_decay=1e-2)

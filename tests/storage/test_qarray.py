@@ -114,7 +114,6 @@ def test_parts_along_axes_that_no_group_holds(stored: Stored, text: str) -> None
         agrees(q[1:, tokens], values[1:, tokens])
 
 
-@pytest.mark.slow
 def test_dequantized_parts(stored: Stored) -> None:
     for q, values in map(stored.__getitem__, TEXTS):
         same(jc.dequantize(q), values)
@@ -191,7 +190,6 @@ def test_axes_in_another_order(stored: Stored, text: str) -> None:
         q.transpose(0, 1, 3)
 
 
-@pytest.mark.slow
 def test_shapes_that_leave_groups_whole(stored: Stored) -> None:
     for text, shapes in {
         GROUPS: [(24, 16), (2, 2, 6, 16), (4, 6, 2, 8), (-1, 2, 8), (4, 1, 6, 16), (384,), (48, 8), (2, 192), (8, 48)],
@@ -210,7 +208,6 @@ def test_shapes_that_leave_groups_whole(stored: Stored) -> None:
     assert stored[GROUPS][0].reshape(4, 6, 16) is stored[GROUPS][0]
 
 
-@pytest.mark.slow
 def test_shapes_that_tear_groups(stored: Stored) -> None:
     for text, shapes in {
         GROUPS: [(4, 6, 4, 4), (96, 4), (32, 12)],
@@ -302,7 +299,6 @@ def test_repr(stored: Stored) -> None:
 
 
 # -- as a pytree -----------------------------------------------------------------------------------------------------
-@pytest.mark.slow
 def test_leaves_have_names(stored: Stored) -> None:
     q = stored["int4(group=(2,8),zero_point=integer)"][0]
     paths = [jax.tree_util.keystr(path) for path, _ in jax.tree_util.tree_leaves_with_path(q)]
@@ -312,7 +308,7 @@ def test_leaves_have_names(stored: Stored) -> None:
     assert hash(jax.tree.structure(q)) == hash(jax.tree.structure(again))
 
 
-@pytest.mark.slow
+@pytest.mark.in_turn(1000)
 @pytest.mark.parametrize("text", ["int8(channel=-1)", "nvfp4"])
 def test_vmap_puts_an_axis_in_front(text: str) -> None:
     x = numbers()
@@ -326,7 +322,6 @@ def test_vmap_puts_an_axis_in_front(text: str) -> None:
     same(jax.vmap(lambda q: jc.dequantize(q[2]))(q), values[:, 2])
 
 
-@pytest.mark.slow
 def test_vmapped_tensors_scales_do_not_mix() -> None:
     q = jax.vmap(lambda x: jc.quantize(x, "nvfp4"))(numbers())
     with pytest.raises(ValueError, match="cannot be moved"):
@@ -385,7 +380,6 @@ def test_scan_takes_an_axis_with_own_scales_away(text: str) -> None:
     assert one[1:].spec == whole[1, 1:].spec
 
 
-@pytest.mark.slow
 def test_files_keep_an_array_whose_axis_was_taken_away(tmp_path: Path) -> None:
     whole = jc.quantize(numbers(), "int8(channel=(0,-1))")
     one = jax.tree.map(lambda leaf: leaf[1], whole)
@@ -429,7 +423,6 @@ def test_derivative_in_the_leaves_that_are_floats(text: str, batched: bool) -> N
     np.testing.assert_allclose(total.ravel(), np.ravel(wanted), rtol=1e-2 if text == GROUPS else 1e-5)
 
 
-@pytest.mark.slow
 def test_derivative_in_what_is_added() -> None:
     """x = s e + z: in z the sum of the weights, in s that of weights times elements."""
     x, weight = numbers((4, 16)), numbers((4, 16)) + 3
@@ -440,7 +433,6 @@ def test_derivative_in_what_is_added() -> None:
     np.testing.assert_allclose(got.scale, (elements * np.asarray(weight).reshape(4, 2, 8)).sum(-1), rtol=1e-6)
 
 
-@pytest.mark.slow
 def test_derivative_in_scales_that_are_added_to() -> None:
     """x = e (t c + z): in t the sum of e c times weights, in z that of e times weights."""
     x, weight = numbers((4, 16)), numbers((4, 16)) + 3
@@ -452,7 +444,6 @@ def test_derivative_in_scales_that_are_added_to() -> None:
     np.testing.assert_allclose(np.ravel(got.scale[1]), (own * np.asarray(q.scale[0])).sum(-1), rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.slow
 def test_derivative_in_float_codes() -> None:
     q = jc.quantize(numbers((4, 16)), "float8_e4m3fn(channel=0)")
 
@@ -470,7 +461,6 @@ def test_codes_pass_no_derivative() -> None:
     same(slope, jnp.zeros_like(x))
 
 
-@pytest.mark.slow
 def test_donated_leaves_are_used() -> None:
     q = jc.quantize(numbers(), GROUPS)
     wanted = np.asarray(jc.dequantize(q))
@@ -479,7 +469,6 @@ def test_donated_leaves_are_used() -> None:
     same(jc.dequantize(moved), wanted)
 
 
-@pytest.mark.slow
 def test_export() -> None:
     q = jc.quantize(numbers((4, 16)), "nvfp4")
     exported = export.export(jax.jit(jc.dequantize))(q)
@@ -490,7 +479,6 @@ def test_export() -> None:
     same(again.call(q), jc.dequantize(q))
 
 
-@pytest.mark.slow
 def test_export_of_what_takes_and_returns_stored_arrays() -> None:
     pytest.importorskip("flatbuffers")
     q = jc.quantize(numbers((4, 16)), "uint4(group=8,zero_point=integer)")
@@ -505,7 +493,6 @@ def test_export_of_what_takes_and_returns_stored_arrays() -> None:
     jax.tree.map(same, got, wanted)
 
 
-@pytest.mark.slow
 def test_checkpoints_of_orbax(tmp_path: Path) -> None:
     orbax = pytest.importorskip("orbax.checkpoint")
     texts = ("mxfp8_e4m3(group=8)", "nvfp4", "int4(group=8,zero_point=float,scale=bfloat16)")
@@ -519,7 +506,6 @@ def test_checkpoints_of_orbax(tmp_path: Path) -> None:
     jax.tree.map(same, restored, tree)
 
 
-@pytest.mark.slow
 def test_functions_of_numpy_take_the_numbers() -> None:
     x = np.random.default_rng(0).normal(size=(4, 64)).astype(np.float32)
     for spec in ("int4(group=32)", "int8", "e4m3", "bfloat16"):

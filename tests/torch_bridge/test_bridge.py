@@ -51,7 +51,7 @@ def test_memory_is_shared_both_ways():
 @pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="peak memory is read from Linux's /proc")
 @pytest.mark.parametrize("transposed", [False, True])
 @pytest.mark.parametrize("spec", ["float8_e5m2", "float8_e5m2:stochastic"])
-@pytest.mark.slow
+@pytest.mark.in_turn(1000)
 def test_a_call_takes_memory_for_its_result_alone(spec: str, transposed: bool) -> None:
     """JAX shows no pointer of what it reads inside a jitted function; a copy would show in the peak of a process."""
     code = f"""
@@ -135,7 +135,6 @@ def test_without_torch_the_extra_is_named(monkeypatch):
         importlib.import_module("jchop.torch")
 
 
-@pytest.mark.slow
 def test_nothing_is_kept_after_calls():
     """Neither arrays nor tensors: as many live after 1,000 calls, some of them with gradients, as before."""
     x = torch.randn(64)

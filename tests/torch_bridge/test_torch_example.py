@@ -21,7 +21,6 @@ def load():
     return module
 
 
-@pytest.mark.slow
 def test_the_recipe_learns():
     example = load()
     assert example.train(example.IBM, 3, 16) > 0.7
@@ -34,7 +33,6 @@ def test_it_prints_a_row_for_each_recipe(monkeypatch, capsys):
     assert [line[:28].strip() for line in capsys.readouterr().out.splitlines()] == list(example.RECIPES)
 
 
-@pytest.mark.slow
 def test_nearest_loses_without_the_accumulator(monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", ["torch_training.py", "--small"])
     load().main()
