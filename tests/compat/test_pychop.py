@@ -88,22 +88,21 @@ def test_fixed_point() -> None:
     np.testing.assert_array_equal(ch.quantize(x), ch(x))
 
 
-@pytest.mark.in_turn(2)
-@pytest.mark.parametrize("symmetric", [True, False])
-def test_integers(symmetric: bool) -> None:
+def test_integers() -> None:
     x = np.array([[0.1, -0.2], [0.3, 0.4]], np.float32)
-    ch = Chopi(bits=8, symmetric=symmetric)
-    codes = ch.quantize(x)
-    low, high = (0.0, float(np.abs(x).max())) if symmetric else (float(x.min()), float(x.max()))
-    steps = 127 if symmetric else 255
-    scale = np.float32(float((Fraction(high) - Fraction(low)) / steps))
-    zero = 0 if symmetric else oracle.rne(-Fraction(low) / Fraction(float(scale)))
-    wanted = [oracle.rne(Fraction(float(v)) / Fraction(float(scale)) + zero) for v in x.ravel()]
-    assert codes.ravel().tolist() == wanted and codes.dtype == (np.int8 if symmetric else np.uint8)
-    np.testing.assert_array_equal(ch.dequantize(codes), ch(x))
-    np.testing.assert_array_equal(
-        ch(x).ravel(), [np.float32(float((c - zero) * Fraction(float(scale)))) for c in wanted]
-    )
+    for symmetric in (True, False):
+        ch = Chopi(bits=8, symmetric=symmetric)
+        codes = ch.quantize(x)
+        low, high = (0.0, float(np.abs(x).max())) if symmetric else (float(x.min()), float(x.max()))
+        steps = 127 if symmetric else 255
+        scale = np.float32(float((Fraction(high) - Fraction(low)) / steps))
+        zero = 0 if symmetric else oracle.rne(-Fraction(low) / Fraction(float(scale)))
+        wanted = [oracle.rne(Fraction(float(v)) / Fraction(float(scale)) + zero) for v in x.ravel()]
+        assert codes.ravel().tolist() == wanted and codes.dtype == (np.int8 if symmetric else np.uint8)
+        np.testing.assert_array_equal(ch.dequantize(codes), ch(x))
+        np.testing.assert_array_equal(
+            ch(x).ravel(), [np.float32(float((c - zero) * Fraction(float(scale)))) for c in wanted]
+        )
 
 
 def test_integers_by_earlier_names() -> None:
