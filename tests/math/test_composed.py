@@ -125,12 +125,15 @@ def test_evenly_spaced_numbers(text: str, endpoint: bool) -> None:
 
 
 def test_spaces_have_the_shapes_of_numpy() -> None:
-    many: list[dict[str, Any]] = [{}, {"endpoint": False}, {"axis": -1}]
+    many: list[dict[str, Any]] = [
+        {"num": 0}, {"num": 1}, {"num": 1, "endpoint": False}, {"num": 2, "axis": -1},
+        {"num": 5}, {"num": 5, "endpoint": False},
+    ]  # fmt: skip
     a, b = np.arange(3, dtype=np.float32), np.float32(8)
-    for num in (0, 1, 2, 5):
-        for more in many:
-            want = np.linspace(a, b, num, dtype=np.float32, **more)
-            np.testing.assert_allclose(jc.math.linspace(a, b, "binary32", num=num, **more), want, rtol=1e-6)
+    spaces = jax.jit(lambda a, b: [jc.math.linspace(a, b, "binary32", **more) for more in many])(a, b)
+    for got, more in zip(spaces, many, strict=True):
+        want = np.linspace(a, b, dtype=np.float32, **more)
+        np.testing.assert_allclose(got, want, rtol=1e-6, err_msg=str(more))
     assert jc.math.linspace(0, 1, "e5m2").shape == (50,)
     # 257 is no value of bfloat16, and yet the number of an element.
     assert jc.math.linspace(np.float32(0), 1024, "bfloat16", num=1025)[257] == 256
@@ -203,8 +206,8 @@ def test_where() -> None:
 
 
 FUNCTIONS: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {
-    "cross": (lambda x, *spec: jc.math.cross(x, x[::-1] + 1, *spec), lambda x: jnp.cross(x, x[::-1] + 1)),
     "linspace": (lambda x, *spec: jc.math.linspace(x, 3.0, *spec, num=4), lambda x: jnp.linspace(x, 3.0, 4)),
+    "cross": (lambda x, *spec: jc.math.cross(x, x[::-1] + 1, *spec), lambda x: jnp.cross(x, x[::-1] + 1)),
     "interp": (
         lambda x, *spec: jc.math.interp(x, jnp.arange(-2.0, 3.0), x[0] + jnp.arange(5.0) ** 2, *spec),
         lambda x: jnp.interp(x, jnp.arange(-2.0, 3.0), x[0] + jnp.arange(5.0) ** 2),

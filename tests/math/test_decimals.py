@@ -95,6 +95,6 @@ def test_without_decimals_and_where_the_carrier_is_wrong() -> None:
 def test_transforms() -> None:
     x = jnp.asarray(numbers("bfloat16")[:40]).reshape(4, 10)
     text, keys = "e5m3:stochastic", jax.random.split(KEY, 4)
-    each = jax.jit(jax.vmap(lambda x, key: jc.math.round(x, text, key, decimals=1)))(x, keys)
-    np.testing.assert_array_equal(each[3], jc.math.round(x[3], text, keys[3], decimals=1))
+    each = jax.jit(jax.vmap(lambda x, key: jc.math.round(x, text, key, decimals=-1)))(x, keys)
+    np.testing.assert_array_equal(each[3], jc.math.round(x[3], text, keys[3], decimals=-1))
     assert not jax.grad(lambda x: jc.math.round(x, "e5m3", decimals=1).sum())(x[0]).any()

@@ -153,19 +153,23 @@ TENSORDOTS: dict[str, tuple[tuple[int, ...], tuple[int, ...], Any]] = {
 
 
 def test_tensordot_is_that_of_numpy() -> None:
-    for name, (left, right, axes) in TENSORDOTS.items():
-        a, b = integers(*left), integers(*right, seed=1)
-        got, want = jc.math.tensordot(a, b, PLAIN, axes=axes), np.tensordot(a, b, axes)
-        np.testing.assert_array_equal(got, want, err_msg=name)
+    pairs = {name: (integers(*left), integers(*right, seed=1)) for name, (left, right, _) in TENSORDOTS.items()}
+
+    def products(pairs: Any) -> Any:
+        return {name: jc.math.tensordot(a, b, PLAIN, axes=TENSORDOTS[name][2]) for name, (a, b) in pairs.items()}
+
+    for name, got in jax.jit(products)(pairs).items():
+        np.testing.assert_array_equal(got, np.tensordot(*pairs[name], TENSORDOTS[name][2]), err_msg=name)
 
 
 def test_inner_is_that_of_numpy() -> None:
     shapes: list[tuple[tuple[int, ...], tuple[int, ...]]] = [
         ((3,), (3,)), ((2, 3), (4, 3)), ((), (2, 3)), ((2,), ()), ((2, 0), (0,))
     ]  # fmt: skip
-    for left, right in shapes:
-        a, b = integers(*left), integers(*right, seed=1)
-        np.testing.assert_array_equal(jc.math.inner(a, b, PLAIN), np.inner(a, b), err_msg=f"{left} {right}")
+    pairs = [(integers(*left), integers(*right, seed=1)) for left, right in shapes]
+    found = jax.jit(lambda pairs: [jc.math.inner(a, b, PLAIN) for a, b in pairs])(pairs)
+    for got, (a, b) in zip(found, pairs, strict=True):
+        np.testing.assert_array_equal(got, np.inner(a, b), err_msg=f"{a.shape} {b.shape}")
 
 
 def test_every_operation_is_rounded_in_the_order_of_the_first_array() -> None:
@@ -192,8 +196,9 @@ def test_traces_have_the_axes_of_numpy() -> None:
         {"axis1": -1},
         {"offset": 9},
     ]
-    for more in many:
-        np.testing.assert_array_equal(jc.math.trace(x, PLAIN, **more), np.trace(x, **more))
+    traces = jax.jit(lambda x: [jc.math.trace(x, PLAIN, **more) for more in many])(x)
+    for got, more in zip(traces, many, strict=True):
+        np.testing.assert_array_equal(got, np.trace(x, **more), err_msg=str(more))
 
 
 def test_outer_rounds_each_product_once() -> None:

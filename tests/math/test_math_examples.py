@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +15,8 @@ from example_cases import load
 @pytest.fixture
 def lines(request: pytest.FixtureRequest, monkeypatch: Any, capsys: Any, tmp_path: Path) -> list[list[str]]:
     """The words that an example prints at its small size; it has drawn a picture too."""
-    name, picture = request.param, tmp_path / "picture.png"
-    monkeypatch.setattr(sys, "argv", [f"{name}.py", "--small", "--plot", str(picture)])
+    (name, *words), picture = request.param.split(), tmp_path / "picture.png"
+    monkeypatch.setattr(sys, "argv", [f"{name}.py", "--small", *words, "--plot", str(picture)])
     load(name).main()
     assert picture.read_bytes().startswith(b"\x89PNG")
     printed = capsys.readouterr().out.splitlines()
@@ -23,8 +24,7 @@ def lines(request: pytest.FixtureRequest, monkeypatch: Any, capsys: Any, tmp_pat
     return [line.replace("|", " ").split() for line in printed]
 
 
-@pytest.mark.parametrize("lines", ["backward_error"], indirect=True)
-def test_factors_are_off_by_a_few_units(lines: list[list[str]]) -> None:
+def factors_are_off_by_a_few_units(lines: list[list[str]]) -> None:
     assert lines[0] == ["float8_e4m3", "bfloat16", "binary16"] and [line[0] for line in lines[1:]] == [
         "LU",
         "QR",
@@ -33,8 +33,7 @@ def test_factors_are_off_by_a_few_units(lines: list[list[str]]) -> None:
     assert all(0.05 < float(line[i]) < 10 for line in lines[1:] for i in (1, 3, 5))
 
 
-@pytest.mark.parametrize("lines", ["refinement"], indirect=True)
-def test_refinement_needs_gmres_at_condition_1e5(lines: list[list[str]]) -> None:
+def refinement_needs_gmres_at_condition_1e5(lines: list[list[str]]) -> None:
     head, _, easy, _, hard, _ = lines
     assert head == ["κ", "binary16,", "lu", "binary16,", "gmres(6)"]
     assert 10 <= float(easy[0]) < 100 and 1e5 <= float(hard[0]) < 1e6
@@ -42,10 +41,8 @@ def test_refinement_needs_gmres_at_condition_1e5(lines: list[list[str]]) -> None
     assert good == [True, True, False, True]
 
 
-def test_refinement_in_double_precision(monkeypatch: Any, capsys: Any) -> None:
-    monkeypatch.setattr(sys, "argv", ["refinement.py", "--small", "--working", "binary64"])
-    load("refinement").main()
-    _, _, easy, _, hard, _ = (line.replace("|", " ").split() for line in capsys.readouterr().out.splitlines())
+def refinement_in_double_precision(lines: list[list[str]]) -> None:
+    _, _, easy, _, hard, _ = lines
     assert [cells[2].startswith("**") and float(cells[2].strip("*")) < 2.0**-52 for cells in (easy, hard)] == [
         True,
         True,
@@ -53,8 +50,7 @@ def test_refinement_in_double_precision(monkeypatch: Any, capsys: Any) -> None:
     assert float(easy[1].strip("*")) < 1e-9 < 1e-7 < float(hard[1])
 
 
-@pytest.mark.parametrize("lines", ["summation"], indirect=True)
-def test_a_long_sum_to_nearest_is_lost_but_in_pairs_or_stochastically(lines: list[list[str]]) -> None:
+def a_long_sum_to_nearest_is_lost_but_in_pairs_or_stochastically(lines: list[list[str]]) -> None:
     assert lines[0] == ["n", "64", "512", "4096"]
     errors = {" ".join(line[:-3]): [float(word) for word in line[-3:]] for line in lines[1:]}
     short, _, long = errors["sequential"]
@@ -64,20 +60,35 @@ def test_a_long_sum_to_nearest_is_lost_but_in_pairs_or_stochastically(lines: lis
     assert all(error < bound for error, bound in zip(errors["stochastic"], errors["√n u"], strict=True))
 
 
-@pytest.mark.parametrize("lines", ["tensor_cores"], indirect=True)
-def test_sums_of_512_positive_fp8_numbers_need_promotion(lines: list[list[str]]) -> None:
+def sums_of_512_positive_fp8_numbers_need_promotion(lines: list[list[str]]) -> None:
     assert lines[1] == ["products", "128", "512"]
     errors = {" ".join(line[:-2]): float(line[-1]) for line in lines[2:6]}
     assert errors["Hopper"] > 0.005 > 0.001 > errors["Hopper, promoted every 128"] > 1e-4 > 1e-6 > errors["Blackwell"]
 
 
-@pytest.mark.parametrize("lines", ["lorenz"], indirect=True)
-def test_the_lorenz_system_stands_still_to_nearest_and_not_stochastically(lines: list[list[str]]) -> None:
+def the_lorenz_system_stands_still_to_nearest_and_not_stochastically(lines: list[list[str]]) -> None:
     assert [line[0] for line in lines[1:]] == ["float8_e5m2:stochastic", "bfloat16", "bfloat16:stochastic"]
     eight, nearest, stochastic = lines[1:]
     assert nearest[3:] == ["0", "of", "100"] and int(stochastic[3]) > 90
     assert 20 < float(stochastic[1]) < 28 and 6 < float(stochastic[2]) < 11  # as in binary32: 23.9 and 8.5
     assert 20 < float(eight[1]) < 28
+
+
+@pytest.mark.in_turn(1000)
+@pytest.mark.parametrize(
+    ("lines", "check"),
+    [
+        ("tensor_cores", sums_of_512_positive_fp8_numbers_need_promotion),
+        ("summation", a_long_sum_to_nearest_is_lost_but_in_pairs_or_stochastically),
+        ("backward_error", factors_are_off_by_a_few_units),
+        ("refinement", refinement_needs_gmres_at_condition_1e5),
+        ("refinement --working binary64", refinement_in_double_precision),
+        ("lorenz", the_lorenz_system_stands_still_to_nearest_and_not_stochastically),
+    ],
+    indirect=["lines"],
+)
+def test_an_example_shows_what_it_says(lines: list[list[str]], check: Callable[[list[list[str]]], None]) -> None:
+    check(lines)
 
 
 def test_a_step_of_the_lorenz_system_is_eulers() -> None:

@@ -98,11 +98,12 @@ SHAPES = [
 
 
 def test_shapes_are_those_of_jnp_matmul() -> None:
-    for left, right in SHAPES:
-        a, b = integers(left), integers(right, seed=1)
-        got, want = jc.math.matmul(a, b, UNIT), np.matmul(a, b)
-        assert (got.dtype, got.shape) == (want.dtype, want.shape), (left, right)
-        np.testing.assert_array_equal(got, want, err_msg=f"{left} {right}")
+    pairs = [(integers(left), integers(right, seed=1)) for left, right in SHAPES]
+    found = jax.jit(lambda pairs: [jc.math.matmul(a, b, UNIT) for a, b in pairs])(pairs)
+    for got, (a, b) in zip(found, pairs, strict=True):
+        want = np.matmul(a, b)
+        assert (got.dtype, got.shape) == (want.dtype, want.shape), (a.shape, b.shape)
+        np.testing.assert_array_equal(got, want, err_msg=f"{a.shape} {b.shape}")
 
 
 def test_an_empty_sum_is_plus_zero() -> None:

@@ -28,55 +28,61 @@ from jchop.study._report import NAMES, reading
 FORMATS = ["e2m1fn", "q43", "fp32"]
 
 
-@pytest.fixture(scope="module")
-def digits() -> StudyResult:
-    return study.run(formats=FORMATS, modes=["nearest_even", "down", "stochastic"], epochs=2, seeds=2)
+MODES = ["nearest_even", "down", "stochastic"]
+EPOCHS = {"wine": 12, "digits": 2}
 
 
 @pytest.fixture(scope="module")
 def wine() -> StudyResult:
-    return study.run("wine", formats=FORMATS, modes=["nearest_even", "stochastic"], epochs=3, seeds=3, activations=True)
+    return study.run("wine", formats=FORMATS, modes=MODES, epochs=EPOCHS["wine"], seeds=2)
+
+
+@pytest.fixture(scope="module", params=["wine", pytest.param("digits", marks=pytest.mark.slow)])
+def figures(request: pytest.FixtureRequest) -> StudyResult:
+    if request.param == "wine":
+        return request.getfixturevalue("wine")
+    return study.run(formats=FORMATS, modes=MODES, epochs=EPOCHS["digits"], seeds=2)
 
 
 # -- figures -----------------------------------------------------------------------------------------------------------
-def test_every_format_meets_every_mode_in_order(digits: StudyResult) -> None:
-    modes = ("nearest_even", "down", "stochastic")
-    assert [(row.format, row.rounding) for row in digits.rows] == [(fmt, mode) for fmt in FORMATS for mode in modes]
-    assert digits.formats == tuple(FORMATS) and digits.modes == modes
-    assert [row.runs for row in digits.rows] == [1, 1, 2] * 3
-    assert [row.bits for row in digits.rows[::3]] == [4, 8, 32]
-    assert digits.rows[2].spec == "float4_e2m1fn:stochastic"
+def test_every_format_meets_every_mode_in_order(figures: StudyResult) -> None:
+    assert [(row.format, row.rounding) for row in figures.rows] == [(fmt, mode) for fmt in FORMATS for mode in MODES]
+    assert figures.formats == tuple(FORMATS) and figures.modes == tuple(MODES)
+    assert [row.runs for row in figures.rows] == [1, 1, 2] * 3
+    assert [row.bits for row in figures.rows[::3]] == [4, 8, 32]
+    assert figures.rows[2].spec == "float4_e2m1fn:stochastic"
 
 
-def test_binary32_parameters_do_not_move(digits: StudyResult) -> None:
+def test_binary32_parameters_do_not_move(figures: StudyResult) -> None:
     for mode in ("stochastic", "nearest_even", "down"):
-        row = digits.cell("fp32", mode)
-        assert (row.accuracy, row.cross_entropy) == (digits.accuracy, digits.cross_entropy), mode
+        row = figures.cell("fp32", mode)
+        assert (row.accuracy, row.cross_entropy) == (figures.accuracy, figures.cross_entropy), mode
         assert (row.accuracy_std, row.cross_entropy_std) == (0.0, 0.0), mode
 
 
-def test_the_network_learns_and_narrow_formats_lose(digits: StudyResult) -> None:
-    assert digits.accuracy > 0.85 and digits.losses[1] < digits.losses[0]
-    assert digits.cell("e2m1fn", "down").accuracy < 0.5
-    assert digits.cell("e2m1fn", "down").cross_entropy > digits.cross_entropy
-    assert abs(digits.cell("q43", "nearest_even").accuracy - digits.accuracy) < 0.05
+def test_the_network_learns_and_narrow_formats_lose(figures: StudyResult) -> None:
+    assert figures.accuracy > 0.85 and figures.losses[1] < figures.losses[0]
+    assert figures.cell("e2m1fn", "down").accuracy < 0.5
+    assert figures.cell("e2m1fn", "down").cross_entropy > figures.cross_entropy
+    assert abs(figures.cell("q43", "nearest_even").accuracy - figures.accuracy) < 0.05
 
 
-def test_stochastic_runs_differ(digits: StudyResult) -> None:
-    assert digits.cell("q43", "stochastic").cross_entropy_std > 0
-    assert digits.cell("q43", "down").cross_entropy_std == 0
+def test_stochastic_runs_differ(figures: StudyResult) -> None:
+    assert figures.cell("q43", "stochastic").cross_entropy_std > 0
+    assert figures.cell("q43", "down").cross_entropy_std == 0
 
 
 def test_rounded_activations_add_error(wine: StudyResult) -> None:
-    plain = study.run("wine", formats=FORMATS, modes=["nearest_even"], epochs=3)
-    assert plain.cross_entropy == wine.cross_entropy
-    assert plain.cell("q43", "nearest_even").cross_entropy != wine.cell("q43", "nearest_even").cross_entropy
-    assert wine.cell("fp32", "nearest_even").cross_entropy == pytest.approx(wine.cross_entropy, rel=1e-6)
+    low = study.run("wine", formats=["q43", "fp32"], modes=["nearest_even"], epochs=EPOCHS["wine"], activations=True)
+    assert low.cross_entropy == wine.cross_entropy
+    assert low.cell("q43", "nearest_even").cross_entropy != wine.cell("q43", "nearest_even").cross_entropy
+    assert low.cell("fp32", "nearest_even").cross_entropy == pytest.approx(wine.cross_entropy, rel=1e-6)
+    assert low.settings["activations"] is True
 
 
 def test_the_same_seed_gives_the_same_study(wine: StudyResult) -> None:
     def again(seed: int) -> StudyResult:
-        return study.run("wine", formats=["q43"], modes=["stochastic"], epochs=3, seeds=3, activations=True, seed=seed)
+        return study.run("wine", formats=["q43"], modes=["stochastic"], epochs=EPOCHS["wine"], seeds=2, seed=seed)
 
     assert again(0).rows == (wine.cell("q43", "stochastic"),)
     assert again(1).accuracy != wine.accuracy or again(1).cross_entropy != wine.cross_entropy
@@ -228,7 +234,7 @@ def test_files_agree_with_the_result(wine: StudyResult, tmp_path: Path) -> None:
         for name in ("accuracy", "accuracy_std", "cross_entropy", "cross_entropy_std", "bits", "runs"):
             assert float(text[name]) == entry[name] == getattr(row, name)
     assert stored["settings"] == dict(wine.settings)
-    assert stored["settings"]["activations"] is True and stored["settings"]["epochs"] == 3
+    assert stored["settings"]["activations"] is False and stored["settings"]["epochs"] == EPOCHS["wine"]
     assert stored["versions"]["jax"] == jax.__version__
     assert paths[2].read_bytes().startswith(b"\x89PNG")
 

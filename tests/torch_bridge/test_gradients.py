@@ -190,7 +190,7 @@ def test_matmul_has_the_bits_and_gradients_of_jax():
 def test_matmul_is_compiled_and_mapped():
     generator = torch.Generator().manual_seed(1)
     a, b = (torch.randn(*shape, generator=generator) for shape in ((2, 3, 5), (5, 4)))
-    spec = jc.MatmulSpec("e4m3", product="e5m10", accumulate="e5m10:stochastic", order="blocked(2)")
+    spec = jc.MatmulSpec("e4m3", accumulate="e5m10:stochastic", order="matrix_unit(3)")
     compiled = torch.compile(squares, fullgraph=True, backend="aot_eager")
     leaf = a.clone().requires_grad_()
     compiled(leaf, b, spec).backward()

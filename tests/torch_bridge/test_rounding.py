@@ -78,7 +78,7 @@ def _drawn() -> jc.Spec:
 
 
 #: Floats, one that float64 alone holds, one without a sign, fixed point, two scales, groups, and a codebook.
-OF_JAX = ["float8_e4m3fn", "e9m40", "float8_e8m0fnu", "fixed4.4", "nvfp4", "int4(group=8)", "int8(channel=0)", CODEBOOK]
+OF_JAX = ["fixed4.4", "float8_e4m3fn", "e9m40", "float8_e8m0fnu", "nvfp4", "int4(group=8)", "int8(channel=0)", CODEBOOK]
 
 
 @pytest.mark.in_turn(1000)
