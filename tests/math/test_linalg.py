@@ -303,19 +303,28 @@ def test_the_arguments_are_those_of_jax() -> None:
         assert [key for key in ours if key in wanted] == list(wanted)
 
 
-def test_a_start_a_preconditioner_and_restarts() -> None:
+@pytest.mark.in_turn(1000)
+@pytest.mark.parametrize("name", ["cg", "gmres"])
+def test_a_start_a_preconditioner_and_restarts(name: str) -> None:
     """In the arithmetic of the dtype the solvers of JAX give the same, but for the order of sums."""
     a, b = definite(5, "binary32").astype(np.float32), some(5, 1, "binary32", 1)[:, 0].astype(np.float32)
     given: dict[str, Any] = {
         "x0": np.linspace(-1, 1, 5, dtype=np.float32),
         "M": np.diag(1 / np.diag(a)).astype(np.float32),
     }
-    x, _ = linalg.cg(a, b, "binary32", tol=0, maxiter=3, **given)
-    want, _ = sparse.cg(a, b, tol=0.0, maxiter=3, **given)
+    given |= {"maxiter": 3} if name == "cg" else {"restart": 2, "maxiter": 2}
+    x, _ = getattr(linalg, name)(a, b, "binary32", tol=0, **given)
+    want, _ = getattr(sparse, name)(a, b, tol=0.0, **given)
     np.testing.assert_allclose(x, want, rtol=2e-3, atol=2e-4)
-    x, _ = linalg.gmres(a, b, "binary32", tol=0, restart=2, maxiter=2, **given)
-    want, _ = sparse.gmres(a, b, tol=0.0, restart=2, maxiter=2, **given)
-    np.testing.assert_allclose(x, want, rtol=2e-3, atol=2e-4)
+
+
+@pytest.mark.in_turn(1000)
+@pytest.mark.parametrize("solve", [linalg.cg, linalg.gmres])
+def test_a_tolerance_that_holds_at_the_start_stops(solve: Any) -> None:
+    a, b, x = definite(4, "e5m7"), some(4, 1, "e5m7", 1)[:, 0], some(4, 1, "e5m7", 2)[:, 0]
+    stays, norms = solve(a, b, "e5m7", x0=x, atol=1e6, maxiter=2)
+    same(stays, x)
+    assert len(set(np.asarray(norms).tolist())) == 1
 
 
 def test_a_tolerance_stops() -> None:
@@ -326,10 +335,6 @@ def test_a_tolerance_stops() -> None:
     assert 0 < stop < 6
     same(squares, np.array([*every[: stop + 1], *[every[stop]] * (6 - stop)], np.float32))
     same(x, linalg.cg(a, b, text, tol=0, maxiter=stop)[0])
-    for solve in (linalg.cg, linalg.gmres):
-        stays, norms = solve(a, b, text, x0=x, atol=1e6, maxiter=2)
-        same(stays, x)
-        assert len(set(np.asarray(norms).tolist())) == 1
 
 
 @pytest.mark.in_turn(1000)
@@ -380,13 +385,14 @@ def test_columns_and_batches_are_systems_of_their_own(name: str) -> None:
     same(shared[1], both[0])
 
 
-def test_factors_of_batches() -> None:
-    for name in ("lu", "cholesky", "qr"):
-        whole = getattr(linalg, name)(BATCH[None], "e5m7:up")
-        each = getattr(linalg, name)(BATCH[1], "e5m7:up")
-        for got, want in zip(jax.tree.leaves(whole), jax.tree.leaves(each), strict=True):
-            assert got.dtype == want.dtype
-            np.testing.assert_array_equal(got[0, 1], want)
+@pytest.mark.in_turn(1000)
+@pytest.mark.parametrize("name", ["cholesky", "lu", "qr"])
+def test_factors_of_batches(name: str) -> None:
+    whole = getattr(linalg, name)(BATCH[None], "e5m7:up")
+    each = getattr(linalg, name)(BATCH[1], "e5m7:up")
+    for got, want in zip(jax.tree.leaves(whole), jax.tree.leaves(each), strict=True):
+        assert got.dtype == want.dtype
+        np.testing.assert_array_equal(got[0, 1], want)
 
 
 @pytest.mark.in_turn(1000)
@@ -434,14 +440,18 @@ def test_operators_within_transformations() -> None:
         jax.grad(lambda a: solution(a).sum())(jnp.asarray(BATCH[0]))
 
 
-def test_nothing_to_solve() -> None:
-    for n in (0, 2):
-        a, b = np.zeros((0, n, n) if n else (0, 0), np.float32), np.zeros(n, np.float32)
-        batch = (0,) if n else ()
-        for name in SOLVERS:
-            assert solved(a, b, name).shape == (*batch, *((2,) if name == "refine" else ()), n), name
-        assert [x.shape for x in linalg.lu(a, "e5m7")] == [a.shape, (*batch, n)]
-        assert linalg.cholesky(a, "e5m7").shape == a.shape
+@pytest.mark.in_turn(1000)
+@pytest.mark.parametrize("n", [0, 2])
+def test_nothing_to_solve(n: int) -> None:
+    """No equations, and no systems of two."""
+    a, b = np.zeros((0, n, n) if n else (0, 0), np.float32), np.zeros(n, np.float32)
+    batch = (0,) if n else ()
+    for name in SOLVERS:
+        assert solved(a, b, name).shape == (*batch, *((2,) if name == "refine" else ()), n), name
+    assert [x.shape for x in linalg.lu(a, "e5m7")] == [a.shape, (*batch, n)]
+    assert linalg.cholesky(a, "e5m7").shape == a.shape
+    if n:
+        return
     assert [x.shape for x in linalg.qr(np.zeros((3, 0)), "e5m7")] == [(3, 3), (3, 0)]
     x, squares = linalg.cg(np.zeros((0, 0)), np.zeros((0, 2)), "e5m7")
     assert (x.shape, squares.shape) == ((0, 2), (2, 1))
@@ -470,18 +480,19 @@ def backward_error(a: np.ndarray, x: np.ndarray, b: np.ndarray) -> np.ndarray:
     return np.abs(x @ a.T - b).max(-1) / norm
 
 
-def test_the_error_is_that_of_the_format() -> None:
+@pytest.mark.in_turn(1000)
+@pytest.mark.parametrize(("text", "u"), [("binary16", 2.0**-11), ("binary32", 2.0**-24)])
+def test_the_error_is_that_of_the_format(text: str, u: float) -> None:
     a = ill(10, 100)
     b = a @ np.ones(10)
-    for text, u in (("binary16", 2.0**-11), ("binary32", 2.0**-24)):
-        factors, p = linalg.lu(a, text)
-        product = (np.tril(factors, -1) + np.eye(10)) @ np.triu(factors)
-        assert 0.05 * u < np.abs(product - a[p]).max() < 10 * u
-        q, r = linalg.qr(a, text)
-        assert 0.05 * u < np.abs(q @ r - a).max() < 30 * u
-        np.testing.assert_array_equal(np.sign(np.diag(r)), np.sign(np.diag(np.linalg.qr(a)[1])))
-        x, norms = linalg.gmres(a, b, text, tol=0, restart=10, maxiter=1)
-        assert backward_error(a, x, b) < 10 * u and norms[-1] < 30 * u
+    factors, p = linalg.lu(a, text)
+    product = (np.tril(factors, -1) + np.eye(10)) @ np.triu(factors)
+    assert 0.05 * u < np.abs(product - a[p]).max() < 10 * u
+    q, r = linalg.qr(a, text)
+    assert 0.05 * u < np.abs(q @ r - a).max() < 30 * u
+    np.testing.assert_array_equal(np.sign(np.diag(r)), np.sign(np.diag(np.linalg.qr(a)[1])))
+    x, norms = linalg.gmres(a, b, text, tol=0, restart=10, maxiter=1)
+    assert backward_error(a, x, b) < 10 * u and norms[-1] < 30 * u
 
 
 def test_a_zero_column_and_a_zero_right_side() -> None:
