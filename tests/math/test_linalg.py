@@ -657,15 +657,17 @@ def test_what_cannot_be_done_is_refused_with_a_reason() -> None:
     assert_refused(REFUSED)
 
 
-def test_every_function_is_documented_and_its_example_runs() -> None:
+@pytest.mark.in_turn(1000)
+@pytest.mark.parametrize("name", sorted(linalg.__all__, reverse=True))
+def test_every_function_is_documented_and_its_example_runs(name: str) -> None:
     finder, runner = doctest.DocTestFinder(), doctest.DocTestRunner(optionflags=doctest.NORMALIZE_WHITESPACE)
     report: list[str] = []
-    for name in linalg.__all__:
-        text = inspect.getdoc(getattr(linalg, name)) or ""
-        assert all(section in text for section in ("Args:", "Returns:", "Raises:", "Example:")), name
-        for test in finder.find(getattr(linalg, name), name, globs={}):
-            runner.run(test, out=report.append)
-    assert runner.summarize(verbose=False).failed == 0, "".join(report)
+    for other in linalg.__all__:
+        text = inspect.getdoc(getattr(linalg, other)) or ""
+        assert all(section in text for section in ("Args:", "Returns:", "Raises:", "Example:")), other
+    for test in finder.find(getattr(linalg, name), name, globs={}):
+        runner.run(test, out=report.append)
+    assert runner.tries and runner.summarize(verbose=False).failed == 0, "".join(report)
 
 
 def test_a_second_call_compiles_nothing(caplog: pytest.LogCaptureFixture) -> None:

@@ -203,9 +203,8 @@ def test_draws_tied_weights_and_rounded_activations() -> None:
     assert torch.equal(both[0](X), both[1](X))
     bias = both[1][0].bias_packed
     spec = str(bias.as_qarray().spec)  # an equal format may have been named first, as e8m7
-    assert str(bias) == f"PackedTensor({spec!r}, shape=(8,), dtype=torch.float32)" and jc.parse(spec) == jc.parse(
-        "bfloat16"
-    )
+    assert str(bias) == f"PackedTensor({spec!r}, shape=(8,), dtype=torch.float32)"
+    assert jc.parse(spec) == jc.parse("bfloat16")
 
 
 def test_report() -> None:
