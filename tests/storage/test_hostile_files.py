@@ -259,11 +259,11 @@ def test_a_source_that_shrinks_while_it_is_read(tmp_path: Path) -> None:
         TensorFile(path)
 
 
-@pytest.mark.parametrize("count", [100, pytest.param(3000, marks=[pytest.mark.slow, linux])])
+@pytest.mark.parametrize("count", [60, pytest.param(3000, marks=[pytest.mark.slow, linux])])
 def test_mutants(tmp_path: Path, count: int) -> None:
     """Some here, and thousands by a process of little memory."""
-    if count == 100:
-        assert search(tmp_path, 100, 100) == []
+    if count == 60:
+        assert search(tmp_path, 60, 60) == []
         return
     argv = [sys.executable, str(ROOT / "tests/hostile_files.py"), str(tmp_path), str(count)]
     environment = os.environ | {"PYTHONPATH": str(ROOT)}
