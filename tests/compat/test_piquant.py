@@ -49,7 +49,6 @@ def test_there_and_back(name: str, dtype: Any) -> None:
     np.testing.assert_array_equal(back, np.array([rounds((c - zero) * exact(scale)) for c in wanted], dtype))
 
 
-@pytest.mark.slow
 def test_set_and_add() -> None:
     codes, out = np.array([[0, 1], [2, 255]], np.uint8), np.full((2, 2), 10, np.float32)
     given = piquant.dequantize(codes, scale=0.5, zero_point=1, reduce_op=ReduceOp.ADD, out=out)
@@ -63,7 +62,6 @@ def test_set_and_add() -> None:
     assert tail.tolist() == [1, 2, 3, 4, 2]
 
 
-@pytest.mark.slow
 def test_where_the_original_is_wrong() -> None:
     x = np.array([np.inf, 3e9, -np.inf, 0.49999997, 2.0**23 + 1], np.float32)
     assert piquant.quantize(x, scale=1.0, zero_point=0).tolist() == [255, 255, 0, 0, 255]
@@ -81,7 +79,6 @@ def test_the_last_codes_are_zero_points() -> None:
     assert piquant.quantize(-x, scale=1.0, zero_point=0).tolist() == [255, 255, 1, 0]
 
 
-@pytest.mark.slow
 def test_stochastic() -> None:
     x = np.full(4000, 0.3, np.float32)
     codes = piquant.quantize(x, scale=1.0, zero_point=7, round_mode=RoundMode.STOCHASTIC, key=jax.random.key(0))

@@ -22,7 +22,6 @@ def of(x: Any) -> np.ndarray:
     return x.detach().numpy().astype(np.float64)
 
 
-@pytest.mark.slow
 def test_tensors() -> None:
     x = torch.tensor([1.1, -2.3, 3.7, 300.0], requires_grad=True)
     for ch, values in ((Chop(4, 3), E4M3), (FaultChop("q43"), E4M3), (Chopf(4, 4), oracle.fixed(4, 4))):
@@ -93,7 +92,6 @@ def test_activations_round_their_input_too(prefix: str, chop: Any) -> None:
             assert name in ("ReLU", "Dropout") or not torch.equal(y, other), name
 
 
-@pytest.mark.slow
 def test_every_layer_runs_and_trains() -> None:
     """Each class of the original, with the layer's own arguments; parameters stay what they are and get gradients."""
     image, line, volume = torch.rand(2, 2, 6, 6), torch.rand(2, 2, 6), torch.rand(2, 2, 4, 4, 4)
@@ -140,7 +138,7 @@ def test_every_layer_runs_and_trains() -> None:
     ],
     ids=["float", "fixed", "integer"],
 )
-@pytest.mark.slow
+@pytest.mark.in_turn(1000)
 def test_the_network_in_its_three_variants(prefix: str, chop: Any) -> None:
     def layer(name: str, *args: Any) -> Any:
         return getattr(layers, prefix + name)(*args, chop=chop)
@@ -177,7 +175,6 @@ def test_optimizers() -> None:
                 assert torch.equal(value, Chop(4, 3)(value))
 
 
-@pytest.mark.slow
 def test_after_training(capsys: pytest.CaptureFixture[str]) -> None:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3), nn.ReLU())

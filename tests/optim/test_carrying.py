@@ -65,7 +65,6 @@ def test_compensation_follows_kahan_exactly(rng: np.random.Generator) -> None:
         assert Fraction(float(state.lost[column])) == c
 
 
-@pytest.mark.slow
 def test_compensation_in_a_format_of_its_own() -> None:
     tx = optim.compensate("fixed4.2:stochastic", KEY, compensation="fixed1.7:stochastic")
     each, _, state = scan(tx, jnp.full((40, 8), 1 / 64), jnp.zeros(8))
@@ -103,7 +102,6 @@ def test_what_is_refused() -> None:
 # -- parameters that are packed ----------------------------------------------------------------------------------------
 
 
-@pytest.mark.slow
 def test_packed_parameters_move_by_less_than_a_quantum_on_average() -> None:
     spec = "int8(channel=0):stochastic"
     w = jnp.ones((4, 4096)).at[:, 0].set(127.0)  # a quantum of 1, and steps of a sixteenth

@@ -44,7 +44,6 @@ def assert_same(got: tuple[Any, Any], expected: tuple[Any, Any]) -> None:
         assert np.asarray(a).tobytes() == np.asarray(b).tobytes()
 
 
-@pytest.mark.slow
 def test_a_step_in_chunks_is_that_of_whole_arrays(rng: np.random.Generator) -> None:
     params = {"w": params_of(rng)["w"], "odd": jnp.ones((3, 32))}
     grads = [jax.tree.map(lambda p, k=k: jnp.sin(k * p), params) for k in (1, 2, 3)]
@@ -58,7 +57,6 @@ def test_a_step_in_chunks_is_that_of_whole_arrays(rng: np.random.Generator) -> N
     assert_same(*results)
 
 
-@pytest.mark.slow
 def test_numbers_that_are_not_finite_may_pass_in_chunks(rng: np.random.Generator) -> None:
     params = {name: params_of(rng)[name] for name in ("v", "b")}
     bad = jax.tree.map(jnp.ones_like, params)
@@ -75,7 +73,6 @@ def test_numbers_that_are_not_finite_may_pass_in_chunks(rng: np.random.Generator
     assert_same(*made)
 
 
-@pytest.mark.slow
 def test_adamw8bit_in_chunks(rng: np.random.Generator) -> None:
     params = {"w": jnp.asarray(rng.standard_normal((16, 512)), jnp.float32)}
     grads = [jax.tree.map(lambda p, k=k: jnp.sin(k * p), params) for k in range(4)]
@@ -105,7 +102,6 @@ def test_which_arrays_are_cut(rng: np.random.Generator) -> None:
     assert cut_leaves(params, "mxfp8_e4m3", 5) == []
 
 
-@pytest.mark.slow
 def test_nothing_is_left_of_a_cut_leaf(rng: np.random.Generator) -> None:
     params = params_of(rng)
     state = jax.jit(jc.optim.quantize_state(optax.adam(1e-3), "mxfp8_e4m3", min_size=32).init)(params)

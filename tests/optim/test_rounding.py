@@ -89,7 +89,6 @@ def test_stochastic_parameters_land_on_a_neighbour_and_are_unbiased(fmt: str, ex
     assert np.all(np.abs(share - wanted) < 6 * 0.5 / np.sqrt(200))
 
 
-@pytest.mark.slow
 def test_infinities_and_nan_land_too() -> None:
     p = jnp.array([1.0, jnp.inf, 1.0, 3e38, -jnp.inf])
     u = jnp.array([jnp.inf, 1.0, jnp.nan, 3e38, jnp.inf])
@@ -98,7 +97,6 @@ def test_infinities_and_nan_land_too() -> None:
     np.testing.assert_array_equal(landed, [jnp.inf, jnp.inf, jnp.nan, jnp.inf, jnp.nan])
 
 
-@pytest.mark.slow
 def test_scaled_parameters_land_on_their_grid() -> None:
     rng = np.random.default_rng(3)
     p = jnp.asarray(rng.standard_normal((8, 64)), jnp.float32)
@@ -155,7 +153,7 @@ WRAPPED = {
 }
 
 
-@pytest.mark.slow
+@pytest.mark.in_turn(1000)
 @pytest.mark.parametrize("name", WRAPPED)
 def test_optax_wrappers_take_it(name: str) -> None:
     tx = WRAPPED[name]()
@@ -175,7 +173,6 @@ def test_optax_wrappers_take_it(name: str) -> None:
     assert bool((params["b"] > 0.5).all()) or name == "masked"
 
 
-@pytest.mark.slow
 def test_the_learning_rate_and_the_key_change_without_compiling_again() -> None:
     tx = WRAPPED["inject"]()
     step = jax.jit(lambda state, params: tx.update(GRADS, state, params))

@@ -4,7 +4,7 @@
 # pyright: reportAttributeAccessIssue=false, reportArgumentType=false, reportIndexIssue=false
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import jax
@@ -99,39 +99,47 @@ def assert_stays(tx: Any, dtypes: tuple[str, str], begin: Any = lambda params: p
     jax.eval_shape(run, params)
 
 
+def some_of(table: Iterable[str], *whole: str) -> list[Any]:
+    """Cases of a name and dtypes: those of `whole` with all dtypes, the others with one each, in turn."""
+    return [
+        pytest.param(name, dtypes, id=f"{name}-{'-'.join(dtypes)}")
+        for place, name in enumerate(table)
+        for number, dtypes in enumerate(DTYPES)
+        if name in whole or number == place % len(DTYPES)
+    ]
+
+
 @pytest.mark.in_turn(16)
-@pytest.mark.parametrize("dtypes", DTYPES, ids="-".join)
-@pytest.mark.parametrize("name", PACKED)
+@pytest.mark.parametrize(("name", "dtypes"), some_of(PACKED, "adamw8bit", "one moment in chunks"))
 def test_a_packed_state_stays(name: str, dtypes: tuple[str, str]) -> None:
     assert_stays(PACKED[name](), dtypes)
 
 
 @pytest.mark.in_turn(16)
-@pytest.mark.parametrize("dtypes", DTYPES, ids="-".join)
-@pytest.mark.parametrize("name", AROUND)
+@pytest.mark.parametrize(("name", "dtypes"), some_of(AROUND, "dynamic_loss_scale", "low_precision"))
 def test_a_packed_state_stays_in_other_transformations(name: str, dtypes: tuple[str, str]) -> None:
     assert_stays(AROUND[name](packed(nonfinite="propagate" if name.startswith("dynamic") else "skip")), dtypes)
 
 
 @pytest.mark.in_turn(4)
-@pytest.mark.parametrize("dtypes", DTYPES, ids="-".join)
-@pytest.mark.parametrize("name", INJECTED)
+@pytest.mark.parametrize(("name", "dtypes"), some_of(INJECTED, "packed"))
 def test_a_packed_state_stays_under_hyperparameters_of_float32(name: str, dtypes: tuple[str, str]) -> None:
     assert_stays(optax.inject_hyperparams(INJECTED[name], hyperparam_dtype=jnp.float32)(1e-3), dtypes)
 
 
 @pytest.mark.in_turn(6)
-@pytest.mark.parametrize("dtypes", DTYPES, ids="-".join)
-@pytest.mark.parametrize("name", SCALED)
+@pytest.mark.parametrize(("name", "dtypes"), some_of(SCALED, "low_precision"))
 def test_any_state_stays_in_a_loss_scale(name: str, dtypes: tuple[str, str]) -> None:
     assert_stays(optim.dynamic_loss_scale(SCALED[name]()), dtypes)
 
 
+CHAINED = {"alone": optax.identity(), "decayed": optax.add_decayed_weights(0.01)}
+
+
 @pytest.mark.in_turn(4)
-@pytest.mark.parametrize("dtypes", DTYPES, ids="-".join)
-@pytest.mark.parametrize("chain", [optax.identity(), optax.add_decayed_weights(0.01)])
-def test_moments_beside_an_accumulator_have_its_dtype(chain: Any, dtypes: tuple[str, str]) -> None:
-    assert_stays(optim.low_precision(optax.chain(chain, optax.sgd(0.1, 0.9)), accumulator="e5m9"), dtypes)
+@pytest.mark.parametrize(("name", "dtypes"), some_of(CHAINED, "decayed"))
+def test_moments_beside_an_accumulator_have_its_dtype(name: str, dtypes: tuple[str, str]) -> None:
+    assert_stays(optim.low_precision(optax.chain(CHAINED[name], optax.sgd(0.1, 0.9)), accumulator="e5m9"), dtypes)
 
 
 @pytest.mark.parametrize("wrap", [optim.skip_nonfinite, lambda tx: optim.low_precision(tx, weight="e4m3")])

@@ -69,7 +69,6 @@ def test_properties(text: str, rows: list[list[float]], power: int, order: list[
         same(values, np.ldexp(numbers, power))
 
 
-@pytest.mark.slow
 @settings(deadline=None, max_examples=10)
 @given(st.sampled_from(TEXTS), ROWS)
 def test_loaded_is_saved(text: str, rows: list[list[float]]) -> None:
@@ -82,7 +81,7 @@ def test_loaded_is_saved(text: str, rows: list[list[float]]) -> None:
     same(loaded, q)
 
 
-@pytest.mark.slow
+@pytest.mark.in_turn(1000)
 @pytest.mark.parametrize("text", TEXTS)
 def test_compiled_is_eager(text: str) -> None:
     x = np.random.default_rng(0).standard_normal((2, 8)).astype(np.float32)

@@ -48,7 +48,7 @@ def collectives(compiled: Any) -> set[str]:
         ("nvfp4", P("a", None), {"all-reduce"}),
     ],
 )
-@pytest.mark.slow
+@pytest.mark.in_turn(1000)
 def test_sharded_is_unsharded(text: str, where: P, moves: set[str]) -> None:
     x, sharding = numbers(), NamedSharding(mesh(), where)
 
@@ -70,7 +70,6 @@ def test_sharded_is_unsharded(text: str, where: P, moves: set[str]) -> None:
     assert values.sharding.is_equivalent_to(sharding, 2)
 
 
-@pytest.mark.slow
 def test_each_leaf_is_placed() -> None:
     q = jc.quantize(numbers(), "int4(group=16,scale=bfloat16)")
     placed = jax.device_put(q, NamedSharding(mesh(), P("a", "b")))
@@ -88,7 +87,7 @@ def test_each_leaf_is_placed() -> None:
         ("int4(group=8,scale=int8(channel=0))", P(("a", "b")), [P(("a", "b"), None)] * 2),
     ],
 )
-@pytest.mark.slow
+@pytest.mark.in_turn(1000)
 def test_every_format_is_placed_in_one_call(text: str, where: P, scales: list[P]) -> None:
     q = jc.quantize(numbers(), text)
     places = jc.storage.shardings(q, NamedSharding(mesh(), where))
@@ -98,7 +97,6 @@ def test_every_format_is_placed_in_one_call(text: str, where: P, scales: list[P]
     same(jax.jit(jc.dequantize, in_shardings=(places,))(placed), jc.dequantize(q))
 
 
-@pytest.mark.slow
 def test_shardings_of_stacks_and_what_is_refused() -> None:
     stack = jax.vmap(lambda x: jc.quantize(x, "nvfp4"))(numbers((8, 4, 32)))
     places = jc.storage.shardings(stack, NamedSharding(mesh(), P("a")))
@@ -117,7 +115,6 @@ def test_shardings_of_stacks_and_what_is_refused() -> None:
             call()
 
 
-@pytest.mark.slow
 def test_explicit_meshes() -> None:
     with jax.set_mesh(mesh(AxisType.Explicit)):
         x = jax.device_put(numbers(), P("a", None))
@@ -126,7 +123,6 @@ def test_explicit_meshes() -> None:
     same(values, jc.round_to_format(numbers(), "int4(group=16,scale=bfloat16)"))
 
 
-@pytest.mark.slow
 def test_shard_map_quantizes_its_own_part() -> None:
     x = numbers()
 

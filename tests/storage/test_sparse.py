@@ -71,7 +71,7 @@ def test_int4_is_that_of_a_loop() -> None:
     assert 8 * (q.qvalue.nbytes + q.places.nbytes) == 3 * X.size and not np.signbit(out[~kept]).any()
 
 
-@pytest.mark.slow
+@pytest.mark.in_turn(1000)
 @pytest.mark.parametrize("text", FORMATS)
 def test_scales_are_those_of_the_kept_numbers(text: str) -> None:
     """Rounding is that of the array of the kept numbers alone, in groups as much shorter."""
@@ -96,7 +96,6 @@ def test_scales_are_those_of_the_kept_numbers(text: str) -> None:
                                   q.scale[0] if isinstance(q.scale, tuple) else q.scale)  # fmt: skip
 
 
-@pytest.mark.slow
 def test_energy_and_bits_of_a_large_array() -> None:
     w = np.random.default_rng(0).normal(size=(512, 512))
     kept = np.asarray(jc.round_to_format(w, "integer32(group=all,scale=binary64,sparse=2:4)"))
@@ -105,7 +104,6 @@ def test_energy_and_bits_of_a_large_array() -> None:
     assert q.bits_per_element == 3 + 16 / 128
 
 
-@pytest.mark.slow
 def test_zeros_ties_nan_and_short_groups() -> None:
     text = "float8_e4m3fn(group=all,scale=e8m0,rule=ceil,sparse=2:4)"
     x = np.array([1, -1, 1, 1, -0.0, -0.0, -0.0, 0.0, np.nan, np.inf, 1, 2, 3, -3, 3], np.float32)
@@ -125,7 +123,6 @@ def test_zeros_ties_nan_and_short_groups() -> None:
     assert np.isnan(lost[[0, 3]]).all() and lost[1] == lost[2] == 0
 
 
-@pytest.mark.slow
 def test_gradients_pass_straight_through() -> None:
     text, x = "int4(group=16,sparse=2:4)", jnp.asarray(X)
     np.testing.assert_array_equal(jax.grad(lambda x: (jc.round_to_format(x, text) * X).sum())(x), X)
@@ -139,7 +136,6 @@ def test_gradients_pass_straight_through() -> None:
     np.testing.assert_allclose(moved.qvalue.astype(jnp.float32), codes, rtol=0.07, atol=1e-2)
 
 
-@pytest.mark.slow
 def test_stochastic_bits_are_those_of_the_place() -> None:
     text, key = "int4(group=16,sparse=2:4):stochastic", jax.random.key(0)
     x = jnp.asarray(X)
@@ -149,7 +145,7 @@ def test_stochastic_bits_are_those_of_the_place() -> None:
     np.testing.assert_array_equal(part, whole[16:32])
 
 
-@pytest.mark.slow
+@pytest.mark.in_turn(1000)
 @pytest.mark.parametrize("text", [FORMATS[0], "int8(channel=-1,sparse=2:4,sparse_axis=0)", "nvfp4(axis=-2,sparse=2:4)"])
 @pytest.mark.parametrize("numpy", [False, True])
 def test_axes_are_moved_and_cut_between_groups(text: str, numpy: bool) -> None:
@@ -177,7 +173,6 @@ def test_axes_are_moved_and_cut_between_groups(text: str, numpy: bool) -> None:
         q.T.reshape(-1, 2)
 
 
-@pytest.mark.slow
 def test_transformations() -> None:
     text = "int4(group=16,sparse=2:4)"
     stack = jnp.asarray(np.stack([X, 2 * X, X[::-1]]))
@@ -195,7 +190,6 @@ def test_transformations() -> None:
     np.testing.assert_array_equal(jc.dequantize(q, add_to=jnp.ones_like(wanted[0])), 1 + wanted[0])
 
 
-@pytest.mark.slow
 def test_files_and_what_is_shown(tmp_path: pathlib.Path) -> None:
     tree = {"w": jc.quantize(jnp.asarray(X), FORMATS[0]), "u": jc.quantize(X, FORMATS[6]), "b": jnp.ones(3)}
     jc.save_safetensors(tmp_path / "m.safetensors", tree)
@@ -214,7 +208,7 @@ def test_files_and_what_is_shown(tmp_path: pathlib.Path) -> None:
         check_parts(replace(tree["w"], places=None))
 
 
-@pytest.mark.slow
+@pytest.mark.in_turn(1000)
 @pytest.mark.parametrize("text", [FORMATS[0], "int4(group=8,sparse=2:4)", "nf4(channel=0,sparse=2:4)"])
 def test_a_file_in_chunks_is_the_whole(tmp_path: pathlib.Path, text: str) -> None:
     jc.save_safetensors(tmp_path / "a.safetensors", {"w": X})
@@ -227,7 +221,7 @@ def test_a_file_in_chunks_is_the_whole(tmp_path: pathlib.Path, text: str) -> Non
 
 
 @pytest.mark.skipif(jax.device_count() < 8, reason="needs eight (forced host) devices")
-@pytest.mark.slow
+@pytest.mark.in_turn(1000)
 @pytest.mark.parametrize("text", [FORMATS[0], "int4(group=8,sparse=2:4)"])
 def test_placed_on_devices(text: str) -> None:
     mesh = jax.make_mesh((2, 4), ("a", "b"), axis_types=(AxisType.Auto, AxisType.Auto))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import pickle
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -13,6 +14,7 @@ import pytest
 pytest.importorskip("torch")
 
 import torch
+from refusals import assert_refused
 from torch import nn
 from torch_bridge.tensors import array, same_bits
 
@@ -107,7 +109,6 @@ def test_the_first_pattern_that_matches_counts():
     assert found == {"0": "int4(group=all)", "2.0": str(jc.parse("e2m1")), "2.1": str(jc.parse("e3m2"))}
 
 
-@pytest.mark.slow
 def test_layers_draw_bits_of_their_own():
     low = jc.torch.quantize(model(), {"*": {"weight": "e5m1:stochastic", "gradient": "e5m1:stochastic"}}, seed=3)
     plain, layer = model(), low[0]  # type: ignore[index]
@@ -117,7 +118,6 @@ def test_layers_draw_bits_of_their_own():
     assert not torch.equal(layer.weight, layer.weight)  # another draw each time
 
 
-@pytest.mark.slow
 def test_models_are_copied_saved_trained_and_compiled():
     low = jc.torch.quantize(
         model(), {"*": {"weight": "e5m2:stochastic", "activation": "e4m3", "gradient": "e5m2:stochastic"}}
@@ -181,9 +181,9 @@ def test_attention_and_tied_weights():
     assert torch.equal(low["a"](torch.arange(6)), rounded(tied["a"].weight, "e4m3"))  # type: ignore[index, arg-type]
 
 
-@pytest.mark.parametrize(
-    ("layer", "rules", "error", "message"),
-    [
+@pytest.mark.filterwarnings("ignore:Lazy modules:UserWarning")
+def test_errors():
+    table: Any = [
         (nn.Linear(2, 2), {"head": {"weight": "e5m2"}}, ValueError, "^rules: 'head' matches no layer$"),
         (
             nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)),
@@ -212,12 +212,8 @@ def test_attention_and_tied_weights():
         (nn.Linear(2, 2), {"*": {"weight": "e5mm2"}}, ValueError, "e5mm2"),
         (nn.LSTM(2, 2), {"*": {"weight": "e5m2"}}, NotImplementedError, "'' .LSTM. .* LSTMCell"),
         (nn.LazyLinear(2), {"*": {"weight": "e5m2"}}, ValueError, "run it once"),
-    ],
-)
-@pytest.mark.filterwarnings("ignore:Lazy modules:UserWarning")
-def test_errors(layer, rules, error, message):
-    with pytest.raises(error, match=message):
-        jc.torch.quantize(layer, rules)
+    ]
+    assert_refused({text: (partial(jc.torch.quantize, *given), error, text) for *given, error, text in table})
 
 
 def test_errors_of_arguments():
