@@ -1,6 +1,6 @@
 """A mutation run: would the default tests notice a small fault?
 
-Run it in a clone, by hand; pytest does not collect it. It needs coverage.py::
+Run it in a clone, by hand; pytest does not collect it. It needs coverage.py (`pip install coverage`)::
 
     python tests/mutate.py reach                          # first: which default test runs which line
     python tests/mutate.py run                            # the sown faults, then a sample of every package
@@ -400,9 +400,10 @@ def _of_statement(node: ast.AST, function: str) -> Iterator[tuple[str, Any, str]
         case ast.Assign([ast.Attribute() | ast.Subscript()]) | ast.AnnAssign(ast.Attribute()):
             if function not in _BEGINNINGS:
                 yield "state", node, "pass"
-        case ast.AugAssign() | ast.Expr(ast.Call(ast.Attribute())):
-            if isinstance(node, ast.AugAssign) or _EFFECTS.fullmatch(_name(node.value.func)):
-                yield "statement", node, "pass"
+        case ast.AugAssign():
+            yield "statement", node, "pass"
+        case ast.Expr(ast.Call(ast.Attribute(_, name))) if _EFFECTS.fullmatch(name):
+            yield "statement", node, "pass"
         case ast.For(_, ast.Call(ast.Name("range"), [*_, last])):
             yield "loop", last, f"{ast.unparse(last)} - 1"
         case ast.For(_, many):
@@ -586,10 +587,10 @@ class _Tracer:
     """A plugin of pytest: writes for each file of tests their seconds and the lines of the package that they run."""
 
     def __init__(self, folder: Path, root: Path) -> None:
-        import coverage  # by hand: `pip install coverage`
-
+        coverage: Any = importlib.import_module("coverage")
         self.folder, self.root = folder, root
         self.coverage = coverage.Coverage(data_file=None, config_file=False, include=[f"{root}/jchop/*"])
+        self.coverage.set_option("run:disable_warnings", ["no-data-collected"])
         self.seconds: dict[str, float] = {}
         self.unfit: set[str] = set()  # tests that fail or are skipped
 
@@ -757,7 +758,7 @@ class _Try:
     """A mutant that is run: its parts of tests that are left, the copy that it has, and the seconds so far."""
 
     mutant: Mutant | None
-    parts: list[list[str]]
+    parts: list[list[str]] | None = None
     place: int = 0
     begun: float = 0.0
     seconds: float = 0.0
@@ -792,26 +793,23 @@ class Runner:
             tried: the mutants; None is the original.
             tests: the tests; None: those that reach the mutant.
         """
-        waiting, running = iter(tried), dict[int, _Try]()
-        free, again = list(range(self.jobs)), list[_Try]()
-        while True:
-            while free and (again or (mutant := next(waiting, False)) is not False):
-                if again:
-                    one = again.pop()
-                else:
-                    known = self.killers.get(mutant.path, []) if mutant else []
-                    one = _Try(mutant, [tests] if tests else self.reach.chosen(mutant, known, self.most))
+        waiting = collections.deque(_Try(mutant, [tests] if tests else None) for mutant in tried)
+        running, free = dict[int, _Try](), list(range(self.jobs))
+        while waiting or running:
+            while free and waiting:
+                one = waiting.popleft()
+                if one.parts is None and one.mutant is not None:
+                    one.parts = self.reach.chosen(one.mutant, self.killers.get(one.mutant.path, []), self.most)
                 if not one.parts:
                     yield one.mutant, "survived", "", one.seconds
                     continue
                 one.place, one.begun = free.pop(), time.monotonic()
                 running[self._start(one)] = one
+            for child, one in running.items():
+                if time.monotonic() - one.begun > 600 + 10 * self.most:
+                    os.killpg(child, signal.SIGKILL)
             if not running:
                 return
-            for child in [
-                child for child, one in running.items() if time.monotonic() - one.begun > 600 + 10 * self.most
-            ]:
-                os.killpg(child, signal.SIGKILL)
             child, status, usage = os.wait4(-1, os.WNOHANG)
             if not child:
                 time.sleep(0.02)
@@ -824,7 +822,7 @@ class Runner:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(child, signal.SIGKILL)  # what its tests have started
             if not exit_code and one.parts and one.seconds < self.most:
-                again.append(one)
+                waiting.appendleft(one)
                 continue
             result = {0: "survived", -signal.SIGPROF: "timeout", -signal.SIGKILL: "timeout"}.get(exit_code, "killed")
             if one.mutant and "::" in failed:
@@ -849,7 +847,7 @@ class Runner:
             file.write_bytes(one.mutant.source(copy))
 
     def _start(self, one: _Try) -> int:
-        tests = one.parts.pop(0)
+        tests = (one.parts or [[]]).pop(0)
         self._said(one.place).write_text("")
         self._put(one)
         child = os.fork()
@@ -922,10 +920,10 @@ def reach(options: argparse.Namespace) -> int:
     return run_pytest(copy, tests, _Tracer(folder, copy)) if tests else 0
 
 
-def results(out: Path) -> dict[tuple[str, ...], dict[str, Any]]:
+def results(out: Path) -> dict[tuple[str, str, str, str], dict[str, Any]]:
     """The last record of each mutant."""
     records = (json.loads(line) for line in out.read_text().splitlines()) if out.exists() else ()
-    return {tuple(record[part] for part in ("path", "text", "before", "after")): record for record in records}
+    return {(record["path"], record["text"], record["before"], record["after"]): record for record in records}
 
 
 def run(options: argparse.Namespace) -> int:
