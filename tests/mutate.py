@@ -45,6 +45,8 @@ import pytest
 ROOT = Path(__file__).resolve().parent.parent
 #: The share of mutants that has to die.
 ENOUGH = 0.95
+#: The exit code of a run that was none.
+_BROKEN = 99
 #: So many files of tests, those with the most words of the mutant's path, are in the first part of its tests.
 _NEAR = 6
 #: What is imported before the first fork.
@@ -730,6 +732,10 @@ class _Judge:
     def __init__(self, tests: list[str], seconds: dict[str, float], most: float, said: Path) -> None:
         self.tests, self.seconds, self.most, self.said = tests, seconds, most, said
         self.failed: list[str] = []
+        self.loaded = False
+
+    def pytest_collection(self) -> None:
+        self.loaded = True  # and conftest.py with it
 
     @pytest.hookimpl(trylast=True)
     def pytest_collection_modifyitems(self, items: list[Any]) -> None:
@@ -741,7 +747,6 @@ class _Judge:
         self.said.write_text(item.nodeid)
         signal.setitimer(signal.ITIMER_PROF, 60 + 20 * self.seconds.get(item.nodeid, 0.0))
         result = yield
-        signal.setitimer(signal.ITIMER_PROF, 0)
         if sum(os.times()[:4]) > self.most:
             item.session.shouldstop = "enough"
         return result
@@ -821,6 +826,8 @@ class Runner:
             self._put(one, back=True)
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(child, signal.SIGKILL)  # what its tests have started
+            if exit_code == _BROKEN:
+                raise SystemExit(f"pytest cannot run these tests; see {self.work / f'log{one.place}.txt'}")
             if not exit_code and one.parts and one.seconds < self.most:
                 waiting.appendleft(one)
                 continue
@@ -860,14 +867,17 @@ class Runner:
         code = 1
         try:
             limit = self.most - one.seconds if one.mutant else 1e9
+            signal.setitimer(signal.ITIMER_PROF, 120 if one.mutant else 0)  # a loop without an end, at import
             judge = _Judge(tests, self.reach.seconds, limit, self._said(one.place))
             within = dict.fromkeys(test.split("::")[0] for test in tests)
             arguments = ["-x"] if one.mutant else []
             code = run_pytest(self.work / f"copy{one.place}", [*arguments, *within], judge)
             failed = judge.failed
-            if code == 4 and not failed:  # it cannot be used: conftest.py did not load
+            if code == 4 and not judge.loaded:
                 failed = ["tests/conftest.py"]
-            if code in (0, 5) or not failed:
+            elif code == 4 or (code == 3 and one.mutant is None):
+                os._exit(_BROKEN)
+            elif code in (0, 5) or not failed:
                 code, failed = int(code == 3), []
             self._said(one.place).write_text("\n".join(failed))
         finally:
