@@ -395,10 +395,12 @@ def faults(node: ast.AST, function: str = "") -> Iterator[tuple[str, Any, str]]:
 
 def _of_statement(node: ast.AST, function: str) -> Iterator[tuple[str, Any, str]]:
     match node:
-        case ast.Assign([ast.Tuple(targets)], ast.Call(called, [key, *_]) as value) if ast.unparse(called) in _SPLITS:
-            same, last = f"({ast.unparse(key)},)", targets[-1]
-            nested = f"({same[1:-2]}, {same} * {len(last.elts)})" if isinstance(last, ast.Tuple) else ""
-            yield "key", value, nested or f"{same} * {len(targets)}"
+        case ast.Assign([ast.Tuple(targets)], ast.Call(called, [key, *rest]) as value) if (
+            ast.unparse(called) in _SPLITS
+        ):
+            same, count = f"({ast.unparse(key)},)", ast.unparse(rest[0]) if rest else ""
+            nested = f"({same[1:-2]}, {same} * ({count}))"  # the next key, and a tuple of others
+            yield "key", value, nested if _name(called) == "split_key" else f"{same} * {len(targets)}"
         case ast.Assign([ast.Attribute() | ast.Subscript()]) | ast.AnnAssign(ast.Attribute()):
             if function not in _BEGINNINGS:
                 yield "state", node, "pass"

@@ -31,7 +31,7 @@ def mutate() -> Iterator[ModuleType]:
     ("source", "kind", "after"),
     [
         ("a, b = jax.random.split(key)", "key", "a, b = (key,) * 2"),
-        ("after, (a, b) = split_key(key, 2)", "key", "after, (a, b) = (key, (key,) * 2)"),
+        ("after, (a, b) = split_key(key, 2)", "key", "after, (a, b) = (key, (key,) * (2))"),
         ("k = jax.random.fold_in(key, i)", "key", "k = (key)"),
         ("y = x.sum(axis=0)", "axis", "y = x.sum(axis=(-1))"),
         ("y = jnp.sum(x, -1)", "axis", "y = jnp.sum(x, (0))"),
