@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
-from layer_references import products_of_size
+from layer_references import checked, products_of_size
 
 import jchop as jc
 from jchop.nn import LoraRule, Rule, add_lora, load_lora, merge_lora, save_lora, split_lora
@@ -79,12 +79,12 @@ def test_first_output_and_gradients(packed: Any) -> None:
     assert products_of_size(jax.make_jaxpr(other)(jnp.ones((128, 128))).jaxpr, sizes) == 1  # as it would be
 
 
-def test_bytes(packed: Any) -> None:
+def in_bytes(packed: Any) -> None:
     """4 bits, 8 for each group of 64, and a scale and an offset of 32 for each 256 of these (or a shorter row)."""
     q = packed.rest[0].kernel[...]
     scales = 128 * 128 // 64
     assert q.nbytes == 128 * 128 // 2 + scales + sum(leaf.nbytes for leaf in q.scale[1:])
-    wide: Any = nnx.eval_shape(lambda: nnx.Linear(16384, 2, use_bias=False, rngs=nnx.Rngs(0)))
+    wide: Any = nnx.Linear(16384, 2, use_bias=False, rngs=nnx.Rngs(0))
     big = jc.nn.quantize(wide, Rule(weight=DOUBLE), "ptq").kernel[...]
     assert big.bits_per_element == 4 + 8 / 64 + 64 / (64 * 256)
 
@@ -132,7 +132,7 @@ def test_merge_and_split(model: Any, packed: Any) -> None:
         merge_lora(again)
 
 
-def test_files(packed: Any, tmp_path: Path) -> None:
+def in_files(packed: Any, tmp_path: Path) -> None:
     rules = [LoraRule("up", rank=4, alpha=8), LoraRule("*", rank=2)]
     adapted = noised(add_lora(packed, rules, rngs=nnx.Rngs(1)))
     base = tmp_path / "base.safetensors"
@@ -153,6 +153,14 @@ def test_files(packed: Any, tmp_path: Path) -> None:
     (tmp_path / "adapter/adapter_config.json").write_text('{"peft_type": "IA3"}')
     with pytest.raises(ValueError, match="not of plain LoRA"):
         load_lora(tmp_path / "adapter", packed)
+
+
+@pytest.mark.parametrize(
+    "check", [in_files, pytest.param(in_bytes, marks=pytest.mark.slow)], ids=lambda check: check.__name__
+)
+def test_files_and_their_size(check: Any, request: Any) -> None:
+    """A case for each of these checks; the first runs by default."""
+    checked(check, request)
 
 
 @pytest.mark.parametrize("weight", ["nf4", pytest.param(None, marks=pytest.mark.slow)])
