@@ -116,10 +116,30 @@ def modules_of_linen() -> None:
     np.testing.assert_allclose(y, jax.jit(floats.apply)(variables, X), rtol=2e-3, atol=2e-4)
 
 
+def the_operands_of_a_program() -> None:
+    def attend(p: Any, x: jax.Array, image: jax.Array) -> Any:
+        q, k = x @ p["q"], x @ p["k"]
+        return q @ k.T, jax.lax.conv(image, p["c"], (1, 1), "SAME"), x @ p["wide"]
+
+    p = {"q": jnp.ones((8, 8)), "k": jnp.ones((8, 8), jnp.bfloat16), "c": jnp.ones((4, 4, 3, 3)), "wide": jnp.ones(8)}
+    rules = [jc.Rule("wide"), jc.Rule("q", weight=ROW), jc.Rule(weight="e4m3fn", activation="e5m2", product="codes")]
+    low = jc.quantize_fn(attend, rules)
+    args = p, jnp.ones((3, 8)), jnp.ones((1, 4, 8, 8))
+
+    def told(platform: str) -> list[str]:
+        return [row.operands for row in low.report(*args, platform=platform).products]
+
+    eight = "float8 x float8 -> float32"
+    assert told("h200") == ["float32 x float32", eight, eight, eight, "float32 x float32"]
+    assert told("cpu") == ["float32 x float32"] * 5
+    assert [row.operands for row in low.report(*args).products] == [""] * 5
+
+
 @pytest.mark.parametrize(
     "check",
     [
-        gradients_of_layers_are_of_codes,
+        the_operands_of_a_program,
+        pytest.param(gradients_of_layers_are_of_codes, marks=pytest.mark.slow),
         pytest.param(calibrated_layers, marks=pytest.mark.slow),
         pytest.param(modules_of_linen, marks=pytest.mark.slow),
     ],
@@ -163,25 +183,6 @@ def test_reports_of_linen_and_of_programs_say_it_too() -> None:
     for report in (low.report, jc.quantize_fn(low.module.apply, rule).report):
         with pytest.raises(ValueError, match="platform='h100' must be one of 'cpu'"):
             report(variables, x, platform="h100")
-
-
-def test_the_operands_of_a_program() -> None:
-    def attend(p: Any, x: jax.Array, image: jax.Array) -> Any:
-        q, k = x @ p["q"], x @ p["k"]
-        return q @ k.T, jax.lax.conv(image, p["c"], (1, 1), "SAME"), x @ p["wide"]
-
-    p = {"q": jnp.ones((8, 8)), "k": jnp.ones((8, 8), jnp.bfloat16), "c": jnp.ones((4, 4, 3, 3)), "wide": jnp.ones(8)}
-    rules = [jc.Rule("wide"), jc.Rule("q", weight=ROW), jc.Rule(weight="e4m3fn", activation="e5m2", product="codes")]
-    low = jc.quantize_fn(attend, rules)
-    args = p, jnp.ones((3, 8)), jnp.ones((1, 4, 8, 8))
-
-    def told(platform: str) -> list[str]:
-        return [row.operands for row in low.report(*args, platform=platform).products]
-
-    eight = "float8 x float8 -> float32"
-    assert told("h200") == ["float32 x float32", eight, eight, eight, "float32 x float32"]
-    assert told("cpu") == ["float32 x float32"] * 5
-    assert [row.operands for row in low.report(*args).products] == [""] * 5
 
 
 def test_layers_without_a_product_refuse() -> None:

@@ -68,17 +68,6 @@ def without_a_gradient_the_operands_are_those_of_the_forward_product() -> None:
     near(dw, last(X, BLOCKS).T @ G)
 
 
-def test_the_weight_gradient_has_a_format_of_its_own() -> None:
-    fine = how(left="e4m3", right="e4m3", gradient="e5m2", weight_gradient="binary32")
-    _, dx, dw = jax.jit(partial(products, fine))()
-    np.testing.assert_array_equal(dx, last(G, "e5m2") @ last(W, "e4m3").T)
-    near(dw, X.T @ G)
-    alone = how(left="e4m3", right="e4m3", weight_gradient="e5m3")
-    _, dx, dw = jax.jit(partial(products, alone))()
-    near(dx, G @ last(W, "e4m3").T)
-    np.testing.assert_array_equal(dw, last(X, "e5m3").T @ last(G, "e5m3"))
-
-
 def the_accumulator_is_emulated_in_all_three_products() -> None:
     sums = jc.MatmulSpec(accumulate="e5m2", order="matrix_unit(3)")
     rounded = how(left="e4m3", right="e4m3", gradient="e5m2", matmul=sums)
@@ -210,10 +199,22 @@ def stochastic_products_draw_from_the_key() -> None:
         assert (b[0] != b[1]).mean() > 0.9
 
 
+def the_weight_gradient_has_a_format_of_its_own() -> None:
+    fine = how(left="e4m3", right="e4m3", gradient="e5m2", weight_gradient="binary32")
+    _, dx, dw = jax.jit(partial(products, fine))()
+    np.testing.assert_array_equal(dx, last(G, "e5m2") @ last(W, "e4m3").T)
+    near(dw, X.T @ G)
+    alone = how(left="e4m3", right="e4m3", weight_gradient="e5m3")
+    _, dx, dw = jax.jit(partial(products, alone))()
+    near(dx, G @ last(W, "e4m3").T)
+    np.testing.assert_array_equal(dw, last(X, "e5m3").T @ last(G, "e5m3"))
+
+
 @pytest.mark.parametrize(
     "check",
     [
-        every_product_has_its_blocks_along_its_own_sum,
+        the_weight_gradient_has_a_format_of_its_own,
+        pytest.param(every_product_has_its_blocks_along_its_own_sum, marks=pytest.mark.slow),
         pytest.param(without_a_gradient_the_operands_are_those_of_the_forward_product, marks=pytest.mark.slow),
         pytest.param(the_accumulator_is_emulated_in_all_three_products, marks=pytest.mark.slow),
         pytest.param(clipped_gradients_and_forward_mode_hold_where_nothing_else_is_asked, marks=pytest.mark.slow),

@@ -109,25 +109,6 @@ def test_quantized_trained_saved_loaded(name: str, tmp_path: Path) -> None:
     np.testing.assert_array_equal(run(again, x), y)
 
 
-def test_an_mlp_in_numpy() -> None:
-    """Groups of 16 inputs, a scale of their largest magnitude over 7, ties to even; a bias as it is."""
-    model = mlp()
-    packed = jc.nn.quantize(model, RULE, "weight_only", inputs=(X[0],))
-    h = np.asarray(X, np.float64)
-    for layer in model.layers:
-        groups = np.asarray(layer.weight, np.float32).reshape(layer.out_features, -1, 16)
-        scale = np.abs(groups).max(-1, keepdims=True) / np.float32(7)
-        weight = (np.rint(np.clip(groups / scale, -8, 7)) * scale).reshape(layer.weight.shape)
-        h = h @ weight.T.astype(np.float64) + np.asarray(layer.bias, np.float64)
-        h = h if layer is model.layers[-1] else np.maximum(h, 0)
-    np.testing.assert_allclose(run(packed, X), h, rtol=1e-4, atol=1e-5)
-    assert packed.layers[0].weight.nbytes == 48 * 32 // 2 + 48 * 2 * 4
-    rows = jc.nn.report(model, RULE, inputs=(X[0],)).parameters
-    assert {row.path: row.spec for row in rows if row.spec} == dict.fromkeys(
-        ("layers/0/weight", "layers/1/weight"), "int4(group=16)"
-    )
-
-
 def methods_and_scales() -> None:
     """Each method runs under rules; calibrated ranges and learned scales are fields of the module."""
     model, both = scanned(), {"__call__": (X[0],), "hidden": (X[0],)}
@@ -188,10 +169,30 @@ def rounding_with_data_is_said_on_one_line_and_as_it_is_said() -> None:
 # -- adapters ----------------------------------------------------------------------------------------------------------
 
 
+def an_mlp_in_numpy() -> None:
+    """Groups of 16 inputs, a scale of their largest magnitude over 7, ties to even; a bias as it is."""
+    model = mlp()
+    packed = jc.nn.quantize(model, RULE, "weight_only", inputs=(X[0],))
+    h = np.asarray(X, np.float64)
+    for layer in model.layers:
+        groups = np.asarray(layer.weight, np.float32).reshape(layer.out_features, -1, 16)
+        scale = np.abs(groups).max(-1, keepdims=True) / np.float32(7)
+        weight = (np.rint(np.clip(groups / scale, -8, 7)) * scale).reshape(layer.weight.shape)
+        h = h @ weight.T.astype(np.float64) + np.asarray(layer.bias, np.float64)
+        h = h if layer is model.layers[-1] else np.maximum(h, 0)
+    np.testing.assert_allclose(run(packed, X), h, rtol=1e-4, atol=1e-5)
+    assert packed.layers[0].weight.nbytes == 48 * 32 // 2 + 48 * 2 * 4
+    rows = jc.nn.report(model, RULE, inputs=(X[0],)).parameters
+    assert {row.path: row.spec for row in rows if row.spec} == dict.fromkeys(
+        ("layers/0/weight", "layers/1/weight"), "int4(group=16)"
+    )
+
+
 @pytest.mark.parametrize(
     "check",
     [
-        stochastic_rules_take_keys,
+        an_mlp_in_numpy,
+        pytest.param(stochastic_rules_take_keys, marks=pytest.mark.slow),
         pytest.param(rounding_with_data_is_said_on_one_line_and_as_it_is_said, marks=pytest.mark.slow),
         pytest.param(methods_and_scales, marks=pytest.mark.slow),
     ],
@@ -258,8 +259,7 @@ def noised(model: Any) -> Any:
     return jax.tree.map(noise, model, mask)
 
 
-@pytest.mark.parametrize("make", [mlp, pytest.param(scanned, marks=pytest.mark.slow)])
-def test_adapters_of_modules(make: Any, tmp_path: Path) -> None:
+def adapters_of_modules(make: Any, tmp_path: Path) -> None:
     model = make()
     rules = [LoraRule("layers/0" if make is mlp else "layers", rank=4, alpha=8), LoraRule("*", rank=2)]
     packed = jc.nn.quantize(model, Rule(weight="nf4(group=16)"), "ptq", inputs=(X[0],))
@@ -330,9 +330,21 @@ PARAMS = {
 }
 
 
-@pytest.mark.parametrize("rounds", [True, pytest.param(False, marks=pytest.mark.slow)])
-def test_adapters_of_parameters(rounds: bool) -> None:
+def adapters_of_an_mlp(tmp_path: Path) -> None:
+    adapters_of_modules(mlp, tmp_path)
+
+
+def adapters_of_a_stack(tmp_path: Path) -> None:
+    adapters_of_modules(scanned, tmp_path)
+
+
+def adapters_of_parameters() -> None:
     """The adapters of a pytree, against the function with the merged weights in float64."""
+    for rounds in (True, False):
+        of_parameters(rounds)
+
+
+def of_parameters(rounds: bool) -> None:
     low = jc.quantize_fn(network, Rule(weight="int4(group=16)") if rounds else Rule())
     packed = low.pack(PARAMS, X)
     rules = [LoraRule("{heads,out}", rank=3, alpha=6), LoraRule("*", rank=2)]
@@ -381,7 +393,13 @@ def dropout_needs_a_key() -> None:
 
 @pytest.mark.parametrize(
     "check",
-    [dropout_needs_a_key, pytest.param(parameters_without_adapters_stay_packed_in_a_merge, marks=pytest.mark.slow)],
+    [
+        dropout_needs_a_key,
+        pytest.param(adapters_of_an_mlp, marks=pytest.mark.slow),
+        pytest.param(adapters_of_a_stack, marks=pytest.mark.slow),
+        pytest.param(adapters_of_parameters, marks=pytest.mark.slow),
+        pytest.param(parameters_without_adapters_stay_packed_in_a_merge, marks=pytest.mark.slow),
+    ],
     ids=lambda check: check.__name__,
 )
 def test_adapters_in_use(check: Any, request: Any) -> None:

@@ -18,7 +18,7 @@ import pytest
 from flax import linen, nnx
 from flax.traverse_util import flatten_dict
 from jax import lax
-from layer_references import LAYERS, Formats, Layer
+from layer_references import LAYERS, Formats, Layer, checked
 
 import jchop as jc
 
@@ -196,7 +196,7 @@ def test_eager(name: str, family: str) -> None:
             np.testing.assert_array_equal(call(model.params, x), wanted, err_msg=f"{key}, {call.__name__}")
 
 
-def test_einsum_packs_in_the_order_of_the_sum() -> None:
+def einsum_packs_in_the_order_of_the_sum() -> None:
     layer = nnx.Einsum("nab,bac->nc", (3, 2, 4), rngs=nnx.Rngs(0))  # a before b, but b before a in the kernel
     rule = jc.nn.Rule(weight="int8(group=4)")
     x = jnp.asarray(np.random.default_rng(0).normal(size=(5, 2, 3)), "float32")
@@ -206,7 +206,7 @@ def test_einsum_packs_in_the_order_of_the_sum() -> None:
         np.testing.assert_allclose(jc.nn.quantize(layer, rule, mode=mode)(x), wanted, rtol=1e-6, atol=1e-6)
 
 
-def test_einsum_of_linen_has_to_know_its_subscripts() -> None:
+def einsum_of_linen_has_to_know_its_subscripts() -> None:
     x, text = jnp.ones((3, 4)), "ab,bc->ac"
     for role in ("weight", "activation"):
         module = jc.nn.linen.quantize(linen.Einsum((4, 2)), jc.nn.Rule(**{role: "int8(group=4)"}))
@@ -216,3 +216,16 @@ def test_einsum_of_linen_has_to_know_its_subscripts() -> None:
     module = jc.nn.linen.quantize(linen.Einsum((4, 2), text), jc.nn.Rule(gradient="e5m2"))
     with pytest.raises(NotImplementedError, match=r"Einsum at ''.*gradient"):
         module.apply(module.init(jax.random.key(0), x), x)
+
+
+@pytest.mark.parametrize(
+    "check",
+    [
+        einsum_of_linen_has_to_know_its_subscripts,
+        pytest.param(einsum_packs_in_the_order_of_the_sum, marks=pytest.mark.slow),
+    ],
+    ids=lambda check: check.__name__,
+)
+def test_einsum(check: Any, request: Any) -> None:
+    """A case for each of these checks; the first runs by default."""
+    checked(check, request)

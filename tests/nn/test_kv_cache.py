@@ -15,7 +15,7 @@ import jchop as jc
 
 HEADS, SIZE = 2, 8
 SPECS = [
-    "int8(group=all)", None, "int4(group=4)", "uint4(group=8,zero_point=integer)", "float8_e4m3fn", "mxfp8_e4m3",
+    None, "int8(group=all)", "int4(group=4)", "uint4(group=8,zero_point=integer)", "float8_e4m3fn", "mxfp8_e4m3",
     "nf4(group=8,scale=bfloat16)", "float8_e5m2:toward_zero", "bfp5(group=4)",
 ]  # fmt: skip
 EIGHT: dict[str, Any] = {"keys": "int8(group=all)", "values": "float8_e4m3fn"}
@@ -137,16 +137,6 @@ def pages_are_given_and_returned() -> None:
     assert after.overflowed.tolist() == [False, True, True]  # the tokens at 8 and at 12 find no page
     assert np.isnan(after.values[1:]).all() and not np.isnan(after.values[0]).any()
     assert not release(after, jnp.asarray([False, True, True])).overflowed.any()
-
-
-def test_pages_without_tokens_that_are_left_are_free() -> None:
-    cache = update(five_pages(), normal(1, 9), normal(2, 9), rows([*range(8)], [*range(8)], []))
-    cache = jax.jit(jc.KVCache.truncate)(cache, jnp.asarray([3, 5, 0]))
-    assert np.asarray(cache.table).tolist() == [[0, -1, -1, -1], [2, 3, -1, -1], [-1] * 4]
-    cache = update(cache, normal(3, 9), normal(4, 9), rows([3, 4], [5, 6], []))
-    assert np.asarray(cache.table).tolist() == [[0, 1, -1, -1], [2, 3, -1, -1], [-1] * 4]
-    assert not cache.overflowed.any()
-    assert cache.positions.tolist()[:2] == [[0, 1, 2, 3, 4, *[-1] * 11], [0, 1, 2, 3, 4, 5, 6, *[-1] * 9]]
 
 
 @pytest.mark.parametrize("kind", ["full", pytest.param("paged", marks=pytest.mark.slow)])
@@ -278,14 +268,14 @@ def pages_of_sequences_that_are_taken() -> None:
     assert (np.asarray(one.slot_positions) >= 0).sum() == 1  # pages of the others are free, without tokens
 
 
-@pytest.mark.parametrize(
-    "check",
-    [pages_are_given_and_returned, pytest.param(pages_of_sequences_that_are_taken, marks=pytest.mark.slow)],
-    ids=lambda check: check.__name__,
-)
-def test_pages(check: Any, request: Any) -> None:
-    """A case for each of these checks; the first runs by default."""
-    checked(check, request)
+def pages_without_tokens_that_are_left_are_free() -> None:
+    cache = update(five_pages(), normal(1, 9), normal(2, 9), rows([*range(8)], [*range(8)], []))
+    cache = jax.jit(jc.KVCache.truncate)(cache, jnp.asarray([3, 5, 0]))
+    assert np.asarray(cache.table).tolist() == [[0, -1, -1, -1], [2, 3, -1, -1], [-1] * 4]
+    cache = update(cache, normal(3, 9), normal(4, 9), rows([3, 4], [5, 6], []))
+    assert np.asarray(cache.table).tolist() == [[0, 1, -1, -1], [2, 3, -1, -1], [-1] * 4]
+    assert not cache.overflowed.any()
+    assert cache.positions.tolist()[:2] == [[0, 1, 2, 3, 4, *[-1] * 11], [0, 1, 2, 3, 4, 5, 6, *[-1] * 9]]
 
 
 def sequences_and_heads_are_sharded() -> None:
@@ -306,10 +296,16 @@ def sequences_and_heads_are_sharded() -> None:
 
 @pytest.mark.parametrize(
     "check",
-    [stacks_batches_and_donation, pytest.param(sequences_and_heads_are_sharded, marks=pytest.mark.slow)],
+    [
+        pages_are_given_and_returned,
+        pytest.param(stacks_batches_and_donation, marks=pytest.mark.slow),
+        pytest.param(sequences_and_heads_are_sharded, marks=pytest.mark.slow),
+        pytest.param(pages_without_tokens_that_are_left_are_free, marks=pytest.mark.slow),
+        pytest.param(pages_of_sequences_that_are_taken, marks=pytest.mark.slow),
+    ],
     ids=lambda check: check.__name__,
 )
-def test_stacks_and_shards(check: Any, request: Any) -> None:
+def test_pages_stacks_and_shards(check: Any, request: Any) -> None:
     """A case for each of these checks; the first runs by default."""
     checked(check, request)
 

@@ -70,18 +70,6 @@ def test_gradients_and_packed_parameters_are_those_of_the_twin() -> None:
     np.testing.assert_array_equal(kernel.unpack(), expected)
 
 
-def test_stochastic_rules_draw_from_their_stream() -> None:
-    rule = jc.nn.Rule(weight="e4m1:stochastic", bias="e4m1:stochastic", activation="e4m1:stochastic")
-    dense = quantized_linen.quantize(linen.Dense(8), rule)
-    x = jnp.asarray(np.random.default_rng(0).normal(size=(3, 8)), "float32")
-    variables = dense.init(jax.random.key(0), x)
-    first, again, other = (dense.apply(variables, x, rngs={"rounding": jax.random.key(k)}) for k in (0, 0, 1))
-    np.testing.assert_array_equal(first, again)
-    assert (first != other).any()
-    with pytest.raises(ValueError, match=r"rngs=\{'rounding': a key\}"):
-        dense.apply(variables, x)
-
-
 def cells_are_made_of_dense_layers_and_state_goes_through() -> None:
     cell = quantized_linen.quantize(linen.GRUCell(4), jc.nn.Rule(weight="fixed2.2"))
     x, h = jnp.ones((2, 4)), jnp.full((2, 4), 0.5)
@@ -168,10 +156,23 @@ def packed_parameters_are_numbers_for_functions_of_trees() -> None:
     jax.tree.map(np.testing.assert_array_equal, moved, again)
 
 
+def stochastic_rules_draw_from_their_stream() -> None:
+    rule = jc.nn.Rule(weight="e4m1:stochastic", bias="e4m1:stochastic", activation="e4m1:stochastic")
+    dense = quantized_linen.quantize(linen.Dense(8), rule)
+    x = jnp.asarray(np.random.default_rng(0).normal(size=(3, 8)), "float32")
+    variables = dense.init(jax.random.key(0), x)
+    first, again, other = (dense.apply(variables, x, rngs={"rounding": jax.random.key(k)}) for k in (0, 0, 1))
+    np.testing.assert_array_equal(first, again)
+    assert (first != other).any()
+    with pytest.raises(ValueError, match=r"rngs=\{'rounding': a key\}"):
+        dense.apply(variables, x)
+
+
 @pytest.mark.parametrize(
     "check",
     [
-        cells_are_made_of_dense_layers_and_state_goes_through,
+        stochastic_rules_draw_from_their_stream,
+        pytest.param(cells_are_made_of_dense_layers_and_state_goes_through, marks=pytest.mark.slow),
         pytest.param(packed_parameters_are_numbers_for_functions_of_trees, marks=pytest.mark.slow),
     ],
     ids=lambda check: check.__name__,

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
-from layer_references import products_of_size
+from layer_references import checked, products_of_size
 
 import jchop as jc
 from jchop.nn import LoraRule, Rule, add_lora, load_lora, merge_lora, save_lora, split_lora
@@ -52,7 +52,7 @@ def noised(model: Any) -> Any:
     return model
 
 
-def test_first_output_and_gradients(packed: Any) -> None:
+def first_output_and_gradients(packed: Any) -> None:
     adapted = add_lora(
         packed, [LoraRule("up", rank=4, alpha=8, dropout=0.5), LoraRule("rest", rank=2)], rngs=nnx.Rngs(1)
     )
@@ -79,12 +79,12 @@ def test_first_output_and_gradients(packed: Any) -> None:
     assert products_of_size(jax.make_jaxpr(other)(jnp.ones((128, 128))).jaxpr, sizes) == 1  # as it would be
 
 
-def test_bytes(packed: Any) -> None:
+def in_bytes(packed: Any) -> None:
     """4 bits, 8 for each group of 64, and a scale and an offset of 32 for each 256 of these (or a shorter row)."""
     q = packed.rest[0].kernel[...]
     scales = 128 * 128 // 64
     assert q.nbytes == 128 * 128 // 2 + scales + sum(leaf.nbytes for leaf in q.scale[1:])
-    wide: Any = nnx.eval_shape(lambda: nnx.Linear(16384, 2, use_bias=False, rngs=nnx.Rngs(0)))
+    wide: Any = nnx.Linear(16384, 2, use_bias=False, rngs=nnx.Rngs(0))
     big = jc.nn.quantize(wide, Rule(weight=DOUBLE), "ptq").kernel[...]
     assert big.bits_per_element == 4 + 8 / 64 + 64 / (64 * 256)
 
@@ -132,7 +132,7 @@ def test_merge_and_split(model: Any, packed: Any) -> None:
         merge_lora(again)
 
 
-def test_files(packed: Any, tmp_path: Path) -> None:
+def in_files(packed: Any, tmp_path: Path) -> None:
     rules = [LoraRule("up", rank=4, alpha=8), LoraRule("*", rank=2)]
     adapted = noised(add_lora(packed, rules, rngs=nnx.Rngs(1)))
     base = tmp_path / "base.safetensors"
@@ -155,7 +155,15 @@ def test_files(packed: Any, tmp_path: Path) -> None:
         load_lora(tmp_path / "adapter", packed)
 
 
-@pytest.mark.parametrize("weight", ["nf4", pytest.param(None, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "check", [in_files, pytest.param(in_bytes, marks=pytest.mark.slow)], ids=lambda check: check.__name__
+)
+def test_files_and_their_size(check: Any, request: Any) -> None:
+    """A case for each of these checks; the first runs by default."""
+    checked(check, request)
+
+
+@pytest.mark.parametrize("weight", [None, pytest.param("nf4", marks=pytest.mark.slow)])
 def test_the_projections_of_attention(weight: str | None, tmp_path: Path) -> None:
     """They sum over one axis to two, and over two to one; A and B are matrices, as in PEFT."""
     plain: Any = nnx.MultiHeadAttention(4, 32, qkv_features=64, decode=False, rngs=nnx.Rngs(0))
@@ -186,7 +194,7 @@ def test_the_projections_of_attention(weight: str | None, tmp_path: Path) -> Non
     np.testing.assert_allclose(best(x), (base if weight is None else merge_lora(best))(x), rtol=1e-3, atol=1e-4)
 
 
-def test_a_model_that_is_the_layer_is_saved_and_loaded(tmp_path: Path) -> None:
+def a_model_that_is_the_layer_is_saved_and_loaded(tmp_path: Path) -> None:
     model: Any = nnx.Linear(8, 4, rngs=nnx.Rngs(0))
     adapted = noised(add_lora(model, LoraRule("*", rank=2), rngs=nnx.Rngs(1)))
     save_lora(tmp_path, adapted)
@@ -264,7 +272,7 @@ def test_a_stack_begins_with_the_best_approximations_and_has_dropout() -> None:
     np.testing.assert_allclose(adapted(x), merge_lora(adapted)(x), rtol=1e-4, atol=1e-5)
 
 
-def test_training_with_8_bit_moments(packed: Any) -> None:
+def training_with_8_bit_moments(packed: Any) -> None:
     adapted = add_lora(packed, LoraRule("*", rank=2), rngs=nnx.Rngs(1))
     codes = [np.asarray(leaf) for leaf in jax.tree.leaves(nnx.state(adapted, jc.nn.QuantizedParam))]
     optimizer = nnx.Optimizer(adapted, jc.optim.adamw8bit(1e-2), wrt=nnx.LoRAParam)
@@ -280,6 +288,20 @@ def test_training_with_8_bit_moments(packed: Any) -> None:
     losses = [float(step(adapted, optimizer)) for _ in range(8)]
     assert losses[-1] < 0.7 * losses[0]
     jax.tree.map(np.testing.assert_array_equal, codes, jax.tree.leaves(nnx.state(adapted, jc.nn.QuantizedParam)))
+
+
+@pytest.mark.parametrize(
+    "check",
+    [
+        a_model_that_is_the_layer_is_saved_and_loaded,
+        pytest.param(first_output_and_gradients, marks=pytest.mark.slow),
+        pytest.param(training_with_8_bit_moments, marks=pytest.mark.slow),
+    ],
+    ids=lambda check: check.__name__,
+)
+def test_adapters_in_use(check: Any, request: Any) -> None:
+    """A case for each of these checks; the first runs by default."""
+    checked(check, request)
 
 
 def test_errors(model: Any, packed: Any) -> None:

@@ -54,26 +54,6 @@ def noised(variables: Any) -> Any:
     return {**variables, "lora": lora}
 
 
-def test_first_output_and_gradients(low: Any, packed: Any) -> None:
-    rules = [LoraRule("up", rank=4, alpha=8), LoraRule("{up,down}", rank=2)]
-    adapted, variables = add_lora(low, packed, rules, X, key=KEY)
-    np.testing.assert_array_equal(adapted.apply(variables, X), low.apply(packed, X))
-    shapes = jax.tree.map(jnp.shape, variables["lora"])
-    assert shapes == {
-        "up": {"lora_a": (128, 4), "lora_b": (4, 128)}, "down": {"lora_a": (128, 2), "lora_b": (2, 128)}
-    }  # fmt: skip
-
-    def loss(lora: Any) -> Any:
-        return (adapted.apply({**packed, "lora": lora}, X) ** 2).mean()
-
-    gradient = jax.jit(jax.grad(loss))(variables["lora"])
-    assert jax.tree.map(jnp.shape, gradient) == shapes
-    assert bool(gradient["up"]["lora_b"].any()) and not bool(gradient["up"]["lora_a"].any())  # since B is zero
-    assert products_of_size(jax.make_jaxpr(jax.grad(loss))(variables["lora"]).jaxpr, SIZES) == 0
-    whole = jax.grad(lambda kernel: ((X @ kernel) ** 2).mean())
-    assert products_of_size(jax.make_jaxpr(whole)(jnp.ones((128, 128))).jaxpr, SIZES) == 1  # as it would be
-
-
 def the_sum_is_that_of_the_definition(plain: Any) -> None:
     adapted, variables = add_lora(Net(), plain, LoraRule("{up,down}", rank=3, alpha=6), X, key=KEY)
     variables = noised(variables)
@@ -89,31 +69,6 @@ def the_sum_is_that_of_the_definition(plain: Any) -> None:
         np.testing.assert_allclose(merged["params"][name]["kernel"], weight, rtol=0, atol=2**-22 * abs(weight).max())
 
 
-def test_merge_split_and_files(low: Any, packed: Any, tmp_path: Path) -> None:
-    adapted, variables = add_lora(low, packed, LoraRule("up", rank=3, alpha=6), X, key=KEY)
-    variables = noised(variables)
-    y = adapted.apply(variables, X)
-    module, merged = merge_lora(adapted, variables, X)
-    assert isinstance(merged["params"]["down"]["kernel"], jc.nn.linen.Packed)
-    assert isinstance(merged["params"]["up"]["kernel"], jax.Array)
-    np.testing.assert_allclose(module.apply(merged, X), y, rtol=1e-3, atol=1e-4)  # no rule rounds the sum
-    again, repacked = merge_lora(adapted, variables, X, requantize=True)
-    kernel = repacked["params"]["up"]["kernel"]
-    wanted = jc.quantize(merged["params"]["up"]["kernel"].T, DOUBLE)
-    assert again is low and kernel.stored.spec == packed["params"]["up"]["kernel"].stored.spec
-    np.testing.assert_array_equal(kernel.unpack(), jc.dequantize(wanted).T)
-
-    base, rest, adapters = split_lora(adapted, variables)
-    np.testing.assert_array_equal(base.apply(rest, X), low.apply(packed, X))
-    assert list(adapters) == ["up"] and adapters["up"]["rule"].rank == 3
-    save_lora(tmp_path, adapted, variables)
-    loaded, found = load_lora(tmp_path, low, packed)
-    np.testing.assert_array_equal(loaded.apply(found, X), y)
-    # A file of Linen is one of NNX, too: names are paths in both.
-    twin = nnx.Dict(up=nnx.Linear(128, 128, rngs=nnx.Rngs(0)))
-    np.testing.assert_array_equal(jc.nn.load_lora(tmp_path, twin)["up"].lora_a[...], adapters["up"]["lora_a"])
-
-
 def test_merged_layers_leave_no_rule_for_the_norms_alone(plain: Any) -> None:
     """The rule was for all layers, and left the norm; when its other layers are merged, it still does."""
     low = jc.nn.linen.quantize(Net(), Rule(weight="int4(group=32)", activation="e4m3", output="e4m3"))
@@ -121,15 +76,6 @@ def test_merged_layers_leave_no_rule_for_the_norms_alone(plain: Any) -> None:
     module, _ = merge_lora(adapted, variables, X)
     assert isinstance(module, jc.nn.linen.Quantized)
     assert [str(rule) for rule in module.rules][1:] == ["Rule('*', output=float8_e4m3)"]
-
-
-def test_all_merged_is_a_plain_module(low: Any, plain: Any, packed: Any) -> None:
-    adapted, variables = add_lora(low, plain, LoraRule("up", rank=2), X, key=KEY)
-    assert merge_lora(adapted, variables, X)[0] is low  # a weight that is not packed is still rounded in each call
-    adapted, variables = add_lora(low, packed, LoraRule("{up,down}", rank=2), X, key=KEY)
-    module, merged = merge_lora(adapted, variables, X)
-    assert type(module) is Net
-    np.testing.assert_allclose(module.apply(merged, X), low.apply(packed, X), rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("init", ["loftq", "pissa"])
@@ -158,9 +104,69 @@ def dropout_in_expectation(plain: Any) -> None:
     assert bool((spread > 0).all()) and bool((abs(many.mean(0) - still) < 5 * spread).all())
 
 
+def first_output_and_gradients(low: Any, packed: Any) -> None:
+    rules = [LoraRule("up", rank=4, alpha=8), LoraRule("{up,down}", rank=2)]
+    adapted, variables = add_lora(low, packed, rules, X, key=KEY)
+    np.testing.assert_array_equal(adapted.apply(variables, X), low.apply(packed, X))
+    shapes = jax.tree.map(jnp.shape, variables["lora"])
+    assert shapes == {
+        "up": {"lora_a": (128, 4), "lora_b": (4, 128)}, "down": {"lora_a": (128, 2), "lora_b": (2, 128)}
+    }  # fmt: skip
+
+    def loss(lora: Any) -> Any:
+        return (adapted.apply({**packed, "lora": lora}, X) ** 2).mean()
+
+    gradient = jax.jit(jax.grad(loss))(variables["lora"])
+    assert jax.tree.map(jnp.shape, gradient) == shapes
+    assert bool(gradient["up"]["lora_b"].any()) and not bool(gradient["up"]["lora_a"].any())  # since B is zero
+    assert products_of_size(jax.make_jaxpr(jax.grad(loss))(variables["lora"]).jaxpr, SIZES) == 0
+    whole = jax.grad(lambda kernel: ((X @ kernel) ** 2).mean())
+    assert products_of_size(jax.make_jaxpr(whole)(jnp.ones((128, 128))).jaxpr, SIZES) == 1  # as it would be
+
+
+def merge_split_and_files(low: Any, packed: Any, tmp_path: Path) -> None:
+    adapted, variables = add_lora(low, packed, LoraRule("up", rank=3, alpha=6), X, key=KEY)
+    variables = noised(variables)
+    y = adapted.apply(variables, X)
+    module, merged = merge_lora(adapted, variables, X)
+    assert isinstance(merged["params"]["down"]["kernel"], jc.nn.linen.Packed)
+    assert isinstance(merged["params"]["up"]["kernel"], jax.Array)
+    np.testing.assert_allclose(module.apply(merged, X), y, rtol=1e-3, atol=1e-4)  # no rule rounds the sum
+    again, repacked = merge_lora(adapted, variables, X, requantize=True)
+    kernel = repacked["params"]["up"]["kernel"]
+    wanted = jc.quantize(merged["params"]["up"]["kernel"].T, DOUBLE)
+    assert again is low and kernel.stored.spec == packed["params"]["up"]["kernel"].stored.spec
+    np.testing.assert_array_equal(kernel.unpack(), jc.dequantize(wanted).T)
+
+    base, rest, adapters = split_lora(adapted, variables)
+    np.testing.assert_array_equal(base.apply(rest, X), low.apply(packed, X))
+    assert list(adapters) == ["up"] and adapters["up"]["rule"].rank == 3
+    save_lora(tmp_path, adapted, variables)
+    loaded, found = load_lora(tmp_path, low, packed)
+    np.testing.assert_array_equal(loaded.apply(found, X), y)
+    # A file of Linen is one of NNX, too: names are paths in both.
+    twin = nnx.Dict(up=nnx.Linear(128, 128, rngs=nnx.Rngs(0)))
+    np.testing.assert_array_equal(jc.nn.load_lora(tmp_path, twin)["up"].lora_a[...], adapters["up"]["lora_a"])
+
+
+def all_merged_is_a_plain_module(low: Any, plain: Any, packed: Any) -> None:
+    adapted, variables = add_lora(low, plain, LoraRule("up", rank=2), X, key=KEY)
+    assert merge_lora(adapted, variables, X)[0] is low  # a weight that is not packed is still rounded in each call
+    adapted, variables = add_lora(low, packed, LoraRule("{up,down}", rank=2), X, key=KEY)
+    module, merged = merge_lora(adapted, variables, X)
+    assert type(module) is Net
+    np.testing.assert_allclose(module.apply(merged, X), low.apply(packed, X), rtol=1e-4, atol=1e-5)
+
+
 @pytest.mark.parametrize(
     "check",
-    [the_sum_is_that_of_the_definition, pytest.param(dropout_in_expectation, marks=pytest.mark.slow)],
+    [
+        the_sum_is_that_of_the_definition,
+        pytest.param(all_merged_is_a_plain_module, marks=pytest.mark.slow),
+        pytest.param(merge_split_and_files, marks=pytest.mark.slow),
+        pytest.param(first_output_and_gradients, marks=pytest.mark.slow),
+        pytest.param(dropout_in_expectation, marks=pytest.mark.slow),
+    ],
     ids=lambda check: check.__name__,
 )
 def test_numbers(check: Any, request: Any) -> None:

@@ -55,15 +55,6 @@ def test_axes_of_other_operands_are_checked_in_the_first_call(field: str) -> Non
         dense.apply(dense.init(jax.random.key(0), X), X)
 
 
-def test_an_axis_that_is_there_is_taken() -> None:
-    rounded = jc.nn.quantize(linear(), Rule(weight="int8(channel=0)", activation="int8(channel=-2)"))
-    same = jc.nn.quantize(linear(), Rule(weight="int8(group=all)", activation="int8(group=all)"))
-    np.testing.assert_array_equal(rounded(X), same(X))
-
-
-# -- NaN and infinities ------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.in_turn(20)
 @pytest.mark.parametrize("text", ["int8(group=all)", "nvfp4", "nf4"])
 def test_nan_stays_nan_in_training(text: str) -> None:
@@ -94,9 +85,38 @@ def the_derivative_of_what_is_rounded_stays() -> None:
     np.testing.assert_array_equal(jax.jvp(model, (X,), (X,))[1], X @ plain.kernel[...])
 
 
+def an_axis_that_is_there_is_taken() -> None:
+    rounded = jc.nn.quantize(linear(), Rule(weight="int8(channel=0)", activation="int8(channel=-2)"))
+    same = jc.nn.quantize(linear(), Rule(weight="int8(group=all)", activation="int8(group=all)"))
+    np.testing.assert_array_equal(rounded(X), same(X))
+
+
+# -- NaN and infinities ------------------------------------------------------------------------------------------------
+
+
+def packed_weights_of_another_shape_and_plain_ones_are_refused() -> None:
+    def made(size: tuple[int, int]) -> Any:
+        layer = nnx.Linear(*size, use_bias=False, rngs=nnx.Rngs(0))
+        return jc.nn.quantize(layer, Rule(weight="int4(group=4)"), mode="ptq")
+
+    model = made((8, 16))
+    nnx.update(model, nnx.state(made((16, 8))))
+    with pytest.raises(ValueError, match=r"of \(16, 8\), and this model holds it packed as .* of \(8, 16\)"):
+        model(X)
+    model = packed("int4(group=4)")
+    nnx.update(model, nnx.state(linear()))
+    with pytest.raises(ValueError, match=r"is an array of \(8, 4\), and this model holds it packed"):
+        model(X)
+
+
 @pytest.mark.parametrize(
     "check",
-    [the_derivative_of_what_is_rounded_stays, pytest.param(nan_stays_nan_under_kept_scales, marks=pytest.mark.slow)],
+    [
+        an_axis_that_is_there_is_taken,
+        pytest.param(packed_weights_of_another_shape_and_plain_ones_are_refused, marks=pytest.mark.slow),
+        pytest.param(the_derivative_of_what_is_rounded_stays, marks=pytest.mark.slow),
+        pytest.param(nan_stays_nan_under_kept_scales, marks=pytest.mark.slow),
+    ],
     ids=lambda check: check.__name__,
 )
 def test_derivatives_and_nan(check: Any, request: Any) -> None:
@@ -176,21 +196,6 @@ def test_packed_weights_of_another_rule_are_refused(text: str) -> None:
         nnx.merge(nnx.graphdef(packed("int4(group=4)")), nnx.state(packed(text)))(X)
     nnx.update(model, nnx.state(packed("int4(group=4)", 1)))
     np.testing.assert_array_equal(model(X), packed("int4(group=4)", 1)(X))
-
-
-def test_packed_weights_of_another_shape_and_plain_ones_are_refused() -> None:
-    def made(size: tuple[int, int]) -> Any:
-        layer = nnx.Linear(*size, use_bias=False, rngs=nnx.Rngs(0))
-        return jc.nn.quantize(layer, Rule(weight="int4(group=4)"), mode="ptq")
-
-    model = made((8, 16))
-    nnx.update(model, nnx.state(made((16, 8))))
-    with pytest.raises(ValueError, match=r"of \(16, 8\), and this model holds it packed as .* of \(8, 16\)"):
-        model(X)
-    model = packed("int4(group=4)")
-    nnx.update(model, nnx.state(linear()))
-    with pytest.raises(ValueError, match=r"is an array of \(8, 4\), and this model holds it packed"):
-        model(X)
 
 
 def test_packed_variables_of_linen_under_other_rules_are_refused() -> None:

@@ -191,15 +191,6 @@ class Tied(nnx.Module):
         return self.embed.attend(jax.lax.stop_gradient(jnp.tanh(self.embed(x))))
 
 
-def test_both_products_of_an_embedding_count() -> None:
-    model, x, y = Tied(nnx.Rngs(0)), jnp.arange(7), jnp.zeros((7, 7))
-    found = jc.nn.tune(model, [(x, y)], WHOLE, loss=half_squares, bits=16)
-    table = model.embed.embedding[...]
-    h = jnp.tanh(table)
-    error = h @ (jc.round_to_format(table, found.rows[0].option) - table).T
-    assert found.rows[0].score == pytest.approx(float(jnp.sum((h @ table.T) ** 2 * error**2)), rel=1e-3)
-
-
 class Mixed(nnx.Module):
     def __init__(self, rngs: nnx.Rngs) -> None:
         self.up, self.norm = nnx.ConvTranspose(4, 8, (3,), rngs=rngs), nnx.LayerNorm(8, rngs=rngs)
@@ -223,10 +214,20 @@ def notes_name_what_has_no_format_and_what_is_not_called() -> None:
         jc.nn.tune(model, data, WHOLE, loss=jax.jit(lambda *args: squares(*args)), bits=30, layers="{head,up}")
 
 
+def both_products_of_an_embedding_count() -> None:
+    model, x, y = Tied(nnx.Rngs(0)), jnp.arange(7), jnp.zeros((7, 7))
+    found = jc.nn.tune(model, [(x, y)], WHOLE, loss=half_squares, bits=16)
+    table = model.embed.embedding[...]
+    h = jnp.tanh(table)
+    error = h @ (jc.round_to_format(table, found.rows[0].option) - table).T
+    assert found.rows[0].score == pytest.approx(float(jnp.sum((h @ table.T) ** 2 * error**2)), rel=1e-3)
+
+
 @pytest.mark.parametrize(
     "check",
     [
-        groups_agree_and_other_tensors_have_ratios,
+        both_products_of_an_embedding_count,
+        pytest.param(groups_agree_and_other_tensors_have_ratios, marks=pytest.mark.slow),
         pytest.param(notes_name_what_has_no_format_and_what_is_not_called, marks=pytest.mark.slow),
     ],
     ids=lambda check: check.__name__,

@@ -91,19 +91,6 @@ def learned_scales_are_calibrated_trained_and_packed() -> None:
     assert sorted(packed.quantization_scales.learned) == ["out/kernel_activation_scale", "query_activation_scale"]
 
 
-def test_a_program_is_calibrated() -> None:
-    dynamic = jc.nn.quantize(Heads(), jc.Rule(weight=TENSOR, activation=TENSOR), inputs=(X,))
-    static = jc.nn.calibrate(dynamic, [X, 2 * X], method="percentile(90)")
-    most = np.percentile(np.abs(2 * np.asarray(X, np.float64)), 90)
-    found = static.quantization_scales.stats["query_activation_range"][...]
-    np.testing.assert_allclose(found, [-most, most], rtol=1e-6)
-    np.testing.assert_array_equal(static(100 * jnp.sign(X)), static(200 * jnp.sign(X)))
-    with pytest.raises(NotImplementedError, match="quantized is a program"):
-        jc.nn.correct_biases(Heads(), dynamic, [X])
-    with pytest.raises(ValueError, match="inputs=None, but Rule"):
-        jc.nn.quantize(Heads(), rule(jc.LSQ()))
-
-
 class Tower(linen.Module):
     @linen.compact
     def __call__(self, x: Any) -> Any:
@@ -149,10 +136,24 @@ def variables_of_linen() -> None:
         plain.calibrate(variables, [])
 
 
+def a_program_is_calibrated() -> None:
+    dynamic = jc.nn.quantize(Heads(), jc.Rule(weight=TENSOR, activation=TENSOR), inputs=(X,))
+    static = jc.nn.calibrate(dynamic, [X, 2 * X], method="percentile(90)")
+    most = np.percentile(np.abs(2 * np.asarray(X, np.float64)), 90)
+    found = static.quantization_scales.stats["query_activation_range"][...]
+    np.testing.assert_allclose(found, [-most, most], rtol=1e-6)
+    np.testing.assert_array_equal(static(100 * jnp.sign(X)), static(200 * jnp.sign(X)))
+    with pytest.raises(NotImplementedError, match="quantized is a program"):
+        jc.nn.correct_biases(Heads(), dynamic, [X])
+    with pytest.raises(ValueError, match="inputs=None, but Rule"):
+        jc.nn.quantize(Heads(), rule(jc.LSQ()))
+
+
 @pytest.mark.parametrize(
     "check",
     [
-        histories_are_no_parameters,
+        a_program_is_calibrated,
+        pytest.param(histories_are_no_parameters, marks=pytest.mark.slow),
         pytest.param(state_follows_in_training_and_stays_in_evaluation, marks=pytest.mark.slow),
         pytest.param(learned_scales_are_calibrated_trained_and_packed, marks=pytest.mark.slow),
         pytest.param(variables_of_linen, marks=pytest.mark.slow),

@@ -95,17 +95,6 @@ def packed_parameters_have_their_shapes_and_stay_shared() -> None:
         jc.nn.quantize(low, RULE, "ptq", inputs=(TOKENS,))
 
 
-def test_a_submodule_that_is_called_from_outside_has_the_stored_numbers() -> None:
-    model = own()
-    low, by_hand = jc.nn.quantize(model, RULE, "ptq", inputs=(TOKENS,)), low_by_hand(model)
-    x = jnp.linspace(-1, 1, 128).reshape(2, 64)
-    np.testing.assert_array_equal(low.blocks[0](x), by_hand.blocks[0](x))
-    q, w = low.blocks[0].kernel[...], by_hand.blocks[0].kernel[...]
-    for found, expected in ((x @ q, x @ w), (q @ x.T, w @ x.T), (jnp.einsum("bi,ij->bj", x, q), x @ w)):
-        np.testing.assert_array_equal(found, expected)
-    np.testing.assert_array_equal(q.astype(jnp.float32), w)
-
-
 def training_updates_parameters_and_state() -> None:
     model = jc.nn.quantize(own(train=True), RULE)
     optimizer = nnx.Optimizer(model, optax.adam(1e-2), wrt=nnx.Param)
@@ -166,41 +155,6 @@ def files_of_packed_programs(tmp_path: Any) -> None:
     assert (other(x) != packed(x)).any()
     loaded = jc.nn.load(tmp_path / "model.safetensors", other)
     np.testing.assert_array_equal((other if loaded is None else loaded)(x), packed(x))
-
-
-def test_a_method_is_traced_once_for_equal_graphs_and_shapes() -> None:
-    count = 0
-
-    class Counted(nnx.Module):
-        def __init__(self) -> None:
-            self.w = nnx.Param(jnp.ones((32, 4)))
-
-        def __call__(self, x: Any) -> Any:
-            nonlocal count
-            count += 1
-            return x @ self.w[...]
-
-    low = jc.nn.quantize(Counted(), RULE)
-    first = low(jnp.ones((2, 32)))
-    low.w[...] = 2 * low.w[...]
-    np.testing.assert_array_equal(low(jnp.ones((2, 32))), 2 * first)
-    assert count == 1
-    low(jnp.ones((3, 32)))
-    assert count == 2
-
-
-def test_values_of_keyword_arguments_are_data() -> None:
-    low = jc.nn.quantize(own(), RULE)
-    assert (low(TOKENS, scale=2.0)[0] != low(TOKENS)[0]).any()
-    np.testing.assert_array_equal(low(tokens=TOKENS)[0], low(TOKENS)[0])
-
-
-def test_abstract_models_are_packed_abstractly() -> None:
-    abstract = nnx.eval_shape(lambda: Own(nnx.Rngs(0)))
-    low = jc.nn.quantize(abstract, RULE, "ptq", inputs=(jax.ShapeDtypeStruct((2, 3), jnp.int32),))
-    real = jc.nn.quantize(own(), RULE, "ptq", inputs=(TOKENS,))
-    shapes = [[(v.shape, v.dtype) for v in jax.tree.leaves(nnx.state(m, jc.nn.QuantizedParam))] for m in (low, real)]
-    assert shapes[0] == shapes[1] and len(shapes[0]) == 8
 
 
 def stochastic_rules_draw_from_a_stream_of_the_model() -> None:
@@ -303,10 +257,60 @@ def a_model_of_layers_gives_the_same_numbers_both_ways() -> None:
 #: Methods, branches that are scanned, ragged products, own products, derived and shared weights, stacks.
 
 
+def a_method_is_traced_once_for_equal_graphs_and_shapes() -> None:
+    count = 0
+
+    class Counted(nnx.Module):
+        def __init__(self) -> None:
+            self.w = nnx.Param(jnp.ones((32, 4)))
+
+        def __call__(self, x: Any) -> Any:
+            nonlocal count
+            count += 1
+            return x @ self.w[...]
+
+    low = jc.nn.quantize(Counted(), RULE)
+    first = low(jnp.ones((2, 32)))
+    low.w[...] = 2 * low.w[...]
+    np.testing.assert_array_equal(low(jnp.ones((2, 32))), 2 * first)
+    assert count == 1
+    low(jnp.ones((3, 32)))
+    assert count == 2
+
+
+def a_submodule_that_is_called_from_outside_has_the_stored_numbers() -> None:
+    model = own()
+    low, by_hand = jc.nn.quantize(model, RULE, "ptq", inputs=(TOKENS,)), low_by_hand(model)
+    x = jnp.linspace(-1, 1, 128).reshape(2, 64)
+    np.testing.assert_array_equal(low.blocks[0](x), by_hand.blocks[0](x))
+    q, w = low.blocks[0].kernel[...], by_hand.blocks[0].kernel[...]
+    for found, expected in ((x @ q, x @ w), (q @ x.T, w @ x.T), (jnp.einsum("bi,ij->bj", x, q), x @ w)):
+        np.testing.assert_array_equal(found, expected)
+    np.testing.assert_array_equal(q.astype(jnp.float32), w)
+
+
+def values_of_keyword_arguments_are_data() -> None:
+    low = jc.nn.quantize(own(), RULE)
+    assert (low(TOKENS, scale=2.0)[0] != low(TOKENS)[0]).any()
+    np.testing.assert_array_equal(low(tokens=TOKENS)[0], low(TOKENS)[0])
+
+
+def abstract_models_are_packed_abstractly() -> None:
+    abstract = nnx.eval_shape(lambda: Own(nnx.Rngs(0)))
+    low = jc.nn.quantize(abstract, RULE, "ptq", inputs=(jax.ShapeDtypeStruct((2, 3), jnp.int32),))
+    real = jc.nn.quantize(own(), RULE, "ptq", inputs=(TOKENS,))
+    shapes = [[(v.shape, v.dtype) for v in jax.tree.leaves(nnx.state(m, jc.nn.QuantizedParam))] for m in (low, real)]
+    assert shapes[0] == shapes[1] and len(shapes[0]) == 8
+
+
 @pytest.mark.parametrize(
     "check",
     [
-        packed_parameters_have_their_shapes_and_stay_shared,
+        a_method_is_traced_once_for_equal_graphs_and_shapes,
+        pytest.param(abstract_models_are_packed_abstractly, marks=pytest.mark.slow),
+        pytest.param(values_of_keyword_arguments_are_data, marks=pytest.mark.slow),
+        pytest.param(a_submodule_that_is_called_from_outside_has_the_stored_numbers, marks=pytest.mark.slow),
+        pytest.param(packed_parameters_have_their_shapes_and_stay_shared, marks=pytest.mark.slow),
         pytest.param(every_product_of_a_model_is_rounded_whatever_holds_its_weight, marks=pytest.mark.slow),
         pytest.param(training_updates_parameters_and_state, marks=pytest.mark.slow),
         pytest.param(the_gradient_is_that_of_the_rounded_weights, marks=pytest.mark.slow),

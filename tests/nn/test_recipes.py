@@ -255,7 +255,7 @@ def rounded_up(blocks: Any) -> Any:
     return 2.0 ** np.ceil(np.log2(np.abs(blocks).max(-1) / 6))
 
 
-@pytest.mark.parametrize(("name", "scale"), [("mxfp4", rounded_up), ("mxfp4_quartet", quest)])
+@pytest.mark.parametrize(("name", "scale"), [("mxfp4", rounded_up), pytest.param("mxfp4_quartet", quest, marks=slow)])
 def test_mxfp4_forward(name: str, scale: Any) -> None:
     """y, and the derivative of the rounded operands: that of the clipped ones of Quartet is 0."""
     x, w, g = normal(5, 64, seed=0), normal(64, 3, seed=1), normal(5, 3, seed=2)
