@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -47,19 +48,23 @@ def lines_of_training(rule: jc.nn.Rule | None) -> int:
 INT8 = jc.nn.Rule(weight="int8(group=all)", activation="int8(group=all)", gradient="int8(group=all)")
 
 
-@pytest.mark.in_turn(20)
-@pytest.mark.parametrize(("rule", "most"), [(INT8, 3_300), (jc.nn.recipe("nvfp4"), 7_200)], ids=["int8", "nvfp4"])
-def test_a_training_step(rule: jc.nn.Rule, most: int) -> None:
-    assert lines_of_training(rule) - lines_of_training(None) <= most
-
-
-def test_an_optimizer_of_equal_and_unequal_leaves() -> None:
+def lines_of_optimizer(tx: Any) -> int:
+    """Of an update of equal and unequal leaves."""
     params = {str(i): jnp.ones((32, 256)) for i in range(6)} | {"head": jnp.ones((16, 512)), "bias": jnp.ones(16)}
+    return lines_of(tx.update, params, jax.eval_shape(tx.init, params), params)
 
-    def lines(tx: Any) -> int:
-        return lines_of(tx.update, params, jax.eval_shape(tx.init, params), params)
 
-    assert lines(jc.optim.adamw8bit(1e-3)) - lines(optax.adamw(1e-3)) <= 1_700
+@pytest.mark.parametrize(
+    ("lines", "own", "plain", "most"),
+    [
+        (lines_of_optimizer, jc.optim.adamw8bit(1e-3), optax.adamw(1e-3), 1_700),
+        pytest.param(lines_of_training, INT8, None, 3_300, marks=pytest.mark.slow),
+        pytest.param(lines_of_training, jc.nn.recipe("nvfp4"), None, 7_200, marks=pytest.mark.slow),
+    ],
+    ids=["optimizer", "int8", "nvfp4"],
+)
+def test_a_training_step(lines: Callable[[Any], int], own: Any, plain: Any, most: int) -> None:
+    assert lines(own) - lines(plain) <= most
 
 
 WRAPPERS = [jc.optim.skip_nonfinite, partial(jc.optim.quantize_state, spec="bfloat16", min_size=1)]
