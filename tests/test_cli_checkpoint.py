@@ -178,17 +178,16 @@ def packed(count: int) -> dict[str, Any]:
 def test_a_folder_is_converted_in_little_memory_and_survives_kills(tmp_path: Path, layout: str, process: bool) -> None:
     """64 MiB as float32, 9 MiB as int4: in memory are tensors of 8 MiB, and one array with copies of it.
 
-    Within this process an eighth of that is converted, and what NumPy takes is counted.
+    Within this process half of that is converted, and what NumPy takes is counted.
     """
     if not process:
-        save_checkpoint(packed(8), tmp_path / "in", "awq", shard_bytes=1 << 20)
+        save_checkpoint(packed(32), tmp_path / "in", "awq", shard_bytes=1 << 20)
         tracemalloc.start()
         convert(tmp_path / "in", tmp_path / "out", layout, shard_bytes=1 << 20)
         most = tracemalloc.get_traced_memory()[1]
         tracemalloc.stop()
-        assert sum(map(len, contents(tmp_path / "out").values())) > 8 << 20
-        print("MOST", most)
-        assert most < 5 << 20
+        assert sum(map(len, contents(tmp_path / "out").values())) > 32 << 20
+        assert most < 20 << 20
         return
     if sys.platform != "linux":
         pytest.skip("/proc of Linux")

@@ -37,7 +37,6 @@ def test_it_says_at_once_what_it_does(name, monkeypatch):
     monkeypatch.setattr(compiler, "compile_or_get_cached", lambda *a, **k: compiled.append(1) or compile_one(*a, **k))
     with pytest.raises(Said, match=r"^(adding|integrating|serving|solving|training|LU of) \d+ "):
         example.main()
-    print("COMPILED", name, len(compiled))
     assert len(compiled) < 100
 
 

@@ -138,7 +138,7 @@ def has_examples(module: str) -> bool:
     return ">>>" in Path(spec.origin).read_text(encoding="utf-8")
 
 
-@pytest.mark.in_turn(25)
+@pytest.mark.in_turn(80)
 @pytest.mark.parametrize("module", [module for module in MODULES if has_examples(module)])
 def test_docstring_examples_run(module: str) -> None:
     """The examples of a public module stand on their own: they import what they use."""
