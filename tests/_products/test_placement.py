@@ -59,8 +59,9 @@ BLOCKS = ["int4(group=16)", "nvfp4", "uint4(group=16,zero_point=integer)", "mxfp
 PLAIN = ["int8", "e4m3", "bfloat16"]
 
 
-@pytest.mark.in_turn(5)
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize(
+    "name", ["heads joined", *(pytest.param(n, marks=pytest.mark.slow) for n in CASES if n != "heads joined")]
+)
 def test_groups_lie_along_the_sum(name: str) -> None:
     """A scale for each row, for each block of one, and for all or none."""
     shape, data, product, lay, back = CASES[name]
