@@ -100,8 +100,10 @@ def stochastic_moves_where_nearest_stalls(wide: int, rate: float, most: float) -
     nearest = losses(optax.chain(base, optim.round_params("bfloat16")), half)
     stochastic = losses(optax.chain(base, optim.round_params("bfloat16:stochastic", KEY)), half)
     wanted = plain(rate, wide)
-    print(nearest[-1] / nearest[0], wanted[-1] / wanted[0], stochastic[-1] / wanted[-1])
-    assert nearest[-1] > 0.9 * nearest[0] and wanted[-1] < 0.87 * wanted[0]
+    if wide == WIDE:
+        assert nearest[-1] > 0.9 * nearest[0] and wanted[-1] < 0.87 * wanted[0]
+    else:  # the losses of small batches differ: both are compared on the last one
+        assert nearest[-1] > 1.1 * wanted[-1]
     assert abs(stochastic[-1] / wanted[-1] - 1) <= most
 
 
