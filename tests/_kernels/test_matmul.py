@@ -148,7 +148,7 @@ OTHERS: dict[str, tuple[MatmulSpec, Shape]] = {
 
 #: Sums in parts, which TPUs have, and units, of which GPUs have their own, on both kernels; of the others one.
 ON_BOTH = (
-    "fused in blocks", "blocks across parts", "several column tiles",
+    "fused in blocks", "blocks across parts",
     "a unit's block of parts", "a unit with operands of the carrier", "aligned and promoted across parts",
 )  # fmt: skip
 WAYS = [

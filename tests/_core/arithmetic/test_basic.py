@@ -136,7 +136,7 @@ def apply(
 
 #: Result formats, carriers, and how many operands: the carriers in turn, and what only float64 has room for.
 ANY_OPERANDS = [
-    pytest.param(text, carrier, 500, marks=pytest.mark.slow)
+    pytest.param(text, carrier, 300, marks=pytest.mark.slow)
     for text, carrier in [
         *zip(RESULTS, itertools.cycle(["float32", "float64"])),
         *((t, "float64") for t in IN_FLOAT64[2:]),

@@ -51,17 +51,17 @@ def pairs_of(text: str, count: int, seed: int = 0) -> tuple[np.ndarray, np.ndarr
 
 
 @pytest.mark.parametrize(
-    ("name", "step"), [("hypot", 9), *(pytest.param(name, 1, marks=pytest.mark.slow) for name in FUNCTIONS_OF_TWO)]
+    ("name", "step"), [("hypot", 9), *(pytest.param(name, 3, marks=pytest.mark.slow) for name in FUNCTIONS_OF_TWO)]
 )
-def test_every_pair_of_an_8_bit_format(name: str, step: int) -> None:
+def test_pairs_of_an_8_bit_format(name: str, step: int) -> None:
     text = "float8_e5m2"
     x, y = (v.ravel() for v in np.meshgrid(arguments(text)[::step], arguments(text)[::step]))
-    assert not any(wrong(name, text, x, y, exact.MODES if step == 1 else exact.MODES[:2]).values())
+    assert not any(wrong(name, text, x, y, exact.MODES if step == 3 else exact.MODES[:2]).values())
 
 
 MANY = [("pow", "binary16", 1000)]
 MANY += [
-    pytest.param(name, text, 200_000, marks=pytest.mark.slow)
+    pytest.param(name, text, 100_000, marks=pytest.mark.slow)
     for name, text in itertools.product(FUNCTIONS_OF_TWO, ["bfloat16", "binary16"])
 ]
 
