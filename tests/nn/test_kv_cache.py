@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import export
-from layer_references import checked
+from layer_references import checked, each
 
 import jchop as jc
 
@@ -94,19 +94,6 @@ def test_tokens_are_where_they_belong(kind: str) -> None:
     # Anew, if a rolling cache still has them.
     model.update(normal(40, 2), normal(41, 2), np.asarray([1, 3]))
     model.check()
-
-
-@pytest.mark.in_turn(20)
-@pytest.mark.parametrize(("spec", "dtype"), [(spec, ("bfloat16", "float32")[i % 2]) for i, spec in enumerate(SPECS)])
-def test_the_numbers_are_those_of_round_to_format(spec: Any, dtype: str) -> None:
-    cache = of_kind("paged", 8, keys=spec, values=spec, dtype=dtype)
-    k, v = normal(1, 5).astype(dtype), normal(2, 5).astype(dtype)
-    cache = update(cache, k, v)
-    for stored, x in ((cache.keys, k), (cache.values, v)):
-        expected = x if spec is None else jc.round_to_format(x, spec)
-        assert stored.dtype == dtype
-        np.testing.assert_array_equal(stored[:, :5], expected)
-        assert not stored[:, 5:].any()
 
 
 def rows(*positions: list[int]) -> jax.Array:
@@ -294,10 +281,23 @@ def sequences_and_heads_are_sharded() -> None:
     np.testing.assert_allclose(y, z, rtol=1e-5, atol=1e-6)
 
 
+@each(("spec", "dtype"), [(spec, ("bfloat16", "float32")[i % 2]) for i, spec in enumerate(SPECS)])
+def the_numbers_are_those_of_round_to_format(spec: Any, dtype: str) -> None:
+    cache = of_kind("paged", 8, keys=spec, values=spec, dtype=dtype)
+    k, v = normal(1, 5).astype(dtype), normal(2, 5).astype(dtype)
+    cache = update(cache, k, v)
+    for stored, x in ((cache.keys, k), (cache.values, v)):
+        expected = x if spec is None else jc.round_to_format(x, spec)
+        assert stored.dtype == dtype
+        np.testing.assert_array_equal(stored[:, :5], expected)
+        assert not stored[:, 5:].any()
+
+
 @pytest.mark.parametrize(
     "check",
     [
         pages_are_given_and_returned,
+        pytest.param(the_numbers_are_those_of_round_to_format, marks=pytest.mark.slow),
         pytest.param(stacks_batches_and_donation, marks=pytest.mark.slow),
         pytest.param(sequences_and_heads_are_sharded, marks=pytest.mark.slow),
         pytest.param(pages_without_tokens_that_are_left_are_free, marks=pytest.mark.slow),
@@ -359,8 +359,7 @@ def test_arguments_are_checked() -> None:
     ("kind", "specs"),
     [
         ("full", EIGHT),
-        pytest.param("full", {"dtype": "bfloat16"}, marks=pytest.mark.slow),
-        pytest.param("rolling", {"keys": "nf4(group=8,scale=bfloat16)"}, marks=pytest.mark.slow),
+        pytest.param("rolling", {"keys": "nf4(group=8,scale=bfloat16)", "dtype": "bfloat16"}, marks=pytest.mark.slow),
         pytest.param("paged", {"values": "int4(group=4)", "dtype": "float16"}, marks=pytest.mark.slow),
     ],
 )

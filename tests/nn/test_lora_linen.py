@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from flax import linen as nn
 from flax import nnx
-from layer_references import checked, drawn, products_of_size
+from layer_references import checked, drawn, each, products_of_size
 
 import jchop as jc
 from jchop.nn import LoraRule, Rule
@@ -76,21 +76,6 @@ def test_merged_layers_leave_no_rule_for_the_norms_alone(plain: Any) -> None:
     module, _ = merge_lora(adapted, variables, X)
     assert isinstance(module, jc.nn.linen.Quantized)
     assert [str(rule) for rule in module.rules][1:] == ["Rule('*', output=float8_e4m3)"]
-
-
-@pytest.mark.parametrize("init", ["loftq", "pissa"])
-def test_best_approximations(low: Any, plain: Any, packed: Any, init: str) -> None:
-    rule = LoraRule("up", rank=5, alpha=2.5, init=init)
-    _, variables = add_lora(low, packed, rule, X, key=KEY, original=plain)
-    w = np.asarray(plain["params"]["up"]["kernel"], np.float64)
-    a, b = (np.asarray(variables["lora"]["up"][name], np.float64) for name in ("lora_a", "lora_b"))
-    kernel = variables["params"]["up"]["kernel"]
-    held = np.asarray(kernel.unpack(), np.float64)
-    error = w - held if init == "loftq" else w
-    tail = np.linalg.svd(error, compute_uv=False)[5:]
-    assert np.linalg.norm(error - 0.5 * a @ b) == pytest.approx(np.linalg.norm(tail), rel=1e-5)
-    rest = jnp.asarray(w - 0.5 * a @ b, jnp.float32) if init == "pissa" else plain["params"]["up"]["kernel"]
-    np.testing.assert_array_equal(held, jc.dequantize(jc.quantize(rest.T, DOUBLE)).T)
 
 
 def dropout_in_expectation(plain: Any) -> None:
@@ -158,10 +143,26 @@ def all_merged_is_a_plain_module(low: Any, plain: Any, packed: Any) -> None:
     np.testing.assert_allclose(module.apply(merged, X), low.apply(packed, X), rtol=1e-4, atol=1e-5)
 
 
+@each("init", ["loftq", "pissa"])
+def best_approximations(low: Any, plain: Any, packed: Any, init: str) -> None:
+    rule = LoraRule("up", rank=5, alpha=2.5, init=init)
+    _, variables = add_lora(low, packed, rule, X, key=KEY, original=plain)
+    w = np.asarray(plain["params"]["up"]["kernel"], np.float64)
+    a, b = (np.asarray(variables["lora"]["up"][name], np.float64) for name in ("lora_a", "lora_b"))
+    kernel = variables["params"]["up"]["kernel"]
+    held = np.asarray(kernel.unpack(), np.float64)
+    error = w - held if init == "loftq" else w
+    tail = np.linalg.svd(error, compute_uv=False)[5:]
+    assert np.linalg.norm(error - 0.5 * a @ b) == pytest.approx(np.linalg.norm(tail), rel=1e-5)
+    rest = jnp.asarray(w - 0.5 * a @ b, jnp.float32) if init == "pissa" else plain["params"]["up"]["kernel"]
+    np.testing.assert_array_equal(held, jc.dequantize(jc.quantize(rest.T, DOUBLE)).T)
+
+
 @pytest.mark.parametrize(
     "check",
     [
         the_sum_is_that_of_the_definition,
+        pytest.param(best_approximations, marks=pytest.mark.slow),
         pytest.param(all_merged_is_a_plain_module, marks=pytest.mark.slow),
         pytest.param(merge_split_and_files, marks=pytest.mark.slow),
         pytest.param(first_output_and_gradients, marks=pytest.mark.slow),

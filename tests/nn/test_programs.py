@@ -333,8 +333,6 @@ OF_NNX = [
     "ensemble",
     "mixtral_ragged",
     "mamba_scan",
-    "resnet",
-    "gemma",
     "whisper",
 ]
 
