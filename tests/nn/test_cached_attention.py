@@ -167,10 +167,7 @@ def positions_that_are_given(kind: str, spec: Any) -> None:
     ("kind", "spec", "dtype"),
     [
         ("full", "int8(group=all)", "bfloat16"),
-        ("paged", "int8(group=all)", "float32"),
         ("paged", "int4(group=8,scale=bfloat16)", "bfloat16"),
-        ("full", "int4(group=8,scale=bfloat16)", "float32"),
-        ("full", "float8_e4m3fn", "bfloat16"),
         ("paged", "mxfp8_e4m3", "float32"),
         ("full", "nf4(group=8)", "bfloat16"),
     ],

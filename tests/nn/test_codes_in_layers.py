@@ -111,11 +111,8 @@ def the_operands_of_a_program() -> None:
     ("name", "rule"),
     [
         ("Linear", "int8"),
-        ("Linear", "asymmetric"),
         ("Conv", "asymmetric"),
-        ("Conv", "weights alone"),
         ("Einsum", "weights alone"),
-        ("LinearGeneral", "int8"),
         ("MultiHeadAttention", "asymmetric"),
     ],
 )

@@ -155,7 +155,6 @@ def each_its_own() -> Any:
         pytest.param(jc.nn.Rule(**LEARNED), marks=pytest.mark.slow, id="LSQ"),
         pytest.param(each_its_own(), marks=pytest.mark.slow, id="each its own"),
         pytest.param(jc.nn.Rule(**MOVING), id="MovingAverage"),
-        pytest.param(HISTORY, marks=pytest.mark.slow, id="DelayedScaling"),
     ],
 )
 def test_every_layer_trains_as_its_twin(rules: Any) -> None:
