@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from layer_references import checked
+from layer_references import checked, each
 
 import jchop as jc
 
@@ -87,48 +87,6 @@ def test_values_are_those_of_float64(kind: str, spec: Any, case: dict[str, Any])
 
 
 @pytest.mark.in_turn(9)
-@pytest.mark.parametrize(("kind", "spec"), [("rolling", SPECS[0]), ("paged", SPECS[3]), ("full", None)])
-def test_positions_that_are_given(kind: str, spec: Any) -> None:
-    cache, q = filled(kind, spec), normal(5, 5, HEADS * GROUP)
-    shuffled = np.asarray([[3, 0, -1], [1, 3, 2], [-1, -1, 6]])
-    y = jax.jit(lambda q, cache, p: jc.dot_product_attention(q, cache, positions=p))(q[:, :3], cache, shuffled)
-    expected = in_float64(q[:, :3], cache, shuffled, True, cache.window, SIZE**-0.5)
-    np.testing.assert_allclose(y, expected, rtol=0, atol=TOLERANCE)
-
-
-@pytest.mark.in_turn(20)
-@pytest.mark.parametrize(
-    ("kind", "spec", "dtype"),
-    [
-        ("full", "int8(group=all)", "bfloat16"),
-        ("paged", "int8(group=all)", "float32"),
-        ("paged", "int4(group=8,scale=bfloat16)", "bfloat16"),
-        ("full", "int4(group=8,scale=bfloat16)", "float32"),
-        ("full", "float8_e4m3fn", "bfloat16"),
-        ("paged", "mxfp8_e4m3", "float32"),
-        ("full", "nf4(group=8)", "bfloat16"),
-    ],
-)
-def test_packed_and_rounded_numbers_give_the_same_bits(kind: str, spec: str, dtype: str) -> None:
-    def cache_of(spec: Any) -> jc.KVCache:
-        shape = (2, 150, HEADS, 16)
-        if kind == "paged":
-            return jc.KVCache.paged(shape, pages=24, page_size=16, keys=spec, values=spec, dtype=dtype)
-        return jc.KVCache.full(shape, keys=spec, values=spec, dtype=dtype)
-
-    draw = np.random.default_rng(6)
-    k, v = (jnp.asarray(draw.normal(size=(2, 140, HEADS, 16)), dtype) for _ in range(2))
-    q = jnp.asarray(draw.normal(size=(2, 4, HEADS * GROUP, 16)), dtype)
-    packed = update(cache_of(spec), k, v)
-    rounded = update(cache_of(None), jc.round_to_format(k, spec), jc.round_to_format(v, spec))
-    in_blocks = jax.jit(lambda q, cache: jc.dot_product_attention(q, cache, block_size=64))
-    for tokens in (1, 4):
-        y = in_blocks(q[:, :tokens], packed)
-        assert y.dtype == dtype and np.asarray(y, "float32").any()
-        np.testing.assert_array_equal(y, in_blocks(q[:, :tokens], rounded))
-
-
-@pytest.mark.in_turn(9)
 @pytest.mark.parametrize("kind", ["full", "rolling", "paged"])
 def test_it_is_the_attention_that_takes_arrays(kind: str) -> None:
     cache, q = filled(kind, "int8(group=all)"), normal(5, 2, HEADS * GROUP)
@@ -139,32 +97,6 @@ def test_it_is_the_attention_that_takes_arrays(kind: str) -> None:
 def bytes_of(compiled: Any) -> int:
     """Bytes of temporary memory."""
     return compiled.memory_analysis().temp_size_in_bytes
-
-
-@pytest.mark.in_turn(9)
-@pytest.mark.parametrize(
-    ("spec", "kind"), [("int8(group=all)", "full"), ("float8_e4m3fn", "paged"), ("int8(group=all)", "rolling")]
-)
-def test_the_whole_cache_is_never_unpacked(kind: str, spec: str) -> None:
-    shape = (2, 4096, 2, 64)
-    more = {"keys": spec, "values": spec}
-    if kind == "paged":
-        cache = jc.KVCache.paged(shape, pages=128, page_size=64, **more)
-    else:
-        cache = getattr(jc.KVCache, kind)(shape, **more)
-    q = jnp.ones((2, 1, 8, 64))
-    compiled = jax.jit(jc.dot_product_attention).lower(q, cache).compile()
-    dense = 4 * 2 * np.prod(shape)
-    assert cache.nbytes < 0.3 * dense
-    # Two blocks of 128 tokens, packed, and one of each in float32: 1/32 of the dense arrays, and room for the sums.
-    assert bytes_of(compiled) < 0.08 * dense
-    unpacked = jax.jit(lambda q, cache: jax.nn.dot_product_attention(q, cache.keys, cache.values, mask=cache.mask()))
-    assert bytes_of(unpacked.lower(q, cache).compile()) > 0.9 * dense  # what it would be
-    numbers = [
-        np.prod([int(n) for n in found.split(",")])
-        for found in re.findall(r"f(?:16|32)\[([\d,]+)\]", compiled.as_text() or "")
-    ]
-    assert max(numbers) <= max(2 * 128 * 2 * 64, np.prod(shape) // 64)  # a block, or the scales of all tokens
 
 
 def a_rolling_cache_is_a_sliding_window_of_any_length() -> None:
@@ -222,10 +154,73 @@ def emulate_rounds_the_result_once() -> None:
     np.testing.assert_array_equal(y, jc.round_to_format(expected, "e4m3"))
 
 
+@each(("kind", "spec"), [("rolling", SPECS[0]), ("paged", SPECS[3]), ("full", None)])
+def positions_that_are_given(kind: str, spec: Any) -> None:
+    cache, q = filled(kind, spec), normal(5, 5, HEADS * GROUP)
+    shuffled = np.asarray([[3, 0, -1], [1, 3, 2], [-1, -1, 6]])
+    y = jax.jit(lambda q, cache, p: jc.dot_product_attention(q, cache, positions=p))(q[:, :3], cache, shuffled)
+    expected = in_float64(q[:, :3], cache, shuffled, True, cache.window, SIZE**-0.5)
+    np.testing.assert_allclose(y, expected, rtol=0, atol=TOLERANCE)
+
+
+@each(
+    ("kind", "spec", "dtype"),
+    [
+        ("full", "int8(group=all)", "bfloat16"),
+        ("paged", "int4(group=8,scale=bfloat16)", "bfloat16"),
+        ("paged", "mxfp8_e4m3", "float32"),
+        ("full", "nf4(group=8)", "bfloat16"),
+    ],
+)
+def packed_and_rounded_numbers_give_the_same_bits(kind: str, spec: str, dtype: str) -> None:
+    def cache_of(spec: Any) -> jc.KVCache:
+        shape = (2, 150, HEADS, 16)
+        if kind == "paged":
+            return jc.KVCache.paged(shape, pages=24, page_size=16, keys=spec, values=spec, dtype=dtype)
+        return jc.KVCache.full(shape, keys=spec, values=spec, dtype=dtype)
+
+    draw = np.random.default_rng(6)
+    k, v = (jnp.asarray(draw.normal(size=(2, 140, HEADS, 16)), dtype) for _ in range(2))
+    q = jnp.asarray(draw.normal(size=(2, 4, HEADS * GROUP, 16)), dtype)
+    packed = update(cache_of(spec), k, v)
+    rounded = update(cache_of(None), jc.round_to_format(k, spec), jc.round_to_format(v, spec))
+    in_blocks = jax.jit(lambda q, cache: jc.dot_product_attention(q, cache, block_size=64))
+    for tokens in (1, 4):
+        y = in_blocks(q[:, :tokens], packed)
+        assert y.dtype == dtype and np.asarray(y, "float32").any()
+        np.testing.assert_array_equal(y, in_blocks(q[:, :tokens], rounded))
+
+
+@each(("spec", "kind"), [("int8(group=all)", "full"), ("float8_e4m3fn", "paged"), ("int8(group=all)", "rolling")])
+def the_whole_cache_is_never_unpacked(kind: str, spec: str) -> None:
+    shape = (2, 4096, 2, 64)
+    more = {"keys": spec, "values": spec}
+    if kind == "paged":
+        cache = jc.KVCache.paged(shape, pages=128, page_size=64, **more)
+    else:
+        cache = getattr(jc.KVCache, kind)(shape, **more)
+    q = jnp.ones((2, 1, 8, 64))
+    compiled = jax.jit(jc.dot_product_attention).lower(q, cache).compile()
+    dense = 4 * 2 * np.prod(shape)
+    assert cache.nbytes < 0.3 * dense
+    # Two blocks of 128 tokens, packed, and one of each in float32: 1/32 of the dense arrays, and room for the sums.
+    assert bytes_of(compiled) < 0.08 * dense
+    unpacked = jax.jit(lambda q, cache: jax.nn.dot_product_attention(q, cache.keys, cache.values, mask=cache.mask()))
+    assert bytes_of(unpacked.lower(q, cache).compile()) > 0.9 * dense  # what it would be
+    numbers = [
+        np.prod([int(n) for n in found.split(",")])
+        for found in re.findall(r"f(?:16|32)\[([\d,]+)\]", compiled.as_text() or "")
+    ]
+    assert max(numbers) <= max(2 * 128 * 2 * 64, np.prod(shape) // 64)  # a block, or the scales of all tokens
+
+
 @pytest.mark.parametrize(
     "check",
     [
         other_sequences_do_not_show,
+        pytest.param(the_whole_cache_is_never_unpacked, marks=pytest.mark.slow),
+        pytest.param(packed_and_rounded_numbers_give_the_same_bits, marks=pytest.mark.slow),
+        pytest.param(positions_that_are_given, marks=pytest.mark.slow),
         pytest.param(a_rolling_cache_is_a_sliding_window_of_any_length, marks=pytest.mark.slow),
         pytest.param(derivatives_forward, marks=pytest.mark.slow),
         pytest.param(emulate_rounds_the_result_once, marks=pytest.mark.slow),

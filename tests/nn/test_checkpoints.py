@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
-from layer_references import checked
+from layer_references import checked, each
 
 import jchop as jc
 from jchop.nn import LoraRule, Rule, load_checkpoint, save_checkpoint
@@ -63,25 +63,6 @@ def names_and_axes_are_those_of_other_programs(model: Any, tmp_path: Path) -> No
     np.testing.assert_array_equal(other(TOKENS), model(TOKENS))
 
 
-@pytest.mark.in_turn(20)
-@pytest.mark.parametrize("layout", ["jchop", "compressed-tensors", "gptq", "awq"])
-def test_packed_layers_stay_packed(model: Any, layout: str, tmp_path: Path) -> None:
-    packed = jc.nn.quantize(model, Rule("layers", weight=INT4), "ptq")
-    save_checkpoint(tmp_path / layout, packed, layout)
-    stored = jc.storage.load_checkpoint(tmp_path / layout)["again.weight"]
-    assert str(stored.spec) == "int4(group=16,scale=binary16)"  # groups along the inputs, the last axis
-    np.testing.assert_array_equal(jc.dequantize(stored), jc.dequantize(packed.again.kernel[...]).T)
-    loaded = load_checkpoint(tmp_path / layout, like())
-    assert isinstance(loaded.again.kernel, jc.nn.QuantizedParam) and loaded.again is loaded.layers[0]
-    np.testing.assert_array_equal(loaded(TOKENS), packed(TOKENS))
-    if layout == "jchop":
-        return
-    adapted = jc.nn.add_lora(loaded, LoraRule("layers", rank=2), rngs=nnx.Rngs(1))
-    np.testing.assert_array_equal(adapted(TOKENS), packed(TOKENS))
-    merged = jc.nn.merge_lora(adapted, requantize=True)  # the spec of the file is its rule
-    np.testing.assert_array_equal(jc.dequantize(merged.again.kernel[...]), jc.dequantize(packed.again.kernel[...]))
-
-
 def every_parameter_of_a_layer_may_be_packed(model: Any, tmp_path: Path) -> None:
     """Also in the layout of a product, if scales have groups, too."""
     double = "nf4(group=16,scale=uint8(group=256,zero_point=float))"
@@ -130,10 +111,27 @@ def refusals(model: Any, tmp_path: Path) -> None:
         load_checkpoint(tmp_path / "plain", None)  # type: ignore[type-var]
 
 
+@each("layout", ["jchop", "compressed-tensors", "gptq", "awq"])
+def packed_layers_stay_packed(model: Any, layout: str, tmp_path: Path) -> None:
+    packed = jc.nn.quantize(model, Rule("layers", weight=INT4), "ptq")
+    save_checkpoint(tmp_path / layout, packed, layout)
+    stored = jc.storage.load_checkpoint(tmp_path / layout)["again.weight"]
+    assert str(stored.spec) == "int4(group=16,scale=binary16)"  # groups along the inputs, the last axis
+    np.testing.assert_array_equal(jc.dequantize(stored), jc.dequantize(packed.again.kernel[...]).T)
+    loaded = load_checkpoint(tmp_path / layout, like())
+    assert isinstance(loaded.again.kernel, jc.nn.QuantizedParam) and loaded.again is loaded.layers[0]
+    np.testing.assert_array_equal(loaded(TOKENS), packed(TOKENS))
+    adapted = jc.nn.add_lora(loaded, LoraRule("layers", rank=2), rngs=nnx.Rngs(1))
+    np.testing.assert_array_equal(adapted(TOKENS), packed(TOKENS))
+    merged = jc.nn.merge_lora(adapted, requantize=True)  # the spec of the file is its rule
+    np.testing.assert_array_equal(jc.dequantize(merged.again.kernel[...]), jc.dequantize(packed.again.kernel[...]))
+
+
 @pytest.mark.parametrize(
     "check",
     [
         names_and_axes_are_those_of_other_programs,
+        pytest.param(packed_layers_stay_packed, marks=pytest.mark.slow),
         pytest.param(refusals, marks=pytest.mark.slow),
         pytest.param(every_parameter_of_a_layer_may_be_packed, marks=pytest.mark.slow),
         pytest.param(a_model_that_was_rounded_with_data, marks=pytest.mark.slow),

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import linen, nnx
-from layer_references import checked
+from layer_references import checked, each
 
 import jchop as jc
 
@@ -34,34 +34,6 @@ RULES: dict[str, dict[str, Any]] = {
     "asymmetric": {"weight": "int4(group=4)", "activation": "uint8(group=all,zero_point=integer)"},
     "weights alone": {"weight": "int4(group=8)"},
 }
-
-
-@pytest.mark.in_turn(20)
-@pytest.mark.parametrize(
-    ("name", "rule"),
-    [
-        ("Linear", "int8"),
-        ("Linear", "asymmetric"),
-        ("Conv", "asymmetric"),
-        ("Conv", "weights alone"),
-        ("Einsum", "weights alone"),
-        ("LinearGeneral", "int8"),
-        ("MultiHeadAttention", "asymmetric"),
-    ],
-)
-def test_layers_train_and_serve_the_same_numbers(name: str, rule: str) -> None:
-    model, given = layers(name), jc.Rule(**RULES[rule], product="codes")
-    trained, packed = (jc.nn.quantize(model, given, mode=mode) for mode in ("qat", "ptq"))  # type: ignore[arg-type]
-    run = nnx.jit(lambda model, x: model(x))
-    y = run(trained, X)
-    np.testing.assert_array_equal(run(packed, X), y)
-    floats = run(jc.nn.quantize(model, jc.Rule(**RULES[rule])), X)
-    np.testing.assert_allclose(y, floats, rtol=2e-4, atol=2e-5)
-    if rule == "weights alone":
-        np.testing.assert_array_equal(run(jc.nn.quantize(model, given, mode="weight_only"), X), y)
-    if name != "MultiHeadAttention":
-        served = jc.nn.quantize(model, given, mode="ptq", inputs=(X,))
-        np.testing.assert_array_equal(run(served, X), y)
 
 
 @pytest.mark.in_turn(2)
@@ -135,10 +107,35 @@ def the_operands_of_a_program() -> None:
     assert [row.operands for row in low.report(*args).products] == [""] * 5
 
 
+@each(
+    ("name", "rule"),
+    [
+        ("Linear", "int8"),
+        ("Conv", "asymmetric"),
+        ("Einsum", "weights alone"),
+        ("MultiHeadAttention", "asymmetric"),
+    ],
+)
+def layers_train_and_serve_the_same_numbers(name: str, rule: str) -> None:
+    model, given = layers(name), jc.Rule(**RULES[rule], product="codes")
+    trained, packed = (jc.nn.quantize(model, given, mode=mode) for mode in ("qat", "ptq"))  # type: ignore[arg-type]
+    run = nnx.jit(lambda model, x: model(x))
+    y = run(trained, X)
+    np.testing.assert_array_equal(run(packed, X), y)
+    floats = run(jc.nn.quantize(model, jc.Rule(**RULES[rule])), X)
+    np.testing.assert_allclose(y, floats, rtol=2e-4, atol=2e-5)
+    if rule == "weights alone":
+        np.testing.assert_array_equal(run(jc.nn.quantize(model, given, mode="weight_only"), X), y)
+    if name != "MultiHeadAttention":
+        served = jc.nn.quantize(model, given, mode="ptq", inputs=(X,))
+        np.testing.assert_array_equal(run(served, X), y)
+
+
 @pytest.mark.parametrize(
     "check",
     [
         the_operands_of_a_program,
+        pytest.param(layers_train_and_serve_the_same_numbers, marks=pytest.mark.slow),
         pytest.param(gradients_of_layers_are_of_codes, marks=pytest.mark.slow),
         pytest.param(calibrated_layers, marks=pytest.mark.slow),
         pytest.param(modules_of_linen, marks=pytest.mark.slow),

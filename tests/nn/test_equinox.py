@@ -61,12 +61,9 @@ def run(model: Any, x: Any) -> Any:
 
 def case(name: str) -> tuple[Any, Any, Any, Any, Any]:
     """A model, its inputs (a batch), one example, what it is trained to give, and a loss of both."""
-    from zoo.equinox_models import Block, Cnn
+    from zoo.equinox_models import Cnn
 
     squares = lambda y, wanted: ((y - wanted) ** 2).mean()  # noqa: E731
-    if name == "transformer":
-        x = jax.random.normal(KEY, (2, 8, 32))
-        return Block(KEY), x, x[0], jnp.zeros((2, 8, 32)), squares
     if name == "cnn":
         x = jax.random.normal(KEY, (4, 3, 8, 8))
         return Cnn(KEY), x, x[0], jnp.ones((4, 10)), squares
@@ -76,7 +73,7 @@ def case(name: str) -> tuple[Any, Any, Any, Any, Any]:
 
 
 @pytest.mark.in_turn(20)
-@pytest.mark.parametrize("name", ["mlp", "cnn", "transformer", "scan"])
+@pytest.mark.parametrize("name", ["mlp", "cnn", "scan"])
 def test_quantized_trained_saved_loaded(name: str, tmp_path: Path) -> None:
     model, x, one, wanted, measure = case(name)
     low = jc.nn.quantize(model, RULE, inputs=(one,))
@@ -391,24 +388,8 @@ def dropout_needs_a_key() -> None:
     assert np.isfinite(many).all()
 
 
-@pytest.mark.parametrize(
-    "check",
-    [
-        dropout_needs_a_key,
-        pytest.param(adapters_of_an_mlp, marks=pytest.mark.slow),
-        pytest.param(adapters_of_a_stack, marks=pytest.mark.slow),
-        pytest.param(adapters_of_parameters, marks=pytest.mark.slow),
-        pytest.param(parameters_without_adapters_stay_packed_in_a_merge, marks=pytest.mark.slow),
-    ],
-    ids=lambda check: check.__name__,
-)
-def test_adapters_in_use(check: Any, request: Any) -> None:
-    """A case for each of these checks; the first runs by default."""
-    checked(check, request)
-
-
-@pytest.mark.parametrize("init", ["loftq", "pissa"])
-def test_first_values(init: str) -> None:
+@each("init", ["loftq", "pissa"])
+def first_values(init: str) -> None:
     """The best approximations of the residual, and of the weight (Eckart and Young)."""
     low = jc.quantize_fn(
         lambda p, x: jax.lax.scan(lambda x, w: (x @ w, None), x, p["w"])[0], Rule(weight="nf4(group=16)")
@@ -426,6 +407,23 @@ def test_first_values(init: str) -> None:
         assert np.linalg.norm(w - product - held) < np.linalg.norm(w - np.asarray(jc.dequantize(packed["w"])[i]))
     with pytest.raises(ValueError, match="needs original="):
         add_lora(packed, rule, fun=low, inputs=(X,), key=KEY)
+
+
+@pytest.mark.parametrize(
+    "check",
+    [
+        dropout_needs_a_key,
+        pytest.param(first_values, marks=pytest.mark.slow),
+        pytest.param(adapters_of_an_mlp, marks=pytest.mark.slow),
+        pytest.param(adapters_of_a_stack, marks=pytest.mark.slow),
+        pytest.param(adapters_of_parameters, marks=pytest.mark.slow),
+        pytest.param(parameters_without_adapters_stay_packed_in_a_merge, marks=pytest.mark.slow),
+    ],
+    ids=lambda check: check.__name__,
+)
+def test_adapters_in_use(check: Any, request: Any) -> None:
+    """A case for each of these checks; the first runs by default."""
+    checked(check, request)
 
 
 @each(

@@ -186,7 +186,7 @@ class Normed(linen.Module):
     @linen.compact
     def __call__(self, x: Any) -> Any:
         x = linen.RMSNorm(name="norm")(linen.Dense(8, name="up")(x))
-        return linen.Dense(3, name="down")(x)
+        return linen.Dense(8, name="down")(x)
 
 
 def test_norms_are_rounded_by_rules_of_their_own_alone() -> None:

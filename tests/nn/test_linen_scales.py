@@ -152,10 +152,9 @@ def each_its_own() -> Any:
 @pytest.mark.parametrize(
     "rules",
     [
-        pytest.param(jc.nn.Rule(**LEARNED), id="LSQ"),
+        pytest.param(jc.nn.Rule(**LEARNED), marks=pytest.mark.slow, id="LSQ"),
         pytest.param(each_its_own(), marks=pytest.mark.slow, id="each its own"),
-        pytest.param(jc.nn.Rule(**MOVING), marks=pytest.mark.slow, id="MovingAverage"),
-        pytest.param(HISTORY, marks=pytest.mark.slow, id="DelayedScaling"),
+        pytest.param(jc.nn.Rule(**MOVING), id="MovingAverage"),
     ],
 )
 def test_every_layer_trains_as_its_twin(rules: Any) -> None:

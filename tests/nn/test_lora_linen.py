@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from flax import linen as nn
 from flax import nnx
-from layer_references import checked, drawn, products_of_size
+from layer_references import checked, drawn, each, products_of_size
 
 import jchop as jc
 from jchop.nn import LoraRule, Rule
@@ -76,21 +76,6 @@ def test_merged_layers_leave_no_rule_for_the_norms_alone(plain: Any) -> None:
     module, _ = merge_lora(adapted, variables, X)
     assert isinstance(module, jc.nn.linen.Quantized)
     assert [str(rule) for rule in module.rules][1:] == ["Rule('*', output=float8_e4m3)"]
-
-
-@pytest.mark.parametrize("init", ["loftq", "pissa"])
-def test_best_approximations(low: Any, plain: Any, packed: Any, init: str) -> None:
-    rule = LoraRule("up", rank=5, alpha=2.5, init=init)
-    _, variables = add_lora(low, packed, rule, X, key=KEY, original=plain)
-    w = np.asarray(plain["params"]["up"]["kernel"], np.float64)
-    a, b = (np.asarray(variables["lora"]["up"][name], np.float64) for name in ("lora_a", "lora_b"))
-    kernel = variables["params"]["up"]["kernel"]
-    held = np.asarray(kernel.unpack(), np.float64)
-    error = w - held if init == "loftq" else w
-    tail = np.linalg.svd(error, compute_uv=False)[5:]
-    assert np.linalg.norm(error - 0.5 * a @ b) == pytest.approx(np.linalg.norm(tail), rel=1e-5)
-    rest = jnp.asarray(w - 0.5 * a @ b, jnp.float32) if init == "pissa" else plain["params"]["up"]["kernel"]
-    np.testing.assert_array_equal(held, jc.dequantize(jc.quantize(rest.T, DOUBLE)).T)
 
 
 def dropout_in_expectation(plain: Any) -> None:
@@ -158,10 +143,60 @@ def all_merged_is_a_plain_module(low: Any, plain: Any, packed: Any) -> None:
     np.testing.assert_allclose(module.apply(merged, X), low.apply(packed, X), rtol=1e-4, atol=1e-5)
 
 
+@each("init", ["loftq", "pissa"])
+def best_approximations(low: Any, plain: Any, packed: Any, init: str) -> None:
+    rule = LoraRule("up", rank=5, alpha=2.5, init=init)
+    _, variables = add_lora(low, packed, rule, X, key=KEY, original=plain)
+    w = np.asarray(plain["params"]["up"]["kernel"], np.float64)
+    a, b = (np.asarray(variables["lora"]["up"][name], np.float64) for name in ("lora_a", "lora_b"))
+    kernel = variables["params"]["up"]["kernel"]
+    held = np.asarray(kernel.unpack(), np.float64)
+    error = w - held if init == "loftq" else w
+    tail = np.linalg.svd(error, compute_uv=False)[5:]
+    assert np.linalg.norm(error - 0.5 * a @ b) == pytest.approx(np.linalg.norm(tail), rel=1e-5)
+    rest = jnp.asarray(w - 0.5 * a @ b, jnp.float32) if init == "pissa" else plain["params"]["up"]["kernel"]
+    np.testing.assert_array_equal(held, jc.dequantize(jc.quantize(rest.T, DOUBLE)).T)
+
+
+@each("weight", ["nf4", None])
+def the_projections_of_attention(weight: str | None, tmp_path: Path) -> None:
+    net: Any = nn.MultiHeadDotProductAttention(4, qkv_features=64)
+    x = np.random.default_rng(1).standard_normal((2, 5, 32)).astype(np.float32)
+    plain: Any = drawn(jax.eval_shape(net.init, KEY, x))
+    low = net if weight is None else jc.nn.linen.quantize(net, Rule("{query,out}", weight=weight))
+    base = plain if weight is None else low.pack(plain, x)
+    adapted, variables = add_lora(low, base, LoraRule("{query,out}", rank=3, alpha=6), x, key=KEY)
+    np.testing.assert_array_equal(adapted.apply(variables, x), low.apply(base, x))
+    variables = noised(variables)
+    shapes = jax.tree.map(jnp.shape, variables["lora"])
+    assert shapes == {
+        "query": {"lora_a": (32, 3), "lora_b": (3, 64)}, "out": {"lora_a": (64, 3), "lora_b": (3, 32)}
+    }  # fmt: skip
+    wanted = jax.tree.map(lambda v: v, plain)
+    for path, adapter in variables["lora"].items():
+        kernel = base["params"][path]["kernel"]
+        held = kernel if weight is None else kernel.unpack()
+        a, b = (np.asarray(adapter[name], np.float64) for name in ("lora_a", "lora_b"))
+        wanted["params"][path]["kernel"] = jnp.asarray(held + 2 * (a @ b).reshape(held.shape), jnp.float32)
+    y = adapted.apply(variables, x)
+    np.testing.assert_allclose(y, net.apply(wanted, x), rtol=1e-4, atol=1e-5)
+    module, merged = merge_lora(adapted, variables, x)
+    np.testing.assert_allclose(module.apply(merged, x), y, rtol=1e-4, atol=1e-5)
+    again = merge_lora(adapted, variables, x, requantize=True)[1]["params"]["out"]["kernel"]
+    assert again.shape == (4, 16, 32)
+    save_lora(tmp_path, adapted, variables)
+    loaded, found = load_lora(tmp_path, low, base)
+    np.testing.assert_array_equal(loaded.apply(found, x), y)
+    _, whole = add_lora(low, base, LoraRule("out", rank=32, init="pissa"), x, key=KEY, original=plain)
+    assert whole["params"]["out"]["kernel"].shape == (4, 16, 32)
+
+
 @pytest.mark.parametrize(
     "check",
     [
         the_sum_is_that_of_the_definition,
+        pytest.param(the_projections_of_attention, marks=pytest.mark.slow),
+        pytest.param(best_approximations, marks=pytest.mark.slow),
         pytest.param(all_merged_is_a_plain_module, marks=pytest.mark.slow),
         pytest.param(merge_split_and_files, marks=pytest.mark.slow),
         pytest.param(first_output_and_gradients, marks=pytest.mark.slow),
@@ -193,39 +228,6 @@ def test_rules_that_say_nothing_of_merged_layers_are_dropped() -> None:
     variables = noised(variables)
     module, merged = merge_lora(adapted, variables, x)
     np.testing.assert_allclose(module.apply(merged, x), adapted.apply(variables, x), rtol=1e-4, atol=1e-5)
-
-
-@pytest.mark.parametrize("weight", ["nf4", pytest.param(None, marks=pytest.mark.slow)])
-def test_the_projections_of_attention(weight: str | None, tmp_path: Path) -> None:
-    net: Any = nn.MultiHeadDotProductAttention(4, qkv_features=64)
-    x = np.random.default_rng(1).standard_normal((2, 5, 32)).astype(np.float32)
-    plain: Any = drawn(jax.eval_shape(net.init, KEY, x))
-    low = net if weight is None else jc.nn.linen.quantize(net, Rule("{query,out}", weight=weight))
-    base = plain if weight is None else low.pack(plain, x)
-    adapted, variables = add_lora(low, base, LoraRule("{query,out}", rank=3, alpha=6), x, key=KEY)
-    np.testing.assert_array_equal(adapted.apply(variables, x), low.apply(base, x))
-    variables = noised(variables)
-    shapes = jax.tree.map(jnp.shape, variables["lora"])
-    assert shapes == {
-        "query": {"lora_a": (32, 3), "lora_b": (3, 64)}, "out": {"lora_a": (64, 3), "lora_b": (3, 32)}
-    }  # fmt: skip
-    wanted = jax.tree.map(lambda v: v, plain)
-    for path, adapter in variables["lora"].items():
-        kernel = base["params"][path]["kernel"]
-        held = kernel if weight is None else kernel.unpack()
-        a, b = (np.asarray(adapter[name], np.float64) for name in ("lora_a", "lora_b"))
-        wanted["params"][path]["kernel"] = jnp.asarray(held + 2 * (a @ b).reshape(held.shape), jnp.float32)
-    y = adapted.apply(variables, x)
-    np.testing.assert_allclose(y, net.apply(wanted, x), rtol=1e-4, atol=1e-5)
-    module, merged = merge_lora(adapted, variables, x)
-    np.testing.assert_allclose(module.apply(merged, x), y, rtol=1e-4, atol=1e-5)
-    again = merge_lora(adapted, variables, x, requantize=True)[1]["params"]["out"]["kernel"]
-    assert again.shape == (4, 16, 32)
-    save_lora(tmp_path, adapted, variables)
-    loaded, found = load_lora(tmp_path, low, base)
-    np.testing.assert_array_equal(loaded.apply(found, x), y)
-    _, whole = add_lora(low, base, LoraRule("out", rank=32, init="pissa"), x, key=KEY, original=plain)
-    assert whole["params"]["out"]["kernel"].shape == (4, 16, 32)
 
 
 def test_errors(low: Any, plain: Any, packed: Any) -> None:

@@ -55,21 +55,6 @@ def test_axes_of_other_operands_are_checked_in_the_first_call(field: str) -> Non
         dense.apply(dense.init(jax.random.key(0), X), X)
 
 
-@pytest.mark.in_turn(20)
-@pytest.mark.parametrize("text", ["int8(group=all)", "nvfp4", "nf4"])
-def test_nan_stays_nan_in_training(text: str) -> None:
-    layer = linear()
-    layer.kernel[...] = layer.kernel[...].at[2, 1].set(jnp.nan)
-    x = X.at[0, 3].set(jnp.nan)
-    of_weight = jc.nn.quantize(layer, Rule(weight=text))(X)
-    np.testing.assert_array_equal(np.isnan(of_weight), np.arange(4) == np.full((2, 1), 1))
-    of_input = jc.nn.quantize(linear(), Rule(activation=text))(x)
-    np.testing.assert_array_equal(np.isnan(of_input), [[True] * 4, [False] * 4])
-    model = jc.nn.quantize(linear(), Rule(weight=text, gradient=text))
-    _, pull = jax.vjp(model, X)
-    np.testing.assert_array_equal(np.isnan(pull(x[:, :4])[0]), [[True] * 8, [False] * 8])
-
-
 def nan_stays_nan_under_kept_scales() -> None:
     x = X.at[0, 3].set(jnp.nan)
     for source in (jc.nn.MovingAverage(), jc.nn.DelayedScaling(2), jc.nn.LSQ()):
@@ -109,10 +94,25 @@ def packed_weights_of_another_shape_and_plain_ones_are_refused() -> None:
         model(X)
 
 
+@each("text", ["int8(group=all)", "nvfp4", "nf4"])
+def nan_stays_nan_in_training(text: str) -> None:
+    layer = linear()
+    layer.kernel[...] = layer.kernel[...].at[2, 1].set(jnp.nan)
+    x = X.at[0, 3].set(jnp.nan)
+    of_weight = jc.nn.quantize(layer, Rule(weight=text))(X)
+    np.testing.assert_array_equal(np.isnan(of_weight), np.arange(4) == np.full((2, 1), 1))
+    of_input = jc.nn.quantize(linear(), Rule(activation=text))(x)
+    np.testing.assert_array_equal(np.isnan(of_input), [[True] * 4, [False] * 4])
+    model = jc.nn.quantize(linear(), Rule(weight=text, gradient=text))
+    _, pull = jax.vjp(model, X)
+    np.testing.assert_array_equal(np.isnan(pull(x[:, :4])[0]), [[True] * 8, [False] * 8])
+
+
 @pytest.mark.parametrize(
     "check",
     [
         an_axis_that_is_there_is_taken,
+        pytest.param(nan_stays_nan_in_training, marks=pytest.mark.slow),
         pytest.param(packed_weights_of_another_shape_and_plain_ones_are_refused, marks=pytest.mark.slow),
         pytest.param(the_derivative_of_what_is_rounded_stays, marks=pytest.mark.slow),
         pytest.param(nan_stays_nan_under_kept_scales, marks=pytest.mark.slow),

@@ -303,10 +303,28 @@ def abstract_models_are_packed_abstractly() -> None:
     assert shapes[0] == shapes[1] and len(shapes[0]) == 8
 
 
+@each("name", ["linen_cnn", "linen_two_towers", "linen_boxed"])
+def modules_of_linen(name: str) -> None:
+    case = CASES[name]
+    params, args = case.build()
+    variables = {"params": params, **case.rest()}
+    low = jc.nn.linen.quantize(case.module, jc.Rule(weight="int8(group=all)"), program=True)
+    more: dict[str, Any] = {} if case.method == "__call__" else {"method": case.method}
+    more |= {"mutable": ["batch_stats"]} if "batch_stats" in variables else {}
+    packed = low.pack(variables, *args, **more)
+    boxes = jax.tree.structure(jax.tree.map(lambda _: 0, packed["params"], is_leaf=lambda v: isinstance(v, jc.QArray)))
+    assert boxes == jax.tree.structure(jax.tree.map(lambda _: 0, params))
+    trained, served = (jax.tree.leaves(low.apply(v, *args, **more)) for v in (variables, packed))
+    for a, b in zip(trained, served, strict=True):
+        np.testing.assert_array_equal(a, b)
+    assert low.report(variables, *args, **more).rounded_share == 1.0
+
+
 @pytest.mark.parametrize(
     "check",
     [
         a_method_is_traced_once_for_equal_graphs_and_shapes,
+        pytest.param(modules_of_linen, marks=pytest.mark.slow),
         pytest.param(abstract_models_are_packed_abstractly, marks=pytest.mark.slow),
         pytest.param(values_of_keyword_arguments_are_data, marks=pytest.mark.slow),
         pytest.param(a_submodule_that_is_called_from_outside_has_the_stored_numbers, marks=pytest.mark.slow),
@@ -333,8 +351,6 @@ OF_NNX = [
     "ensemble",
     "mixtral_ragged",
     "mamba_scan",
-    "resnet",
-    "gemma",
     "whisper",
 ]
 
@@ -355,24 +371,6 @@ def test_models_of_nnx_and_their_methods(name: str) -> None:
             if jnp.issubdtype(a.dtype, jnp.inexact):
                 np.testing.assert_allclose(a, b, rtol=2e-5, atol=2e-5)
                 assert bool(jnp.isfinite(a).all())
-
-
-@pytest.mark.in_turn(9)
-@pytest.mark.parametrize("name", ["linen_cnn", "linen_two_towers", "linen_boxed"])
-def test_modules_of_linen(name: str) -> None:
-    case = CASES[name]
-    params, args = case.build()
-    variables = {"params": params, **case.rest()}
-    low = jc.nn.linen.quantize(case.module, jc.Rule(weight="int8(group=all)"), program=True)
-    more: dict[str, Any] = {} if case.method == "__call__" else {"method": case.method}
-    more |= {"mutable": ["batch_stats"]} if "batch_stats" in variables else {}
-    packed = low.pack(variables, *args, **more)
-    boxes = jax.tree.structure(jax.tree.map(lambda _: 0, packed["params"], is_leaf=lambda v: isinstance(v, jc.QArray)))
-    assert boxes == jax.tree.structure(jax.tree.map(lambda _: 0, params))
-    trained, served = (jax.tree.leaves(low.apply(v, *args, **more)) for v in (variables, packed))
-    for a, b in zip(trained, served, strict=True):
-        np.testing.assert_array_equal(a, b)
-    assert low.report(variables, *args, **more).rounded_share == 1.0
 
 
 def test_linen_without_program_names_it_for_boxed_parameters() -> None:

@@ -20,7 +20,7 @@ FORMATS = ("e4m3fn", "integer8:saturate", "int4(channel=1)")
 
 
 def model() -> nnx.Sequential:
-    return nnx.Sequential(nnx.Linear(8, 8, rngs=nnx.Rngs(0)), nnx.relu, nnx.Linear(8, 4, rngs=nnx.Rngs(1)))
+    return nnx.Sequential(nnx.Linear(8, 8, rngs=nnx.Rngs(0)), nnx.relu, nnx.Linear(8, 8, rngs=nnx.Rngs(1)))
 
 
 def by_hand(rounded: tuple[int, ...], fmt: str) -> float:
@@ -79,10 +79,10 @@ def what_is_exact_or_lost_is_said() -> None:
 
 
 def test_the_last_row_is_the_model_under_one_rule_which_leaves_norms() -> None:
-    norm: Any = nnx.RMSNorm(6, rngs=nnx.Rngs(2))
-    whole = nnx.Sequential(norm, nnx.Linear(6, 3, rngs=nnx.Rngs(3)))
-    norm.scale[...] = jnp.exp(jax.random.normal(jax.random.key(5), (6,)))
-    x = jax.random.normal(jax.random.key(4), (16, 6))
+    norm: Any = nnx.RMSNorm(8, rngs=nnx.Rngs(2))
+    whole = nnx.Sequential(norm, nnx.Linear(8, 8, rngs=nnx.Rngs(3)))
+    norm.scale[...] = jnp.exp(jax.random.normal(jax.random.key(5), (8,)))
+    x = jax.random.normal(jax.random.key(4), (16, 8))
     found = jc.nn.sensitivity(whole, [x], "int4(group=all)")
     y, z = whole(x), jc.nn.quantize(whole, jc.Rule(weight="int4(group=all)"))(x)
     wanted = 10 * math.log10(float((y**2).sum() / ((y - z) ** 2).sum()))

@@ -79,7 +79,6 @@ def a_scan_of_linen(text: str, tmp_path: Path) -> None:
         ("LinearGeneral", ROWS),
         ("Einsum", "int4(group=8)"),
         ("Conv", "uint4(group=all,zero_point=integer)"),
-        ("Conv", "int8"),
         ("MultiHeadAttention", "int8"),
         ("LinearGeneral", "e4m3"),
         ("in a scan", "int4(group=8)"),
