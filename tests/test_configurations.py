@@ -490,7 +490,7 @@ def check(name: str, configuration: str) -> None:
         raise
 
 
-@pytest.mark.in_turn(20)
+@pytest.mark.in_turn(100)
 @pytest.mark.parametrize("name", QUICK)
 def test_bits_are_the_same(name: str) -> None:
     for configuration in CONFIGURATIONS:
@@ -511,7 +511,7 @@ for name in CASES:
         GROUPS.setdefault(group_of(name), []).append(name)
 
 
-@pytest.mark.in_turn(5)
+@pytest.mark.in_turn(100)
 @pytest.mark.parametrize(
     "work",
     [
@@ -527,6 +527,7 @@ def test_a_result_that_is_nan_is_an_error_of_jax(work: Callable[[], Any]) -> Non
         work()
 
 
+@pytest.mark.in_turn(100)
 @pytest.mark.parametrize(
     "fun",
     [jax.nn.softmax, lambda x: jnp.max(x, initial=-jnp.inf), lambda x: jnp.max(x, where=x > 1, initial=-jnp.inf)],

@@ -35,7 +35,7 @@ pytestmark = pytest.mark.usefixtures("neighbours_kept")
 # -- values ------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.in_turn(20)
+@pytest.mark.in_turn(100)
 @pytest.mark.parametrize("mode", MODES)
 def test_programs_in_every_mode(mode: str) -> None:
     """Straight lines, loops, branches and sums: every operation is the exact one rounded once, at draws of its own."""
@@ -235,6 +235,7 @@ def an_accumulator_of_its_own_is_rounded_to_the_format_at_the_end() -> None:
     assert float(jc.emulate(jnp.sum, None, accumulate=jc.MatmulSpec(accumulate="e6m9"))(jnp.ones(100))) == 100
 
 
+@pytest.mark.in_turn(100)
 @pytest.mark.parametrize("spec", ["e5m2:up", "posit16:up"])
 def test_roots_and_quotients_with_results_that_meet_again_are_compiled(spec: str) -> None:
     """Quirk `long_fusion_compiled_for_minutes`: of directed modes, on JAX 0.12."""

@@ -329,6 +329,7 @@ def test_trees_of_any_kind() -> None:
         assert low(Tagged(1.25, tag)).tolist() == (1.25 * tag).tolist()
 
 
+@pytest.mark.in_turn(100)
 @pytest.mark.parametrize(
     "fun",
     [

@@ -423,7 +423,7 @@ def test_transformed_loops(check: Callable[..., None], name: str, spec: str, unr
     check(name, spec, unrolled)
 
 
-@pytest.mark.in_turn(2)
+@pytest.mark.in_turn(100)
 @pytest.mark.parametrize("spec", ["bfloat16", "bfloat16:stochastic"])
 def test_explicit_sharding(spec: str) -> None:
     """A result of the last layer that no other reads has no value before the loop."""

@@ -65,7 +65,7 @@ SCATTERS: list[tuple[Any, ...]] = [
 ]
 
 
-@pytest.mark.in_turn(4)
+@pytest.mark.in_turn(100)
 @pytest.mark.parametrize(
     ("shape", "index", "new", "numbers", "name", "mode"),
     [

@@ -106,7 +106,7 @@ def in_scan(x: jax.Array, y: jax.Array) -> tuple[jax.Array, jax.Array]:
     return lax.scan(lambda c, z: (by_rule(c, z)[0], by_rule(z, y)[0]), x, jnp.array([0.7, 1.3]))
 
 
-@pytest.mark.in_turn(3)
+@pytest.mark.in_turn(100)
 @pytest.mark.parametrize("fun", [by_rule, in_scan])
 @pytest.mark.parametrize("axes", [(0, 0), (0, None), (None, 0)])
 def test_rules_of_batches_are_kept(fun: Callable[..., Any], axes: tuple[int | None, int | None]) -> None:

@@ -156,7 +156,7 @@ def test_a_block_that_is_as_long_as_the_sum_is_refused(k: int, length: int) -> N
 
 
 @pytest.mark.parametrize("bits", [24, 28, 31, 32, 33, 40])
-@pytest.mark.in_turn(2)
+@pytest.mark.in_turn(100)
 def test_wide_accumulators(bits: int) -> None:
     spec = MatmulSpec(accumulate=f"e11m{bits}", order="sequential")
     p = jc.probe(lambda a, b: jc.math.matmul(a.astype(float), b.astype(float), spec), length=64)
