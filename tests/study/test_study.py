@@ -62,7 +62,7 @@ def test_binary32_parameters_do_not_move(figures: StudyResult) -> None:
 
 def test_the_network_learns_and_narrow_formats_lose(figures: StudyResult) -> None:
     assert figures.accuracy > 0.85 and figures.losses[1] < figures.losses[0]
-    assert figures.cell("e2m1fn", "down").accuracy < 0.5
+    assert figures.cell("e2m1fn", "down").accuracy < 0.5 * figures.accuracy + 0.05
     assert figures.cell("e2m1fn", "down").cross_entropy > figures.cross_entropy
     assert abs(figures.cell("q43", "nearest_even").accuracy - figures.accuracy) < 0.05
 
