@@ -206,8 +206,8 @@ def test_where() -> None:
 
 
 FUNCTIONS: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {
-    "linspace": (lambda x, *spec: jc.math.linspace(x, 3.0, *spec, num=4), lambda x: jnp.linspace(x, 3.0, 4)),
     "cross": (lambda x, *spec: jc.math.cross(x, x[::-1] + 1, *spec), lambda x: jnp.cross(x, x[::-1] + 1)),
+    "linspace": (lambda x, *spec: jc.math.linspace(x, 3.0, *spec, num=4), lambda x: jnp.linspace(x, 3.0, 4)),
     "interp": (
         lambda x, *spec: jc.math.interp(x, jnp.arange(-2.0, 3.0), x[0] + jnp.arange(5.0) ** 2, *spec),
         lambda x: jnp.interp(x, jnp.arange(-2.0, 3.0), x[0] + jnp.arange(5.0) ** 2),
