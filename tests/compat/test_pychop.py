@@ -15,10 +15,13 @@ import jax.numpy as jnp
 import numpy as np
 import oracle
 import pytest
+from further import Further
 
 import jchop as jc
 from jchop.compat import pychop
 from jchop.compat.pychop import Chop, Chopf, Chopi, ChopSTE, Customs, FaultChop, LightChop, float_params, ptq
+
+further = Further()
 
 RMODES = {
     1: "nearest_even",
@@ -105,7 +108,8 @@ def test_integers() -> None:
         )
 
 
-def test_integers_by_earlier_names() -> None:
+@further
+def integers_by_earlier_names() -> None:
     x = np.array([-3.5, -1.0, 0.0, 0.3, 3.5, 1.75])
     for bits in (3, 7):
         most = 2 ** (bits - 1) - 1
@@ -127,7 +131,8 @@ def test_integers_by_earlier_names() -> None:
         Chopi(num_bits=16)
 
 
-def test_integers_by_channel_and_calibrated() -> None:
+@further.first
+def integers_by_channel_and_calibrated() -> None:
     x = np.random.default_rng(0).standard_normal((3, 40)).astype(np.float32) * [[1], [10], [100]]
     x = x.astype(np.float32)
     ch = Chopi(bits=4, symmetric=True, per_channel=True, axis=0)
@@ -142,7 +147,8 @@ def test_integers_by_channel_and_calibrated() -> None:
         Chopi().dequantize(codes)
 
 
-def test_functions() -> None:
+@further
+def functions() -> None:
     ch = Chop(5, 2)
     x = np.linspace(-3, 3, 25)
     for name in ("sin", "tanh", "exp"):
@@ -357,3 +363,6 @@ def test_a_name_that_is_absent_says_what_there_is_instead() -> None:
         with pytest.raises(AttributeError, match=re.escape(instead)):
             getattr(pychop, name)
         assert not hasattr(pychop, name)
+
+
+test_further = further.test()

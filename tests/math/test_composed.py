@@ -14,11 +14,14 @@ import oracle
 import oracle_arithmetic as arithmetic
 import oracle_math
 import pytest
+from further import Further
 from oracle import Value
 from oracle_matmul import How, rounded
 from refusals import assert_refused
 
 import jchop as jc
+
+further = Further()
 
 KEY = jax.random.key(2)
 untyped: Any = jc.math
@@ -76,9 +79,9 @@ class Machine:
         return self.do(arithmetic.divide, part, x, y)
 
 
-@pytest.mark.in_turn(1000)
+@further
 @pytest.mark.parametrize("text", HOWS)
-def test_cross_products(text: str) -> None:
+def cross_products(text: str) -> None:
     m, a, b = Machine(text, 5), some(4, 3), some(4, 3, seed=1)
     x, y = m.rounded(a, 0), m.rounded(b, 1)
     i, j = [1, 2, 0], [2, 0, 1]
@@ -86,7 +89,8 @@ def test_cross_products(text: str) -> None:
     same(jc.math.cross(a, b, text, KEY), want)
 
 
-def test_a_vector_of_two_elements_has_a_zero() -> None:
+@further
+def a_vector_of_two_elements_has_a_zero() -> None:
     """As in NumPy before 2.0; newer ones, and newer JAX, refuse it."""
     a, b = (np.random.default_rng(i).integers(-3, 4, (5, 3)).astype(np.float32) for i in range(2))
     flat = a * f32([1, 1, 0])
@@ -111,9 +115,9 @@ def test_cross_products_have_the_axes_of_numpy(axes: Any, left: tuple[int, ...],
     np.testing.assert_array_equal(untyped.cross(a, b, "e8m15", **axes), jnp.cross(a, b, **axes))
 
 
-@pytest.mark.in_turn(1000)
+@further
 @pytest.mark.parametrize(("text", "endpoint"), list(zip(HOWS, [True, False] * 2, strict=True)))
-def test_evenly_spaced_numbers(text: str, endpoint: bool) -> None:
+def evenly_spaced_numbers(text: str, endpoint: bool) -> None:
     m, num = Machine(text, 6), 7
     start, stop = m.rounded([0.3, -2], 0), m.rounded([1.7, 5], 1)
     h = m.div(3, m.sub(2, stop, start), num - endpoint)
@@ -124,7 +128,8 @@ def test_evenly_spaced_numbers(text: str, endpoint: bool) -> None:
     same(jc.math.linspace(f32([0.3, -2]), f32([1.7, 5]), text, KEY, num=num, endpoint=endpoint), want)
 
 
-def test_spaces_have_the_shapes_of_numpy() -> None:
+@further
+def spaces_have_the_shapes_of_numpy() -> None:
     many: list[dict[str, Any]] = [
         {"num": 0}, {"num": 1}, {"num": 1, "endpoint": False}, {"num": 2, "axis": -1},
         {"num": 5}, {"num": 5, "endpoint": False},
@@ -140,9 +145,9 @@ def test_spaces_have_the_shapes_of_numpy() -> None:
     assert jc.math.linspace(np.float32(0), 2048, "bfloat16", num=1025)[259] == 520
 
 
-@pytest.mark.in_turn(1000)
+@further.first
 @pytest.mark.parametrize("text", HOWS)
-def test_interpolation(text: str) -> None:
+def interpolation(text: str) -> None:
     m = Machine(text, 11)
     given = np.linspace(-3, 3, 23).astype(np.float32)
     x, xp, fp = m.rounded(given, 0), m.rounded([-2, -0.7, 0.1, 1.9], 1), m.rounded([1, -3, 0.4, 2], 2)
@@ -176,7 +181,8 @@ def test_the_ends_and_the_step_of_evenly_spaced_rows_are_fused_with_nothing() ->
     assert apart == ["f32[32]", "f32[]", "f32[32]", "f32[32]"]  # start, stop, their difference, the step
 
 
-def test_interpolation_at_the_ends_and_between_equal_nodes() -> None:
+@further
+def interpolation_at_the_ends_and_between_equal_nodes() -> None:
     x = f32([-1, 0, 0.5, 1, 3, np.nan, np.inf])
     xp, fp = f32([0, 1, 1.01, 2]), f32([1, 2, 5, 3])
     got = jc.math.interp(x, xp, fp, "e5m4")  # 1.01 is rounded to 1
@@ -206,8 +212,8 @@ def test_where() -> None:
 
 
 FUNCTIONS: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {
-    "linspace": (lambda x, *spec: jc.math.linspace(x, 3.0, *spec, num=4), lambda x: jnp.linspace(x, 3.0, 4)),
     "cross": (lambda x, *spec: jc.math.cross(x, x[::-1] + 1, *spec), lambda x: jnp.cross(x, x[::-1] + 1)),
+    "linspace": (lambda x, *spec: jc.math.linspace(x, 3.0, *spec, num=4), lambda x: jnp.linspace(x, 3.0, 4)),
     "interp": (
         lambda x, *spec: jc.math.interp(x, jnp.arange(-2.0, 3.0), x[0] + jnp.arange(5.0) ** 2, *spec),
         lambda x: jnp.interp(x, jnp.arange(-2.0, 3.0), x[0] + jnp.arange(5.0) ** 2),
@@ -215,9 +221,9 @@ FUNCTIONS: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {
 }
 
 
+@further
 @pytest.mark.parametrize("name", FUNCTIONS)
-@pytest.mark.in_turn(1000)
-def test_transforms_and_derivatives(name: str) -> None:
+def transforms_and_derivatives(name: str) -> None:
     function, exact = FUNCTIONS[name]
     x, keys = jnp.asarray(some(3, 3)) * 0.6, jax.random.split(KEY, 3)
     text = "e5m4:stochastic"
@@ -247,3 +253,6 @@ REFUSED: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
 
 def test_what_cannot_be_done_is_refused_with_a_reason() -> None:
     assert_refused(REFUSED)
+
+
+test_further = further.test()

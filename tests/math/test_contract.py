@@ -11,11 +11,14 @@ import numpy as np
 import oracle
 import oracle_math
 import pytest
+from further import Further
 from oracle_matmul import Arithmetic, How, Sum
 from refusals import assert_refused
 
 import jchop as jc
 from jchop import MatmulSpec
+
+further = Further()
 
 KEY = jax.random.key(3)
 PLAIN = MatmulSpec()
@@ -42,7 +45,8 @@ DOTS: list[tuple[tuple[int, ...], tuple[int, ...]]] = [
 ]  # fmt: skip
 
 
-def test_dot_has_the_shapes_of_numpy() -> None:
+@further
+def dot_has_the_shapes_of_numpy() -> None:
     pairs = [(integers(*left), integers(*right, seed=1)) for left, right in DOTS]
     found = jax.jit(lambda pairs: [jc.math.dot(a, b, PLAIN) for a, b in pairs])(pairs)
     for got, (a, b) in zip(found, pairs, strict=True):
@@ -51,13 +55,15 @@ def test_dot_has_the_shapes_of_numpy() -> None:
     assert own == found[0] and not isinstance(own, jax.Array)
 
 
-def test_dot_rounds_every_operation() -> None:
+@further.first
+def dot_rounds_every_operation() -> None:
     a, b = (np.asarray(jc.round_to_format(normal(40, seed=i), "e5m5")) for i in range(2))
     assert jc.math.dot(a, b, "e5m5") == in_order(a, b)
     assert jc.math.dot(a, b, "e5m5") != np.dot(a, b)
 
 
-def test_an_element_that_is_repeated_is_rounded_once() -> None:
+@further
+def an_element_that_is_repeated_is_rounded_once() -> None:
     """Its random word is its own, not that of a copy."""
     spec = MatmulSpec("e4m2:stochastic")
     window = jc.math.conv(normal(1, 1, 9), np.ones((1, 1, 1), np.float32), spec, KEY)
@@ -86,13 +92,15 @@ def test_convolutions_are_those_of_lax(name: str) -> None:
     np.testing.assert_array_equal(jc.math.conv(x, w, PLAIN, **how), want)
 
 
-def test_the_order_of_a_convolution_is_that_of_its_kernel() -> None:
+@further
+def the_order_of_a_convolution_is_that_of_its_kernel() -> None:
     x, w = (np.asarray(jc.round_to_format(normal(*s), "e5m5")) for s in ((1, 3, 5, 5), (2, 3, 2, 2)))
     got = jc.math.conv(x, w, "e5m5")
     assert got[0, 1, 2, 3] == in_order(x[0, :, 2:4, 3:5].ravel(), w[1].ravel())
 
 
-def test_axpy_rounds_product_and_sum() -> None:
+@further
+def axpy_rounds_product_and_sum() -> None:
     a, x, y = (np.asarray(jc.round_to_format(normal(60, seed=i), "e5m5")) for i in range(3))
     product = jc.math.multiply(a, x, "e5m5")
     np.testing.assert_array_equal(jc.math.axpy(a, x, y, "e5m5"), jc.math.add(product, y, "e5m5"))
@@ -118,9 +126,9 @@ FUNCTIONS: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {
 }
 
 
-@pytest.mark.in_turn(1000)
+@further
 @pytest.mark.parametrize("name", FUNCTIONS)
-def test_transforms_and_derivatives(name: str) -> None:
+def transforms_and_derivatives(name: str) -> None:
     function, exact = FUNCTIONS[name]
     x, keys, text = jnp.asarray(normal(3, 1, 2, 4)), jax.random.split(KEY, 3), "e5m4:stochastic"
     each = jax.jit(jax.vmap(lambda x, key: function(x, text, key)))(x, keys)
@@ -145,3 +153,6 @@ REFUSED: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
 
 def test_what_cannot_be_done_is_refused_with_a_reason() -> None:
     assert_refused(REFUSED)
+
+
+test_further = further.test()

@@ -11,11 +11,14 @@ import numpy as np
 import oracle
 import oracle_math
 import pytest
+from further import Further
 from oracle_matmul import Arithmetic, How, Sum
 from refusals import assert_refused
 
 import jchop as jc
 from jchop import MatmulSpec
+
+further = Further()
 
 KEY = jax.random.key(3)
 PLAIN = MatmulSpec()
@@ -69,11 +72,11 @@ EINSUMS = {
 
 
 @pytest.mark.smoke
-@pytest.mark.in_turn(9)
-@pytest.mark.parametrize("subscripts", EINSUMS)
-def test_einsum_is_that_of_numpy(subscripts: str) -> None:
-    operands = [integers(*shape, seed=i) for i, shape in enumerate(EINSUMS[subscripts])]
-    np.testing.assert_array_equal(jc.math.einsum(subscripts, *operands, spec=PLAIN), np.einsum(subscripts, *operands))
+def test_einsum_is_that_of_numpy() -> None:
+    given = {text: [integers(*shape, seed=i) for i, shape in enumerate(shapes)] for text, shapes in EINSUMS.items()}
+    found = jax.jit(lambda given: {text: jc.math.einsum(text, *own, spec=PLAIN) for text, own in given.items()})(given)
+    for text, own in given.items():
+        np.testing.assert_array_equal(found[text], np.einsum(text, *own), err_msg=text)
 
 
 def test_the_order_of_an_einsum_is_that_of_its_indices() -> None:
@@ -93,7 +96,8 @@ def test_three_arrays_are_contracted_from_left_to_right(text: str) -> None:
     np.testing.assert_array_equal(jc.math.einsum("ij,jk,kl->il", a, b, c, spec=SPECS[text]), want)
 
 
-def test_another_order_of_contractions_is_another_result() -> None:
+@further
+def another_order_of_contractions_is_another_result() -> None:
     a, b, c = rounded(2, 3), rounded(3, 4, seed=1), rounded(4, 1, seed=2)
     right = jc.math.einsum("ij,jl->il", a, jc.math.einsum("jk,kl->jl", b, c, spec="e5m5"), spec="e5m5")
     left = jc.math.einsum("ij,jk,kl->il", a, b, c, spec="e5m5")
@@ -116,16 +120,17 @@ MANY = {
 }
 
 
-@pytest.mark.in_turn(1000)
+@further.first
 @pytest.mark.parametrize("subscripts", MANY)
-def test_many_arrays_give_what_numpy_gives(subscripts: str) -> None:
+def many_arrays_give_what_numpy_gives(subscripts: str) -> None:
     operands = [integers(*shape, seed=i) for i, shape in enumerate(MANY[subscripts])]
     for optimize in (False, True, "greedy"):
         got = jc.math.einsum(subscripts, *operands, spec=PLAIN, optimize=optimize)
         np.testing.assert_array_equal(got, np.einsum(subscripts, *operands), err_msg=str(optimize))
 
 
-def test_each_contraction_has_a_key_of_its_own() -> None:
+@further
+def each_contraction_has_a_key_of_its_own() -> None:
     a, b, c = normal(3, 3), normal(3, 3, seed=1), normal(3, 3, seed=2)
     spec = MatmulSpec("e5m3:stochastic")  # operands alone draw: sums in the carrier are compiled fast
     first = jc.math.einsum("ij,jk->ik", a, b, spec=spec, key=jax.random.fold_in(KEY, 0))
@@ -152,7 +157,8 @@ TENSORDOTS: dict[str, tuple[tuple[int, ...], tuple[int, ...], Any]] = {
 }
 
 
-def test_tensordot_is_that_of_numpy() -> None:
+@further
+def tensordot_is_that_of_numpy() -> None:
     pairs = {name: (integers(*left), integers(*right, seed=1)) for name, (left, right, _) in TENSORDOTS.items()}
 
     def products(pairs: Any) -> Any:
@@ -162,7 +168,8 @@ def test_tensordot_is_that_of_numpy() -> None:
         np.testing.assert_array_equal(got, np.tensordot(*pairs[name], TENSORDOTS[name][2]), err_msg=name)
 
 
-def test_inner_is_that_of_numpy() -> None:
+@further
+def inner_is_that_of_numpy() -> None:
     shapes: list[tuple[tuple[int, ...], tuple[int, ...]]] = [
         ((3,), (3,)), ((2, 3), (4, 3)), ((), (2, 3)), ((2,), ()), ((2, 0), (0,))
     ]  # fmt: skip
@@ -172,7 +179,8 @@ def test_inner_is_that_of_numpy() -> None:
         np.testing.assert_array_equal(got, np.inner(a, b), err_msg=f"{a.shape} {b.shape}")
 
 
-def test_every_operation_is_rounded_in_the_order_of_the_first_array() -> None:
+@further
+def every_operation_is_rounded_in_the_order_of_the_first_array() -> None:
     a, b = rounded(4, 5), rounded(5, 4, seed=1)
     text = list(HOWS)[2]
     assert jc.math.tensordot(a, b, SPECS[text], axes=((1, 0), (0, 1))) == in_order(a.ravel(), b.T.ravel(), text)
@@ -187,7 +195,8 @@ def test_every_operation_is_rounded_in_the_order_of_the_first_array() -> None:
     assert jc.math.trace(a, spec) == jc.math.add(first, second, "e5m5")
 
 
-def test_traces_have_the_axes_of_numpy() -> None:
+@further
+def traces_have_the_axes_of_numpy() -> None:
     x = integers(3, 4, 5)
     many: list[dict[str, Any]] = [
         {},
@@ -201,7 +210,8 @@ def test_traces_have_the_axes_of_numpy() -> None:
         np.testing.assert_array_equal(got, np.trace(x, **more), err_msg=str(more))
 
 
-def test_outer_rounds_each_product_once() -> None:
+@further
+def outer_rounds_each_product_once() -> None:
     a, b = normal(2, 3), normal(4, seed=1)
     want = jc.math.multiply(a.reshape(6, 1), b, "e5m4:up")
     np.testing.assert_array_equal(jc.math.outer(a, b, "e5m4:up"), want)
@@ -222,9 +232,9 @@ FUNCTIONS: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {
 }
 
 
-@pytest.mark.in_turn(1000)
+@further
 @pytest.mark.parametrize("name", FUNCTIONS)
-def test_transforms_and_derivatives(name: str) -> None:
+def transforms_and_derivatives(name: str) -> None:
     function, exact = FUNCTIONS[name]
     x, keys, text = jnp.asarray(normal(3, 2, 3)), jax.random.split(KEY, 3), "e5m4:stochastic"
     each = jax.jit(jax.vmap(lambda x, key: function(x, text, key)))(x, keys)
@@ -268,3 +278,6 @@ REFUSED: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
 
 def test_what_cannot_be_done_is_refused_with_a_reason() -> None:
     assert_refused(REFUSED)
+
+
+test_further = further.test()

@@ -16,12 +16,15 @@ import oracle
 import oracle_arithmetic as arithmetic
 import oracle_math
 import pytest
+from further import Further
 from jax.scipy.sparse import linalg as sparse
 from oracle import Fraction, Value
 from oracle_matmul import How, rounded
 from refusals import assert_refused
 
 import jchop as jc
+
+further = Further()
 
 linalg = jc.math.linalg
 KEY = jax.random.key(9)
@@ -264,10 +267,10 @@ def test_cholesky(text: str) -> None:
     same(linalg.cholesky(a, text), matrix(Machine(HOWS[text]).cholesky(rows(a))))
 
 
+@further.first
 @pytest.mark.parametrize("text", HOWS)
 @pytest.mark.parametrize("shape", [(5, 3), (4, 4)])
-@pytest.mark.in_turn(1000)
-def test_reflections(text: str, shape: tuple[int, int]) -> None:
+def check_reflections(text: str, shape: tuple[int, int]) -> None:
     """In a square matrix the last column has nothing below the diagonal: it is not reflected."""
     a = some(*shape, text)
     q, r = linalg.qr(a, text)
@@ -286,7 +289,8 @@ def test_conjugate_gradients() -> None:
     same(squares, oracle_math.array(want_squares))
 
 
-def test_the_generalized_minimal_residual() -> None:
+@further
+def the_generalized_minimal_residual() -> None:
     text = "e6m9:toward_zero"
     a, b, machine = some(4, 4, text), some(4, 1, text, 1)[:, 0], Machine(HOWS[text])
     x, norms = linalg.gmres(a, b, text, tol=0, restart=3, maxiter=1)
@@ -303,9 +307,9 @@ def test_the_arguments_are_those_of_jax() -> None:
         assert [key for key in ours if key in wanted] == list(wanted)
 
 
-@pytest.mark.in_turn(1000)
+@further
 @pytest.mark.parametrize("name", ["cg", "gmres"])
-def test_a_start_a_preconditioner_and_restarts(name: str) -> None:
+def a_start_a_preconditioner_and_restarts(name: str) -> None:
     """In the arithmetic of the dtype the solvers of JAX give the same, but for the order of sums."""
     a, b = definite(5, "binary32").astype(np.float32), some(5, 1, "binary32", 1)[:, 0].astype(np.float32)
     given: dict[str, Any] = {
@@ -327,7 +331,8 @@ def test_a_tolerance_that_holds_at_the_start_stops(solve: Any) -> None:
     assert len(set(np.asarray(norms).tolist())) == 1
 
 
-def test_a_tolerance_stops() -> None:
+@further
+def a_tolerance_stops() -> None:
     a, b, text = definite(4, "e5m7"), some(4, 1, "e5m7", 1)[:, 0], "e5m7"
     x, squares = linalg.cg(a, b, text, tol=0.25, maxiter=6)
     _, every = linalg.cg(a, b, text, tol=0, maxiter=6)
@@ -337,9 +342,9 @@ def test_a_tolerance_stops() -> None:
     same(x, linalg.cg(a, b, text, tol=0, maxiter=stop)[0])
 
 
-@pytest.mark.in_turn(1000)
+@further
 @pytest.mark.parametrize("inner", [0, pytest.param(2, marks=pytest.mark.slow)])
-def test_refinement(inner: int) -> None:
+def refinement(inner: int) -> None:
     texts: dict[str, Any] = {"factor": "e5m4", "working": "e5m7", "residual": "e6m15"}
     formats = (oracle.ieee(5, 4), oracle.ieee(5, 7), oracle.ieee(6, 15))
     a, b = some(3, 3, "e5m7"), some(3, 1, "e5m7", 1)[:, 0]
@@ -369,9 +374,9 @@ def solved(a: Any, b: Any, name: str, text: str = "e5m7", key: Any = None) -> An
 SOLVERS = ["solve_triangular", "lu_solve", "cg", "gmres", "refine"]
 
 
-@pytest.mark.in_turn(1000)
+@further
 @pytest.mark.parametrize("name", SOLVERS)
-def test_columns_and_batches_are_systems_of_their_own(name: str) -> None:
+def columns_and_batches_are_systems_of_their_own(name: str) -> None:
     both = solved(BATCH, COLUMNS, name)
     vectors = solved(BATCH, COLUMNS[:, 1], name)
     steps = (2,) if name == "refine" else ()
@@ -385,9 +390,9 @@ def test_columns_and_batches_are_systems_of_their_own(name: str) -> None:
     same(shared[1], both[0])
 
 
-@pytest.mark.in_turn(1000)
+@further
 @pytest.mark.parametrize("name", ["cholesky", "lu", "qr"])
-def test_factors_of_batches(name: str) -> None:
+def factors_of_batches(name: str) -> None:
     whole = getattr(linalg, name)(BATCH[None], "e5m7:up")
     each = getattr(linalg, name)(BATCH[1], "e5m7:up")
     for got, want in zip(jax.tree.leaves(whole), jax.tree.leaves(each), strict=True):
@@ -395,9 +400,9 @@ def test_factors_of_batches(name: str) -> None:
         np.testing.assert_array_equal(got[0, 1], want)
 
 
-@pytest.mark.in_turn(1000)
+@further
 @pytest.mark.parametrize("name", SOLVERS)
-def test_systems_of_a_batch_draw_from_keys_of_their_own(name: str) -> None:
+def systems_of_a_batch_draw_from_keys_of_their_own(name: str) -> None:
     text = "e5m7:stochastic"
     got = solved(BATCH, COLUMNS, name, text, KEY)
     for i in range(2):
@@ -406,9 +411,9 @@ def test_systems_of_a_batch_draw_from_keys_of_their_own(name: str) -> None:
     assert len(np.unique(equal.reshape(-1, 30), axis=1).T) > 5
 
 
-@pytest.mark.in_turn(1000)
+@further
 @pytest.mark.parametrize("name", ["cg", pytest.param("gmres", marks=pytest.mark.slow)])
-def test_an_operator_is_its_images(name: str) -> None:
+def an_operator_is_its_images(name: str) -> None:
     """Its arithmetic is its own: here that of the matrix, so the results are those of the matrix."""
     solve, text = getattr(linalg, name), "e5m7"
     m = np.diag(1 / np.diag(BATCH[0])).astype(np.float32)
@@ -422,7 +427,8 @@ def test_an_operator_is_its_images(name: str) -> None:
     same(solve(partial_, COLUMNS[:, 0], text, M=m, **SHORT)[0], want[0][:, 0])
 
 
-def test_the_image_of_an_operator_is_rounded() -> None:
+@further
+def the_image_of_an_operator_is_rounded() -> None:
     """In two steps of exact numbers but for the images, which are not of the format."""
     b = np.array([1.0, 2.0], np.float32)
     x, _ = linalg.cg(lambda v: v * 1.05, b, "e5m2", maxiter=1)
@@ -430,7 +436,8 @@ def test_the_image_of_an_operator_is_rounded() -> None:
     assert linalg.cg(lambda v: v.astype(jnp.bfloat16), np.ones(2, np.float16), "e5m2", maxiter=1)[0].dtype == np.float16
 
 
-def test_operators_within_transformations() -> None:
+@further
+def operators_within_transformations() -> None:
     def solution(a: jax.Array) -> jax.Array:
         return linalg.cg(lambda v: a @ v, COLUMNS[:, 0], "e5m7", **SHORT)[0]
 
@@ -440,9 +447,9 @@ def test_operators_within_transformations() -> None:
         jax.grad(lambda a: solution(a).sum())(jnp.asarray(BATCH[0]))
 
 
-@pytest.mark.in_turn(1000)
+@further
 @pytest.mark.parametrize("n", [0, 2])
-def test_nothing_to_solve(n: int) -> None:
+def nothing_to_solve(n: int) -> None:
     """No equations, and no systems of two."""
     a, b = np.zeros((0, n, n) if n else (0, 0), np.float32), np.zeros(n, np.float32)
     batch = (0,) if n else ()
@@ -458,7 +465,8 @@ def test_nothing_to_solve(n: int) -> None:
     assert linalg.gmres(BATCH, COLUMNS[:, :0], "e5m7", maxiter=1, restart=2)[1].shape == (2, 0, 3)
 
 
-def test_integers_are_promoted() -> None:
+@further
+def integers_are_promoted() -> None:
     a = np.array([[2, 1], [1, 3]])
     np.testing.assert_array_equal(linalg.lu(a, "e5m7")[0], linalg.lu(a.astype(float), "e5m7")[0])
     assert linalg.solve_triangular(a, np.array([1, 2], np.float16), "e5m7").dtype == np.float16
@@ -480,9 +488,9 @@ def backward_error(a: np.ndarray, x: np.ndarray, b: np.ndarray) -> np.ndarray:
     return np.abs(x @ a.T - b).max(-1) / norm
 
 
-@pytest.mark.in_turn(1000)
+@further
 @pytest.mark.parametrize(("text", "u"), [("binary16", 2.0**-11), ("binary32", 2.0**-24)])
-def test_the_error_is_that_of_the_format(text: str, u: float) -> None:
+def the_error_is_that_of_the_format(text: str, u: float) -> None:
     a = ill(10, 100)
     b = a @ np.ones(10)
     factors, p = linalg.lu(a, text)
@@ -495,7 +503,8 @@ def test_the_error_is_that_of_the_format(text: str, u: float) -> None:
     assert backward_error(a, x, b) < 10 * u and norms[-1] < 30 * u
 
 
-def test_zero_columns_and_a_negative_matrix() -> None:
+@further
+def zero_columns_and_a_negative_matrix() -> None:
     a = np.array([[1.0, 0.0], [0.0, 0.0]])
     q, r = linalg.qr(a, "bfloat16")
     np.testing.assert_array_equal(q @ r, a)
@@ -526,7 +535,7 @@ LIMITS = {  # conditions at which it must and must not converge with factors in 
 }
 
 
-@pytest.mark.in_turn(1000)
+@further
 @pytest.mark.parametrize(
     ("method", "working", "u"),
     [
@@ -535,7 +544,7 @@ LIMITS = {  # conditions at which it must and must not converge with factors in 
         pytest.param("gmres", "binary32", 2.0**-24, marks=pytest.mark.slow),
     ],
 )
-def test_refinement_converges_below_the_limit_and_not_above(method: Any, working: str, u: float) -> None:
+def refinement_converges_below_the_limit_and_not_above(method: Any, working: str, u: float) -> None:
     """Carson and Higham, SIAM J. Sci. Comput. 40 (2018), table 5.1: binary16, binary32 or 64, binary64."""
     below, above = (ill(12, condition, 1).astype(np.float32).astype(float) for condition in LIMITS[method])
     b = np.ones(12)
@@ -579,9 +588,9 @@ CALLS: dict[str, Callable[..., Any]] = {
 LONG = ("qr", "cg", "gmres", "refine")
 
 
-@pytest.mark.in_turn(1000)
+@further
 @pytest.mark.parametrize("name", [pytest.param(name, marks=[pytest.mark.slow] * (name in LONG)) for name in CALLS])
-def test_jit_and_vmap_give_the_same_bits(name: str) -> None:
+def jit_and_vmap_give_the_same_bits(name: str) -> None:
     a = jnp.asarray(np.random.default_rng(3).normal(size=(2, 3, 3)) + 3 * np.eye(3), jnp.float32)
     b, keys = a[:, 0], jax.random.split(KEY, 3)
     call = CALLS[name]
@@ -592,7 +601,8 @@ def test_jit_and_vmap_give_the_same_bits(name: str) -> None:
     assert any(np.any(x[1] != y[1]) for x, y in zip(jax.tree.leaves(each), jax.tree.leaves(again), strict=True))
 
 
-def test_every_operation_and_every_turn_draws_afresh() -> None:
+@further
+def every_operation_and_every_turn_draws_afresh() -> None:
     """Equal columns are eliminated by equal operations, and come out unlike."""
     a = np.full((12, 12), 1 / 3, np.float32) + np.eye(12, dtype=np.float32)
     factors, _ = linalg.lu(a, "bfloat16:stochastic", KEY)
@@ -677,9 +687,9 @@ def test_every_function_is_documented_and_its_example_runs(name: str) -> None:
     assert runner.tries and runner.summarize(verbose=False).failed == 0, "".join(report)
 
 
-@pytest.mark.in_turn(1000)
+@further
 @pytest.mark.parametrize("name", ["solve_triangular", "cg", "gmres", "operator"])
-def test_a_second_call_compiles_nothing(name: str, caplog: pytest.LogCaptureFixture) -> None:
+def a_second_call_compiles_nothing(name: str, caplog: pytest.LogCaptureFixture) -> None:
     """Nor does one with other numbers, tolerances of another kind, or an operator of the same program."""
     text = "e7m6"  # of no other test
     a, b = definite(3, text), some(3, 1, text, 1)[:, 0]
@@ -714,3 +724,6 @@ def test_a_second_call_compiles_nothing(name: str, caplog: pytest.LogCaptureFixt
     if name == "operator":
         assert compiled(lambda: linalg.cg(lambda v: a @ v + 2, b, text, maxiter=1)) > 0
         assert np.any(through(a)[0] != through(2 * a)[0])
+
+
+test_further = further.test()

@@ -14,6 +14,7 @@ import ml_dtypes
 import numpy as np
 import oracle
 import pytest
+from further import Further
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 from oracle_matmul import Arithmetic, How, Sum
@@ -21,6 +22,8 @@ from refusals import assert_refused
 
 import jchop as jc
 from jchop import MatmulSpec
+
+further = Further()
 
 KEY = jax.random.key(7)
 HALF = MatmulSpec("e5m10", "e5m10", "e5m10")
@@ -71,7 +74,8 @@ def test_half_precision_is_that_of_numpy_in_two_orders_which_differ() -> None:
     assert np.mean(one_by_one != in_blocks) > 0.6
 
 
-def test_single_precision_in_a_double_carrier_is_that_of_numpy() -> None:
+@further
+def single_precision_in_a_double_carrier_is_that_of_numpy() -> None:
     a, b = normal((8, 33)) * np.float32(2.0**-60), normal((33, 8), 1) * np.float32(2.0**-70)
     spec = MatmulSpec("binary32", "binary32", "binary32")
     got = jc.math.matmul(a.astype(np.float64), b.astype(np.float64), spec)
@@ -124,9 +128,9 @@ def test_a_sum_from_plus_zero_is_never_minus_zero(order: str, k: int) -> None:
         assert got == 0 and np.signbit(got) == negative
 
 
+@further
 @pytest.mark.parametrize("dtype", [np.float16, ml_dtypes.bfloat16])
-@pytest.mark.in_turn(1000)
-def test_16_bit_operands_are_summed_in_float32(dtype: Any) -> None:
+def check_16_bit_operands_are_summed_in_float32(dtype: Any) -> None:
     a, b = normal((3, 40)).astype(dtype), normal((40, 5), 1).astype(dtype)
     wide = a.astype(np.float32), b.astype(np.float32)
     rounded = MatmulSpec(accumulate="e4m3:odd", order="matrix_unit(4)")
@@ -176,9 +180,9 @@ def test_numpy_operands_are_constants_of_a_trace() -> None:
 # -- randomness --------------------------------------------------------------------------------------------------------
 
 
+@further
 @pytest.mark.parametrize("batched", [False, True])
-@pytest.mark.in_turn(1000)
-def test_draws_are_those_of_the_split_key(batched: bool) -> None:
+def draws_are_those_of_the_split_key(batched: bool) -> None:
     """Operands by the first two keys; products and sums by the others, at step 2^32 + element."""
     k = 5
     a, b = normal((2, 3, k)), normal((2, k, 4) if batched else (k, 4), 1)
@@ -205,7 +209,8 @@ def test_draws_are_those_of_the_split_key(batched: bool) -> None:
         assert cases.bits(got[i, j, n].reshape(1))[0] == want
 
 
-def test_a_key_that_is_not_needed_changes_nothing() -> None:
+@further.first
+def a_key_that_is_not_needed_changes_nothing() -> None:
     a, b = half_operands(8)
     same(jc.math.matmul(a, b, HALF, KEY), jc.math.matmul(a, b, HALF))
 
@@ -226,17 +231,17 @@ EACH: dict[str, Callable[..., Any]] = {
 }
 
 
-@pytest.mark.in_turn(1000)
+@further
 @pytest.mark.parametrize("name", EACH)
-def test_jit_scan_remat_and_vmap_give_the_same_bits(name: str) -> None:
+def jit_scan_remat_and_vmap_give_the_same_bits(name: str) -> None:
     a, b, keys = jnp.asarray(normal((4, 3, 8))), jnp.asarray(normal((4, 8, 5), 1)), jax.random.split(KEY, 4)
     same(EACH[name](a, b, keys)[1], drawn(a[1], b[1], keys[1]))
 
 
-@pytest.mark.in_turn(1000)
+@further
 @pytest.mark.skipif(jax.device_count() < 8, reason="needs eight (forced host) devices")
 @pytest.mark.parametrize("kind", [AxisType.Explicit, AxisType.Auto])
-def test_a_sharded_product_has_the_same_bits(kind: AxisType) -> None:
+def a_sharded_product_has_the_same_bits(kind: AxisType) -> None:
     a, b = jnp.asarray(normal((16, 8))), jnp.asarray(normal((8, 8), 1))
     expected = drawn(a, b, KEY)
     mesh = jax.make_mesh((4, 2), ("x", "y"), axis_types=(kind, kind))
@@ -252,8 +257,9 @@ def test_a_sharded_product_has_the_same_bits(kind: AxisType) -> None:
     same(in_batches.reshape(16, 8), expected)
 
 
+@further
 @pytest.mark.skipif(jax.device_count() < 8, reason="needs eight (forced host) devices")
-def test_shard_map_counts_the_elements_of_a_shard() -> None:
+def shard_map_counts_the_elements_of_a_shard() -> None:
     a, b = jnp.asarray(normal((16, 8))), jnp.asarray(normal((8, 8), 1))
     mesh = jax.make_mesh((8,), ("x",), axis_types=(AxisType.Auto,))
     run = jax.shard_map(partial(drawn, key=KEY), mesh=mesh, in_specs=(P("x"), P()), out_specs=P("x"))
@@ -267,7 +273,8 @@ def cotangent(shape: tuple[int, ...]) -> jax.Array:
     return jnp.asarray(normal(shape, 3))
 
 
-def test_derivatives_are_those_of_the_product_of_the_rounded_operands() -> None:
+@further
+def derivatives_are_those_of_the_product_of_the_rounded_operands() -> None:
     a, b = jnp.asarray(normal((2, 3, 9))), jnp.asarray(normal((9, 4), 1))
     x, y = jc.round_to_format(a, "e5m10"), jc.round_to_format(b, "e5m10")
     exact = partial(jnp.matmul, precision="highest")
@@ -289,7 +296,8 @@ def test_derivatives_by_one_operand_with_a_key_and_16_bits() -> None:
     same(grad(a), jnp.broadcast_to(row, (3, 9)))
 
 
-def test_the_gradient_of_the_operands_spec_holds() -> None:
+@further
+def the_gradient_of_the_operands_spec_holds() -> None:
     clipped = MatmulSpec("float8_e4m3fn:saturate:gradient=clipped")
     grad = jax.grad(lambda a: jc.math.matmul(a, jnp.ones((2, 1)), clipped).sum())
     same(grad(jnp.array([[1000.0, 1.0]])), np.array([[0.0, 1.0]], np.float32))
@@ -368,3 +376,6 @@ def test_one_spec_is_that_of_every_rounding() -> None:
 
 def test_the_portable_body_can_be_asked_for() -> None:
     same(jc.math.matmul(A, B, UNIT, impl="xla"), A @ B)
+
+
+test_further = further.test()

@@ -9,10 +9,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from further import Further
 from refusals import assert_refused
 
 import jchop as jc
 from jchop.math._matmul_double import slices_for
+
+further = Further()
 
 #: Largest errors over sums of |a b| of 2 to 8 slices that were measured with another program on data of this kind.
 FIGURES = {2: 2.0e-4, 3: 1.8e-6, 4: 1.3e-8, 5: 9.9e-11, 6: 7.4e-13, 7: 8.0e-15, 8: 9.0e-17}
@@ -48,8 +51,9 @@ def error(c: Any, wanted: np.ndarray, over: np.ndarray, low: Any = None) -> floa
     return max(abs(float(Fraction(float(v)) + Fraction(float(u)) - w)) / s for v, u, w, s in rows)
 
 
+@further
 @pytest.mark.parametrize("few", [True, pytest.param(False, marks=pytest.mark.slow)])
-def test_each_slice_gains_seven_bits(few: bool) -> None:
+def each_slice_gains_seven_bits(few: bool) -> None:
     """Two, three and eight slices by default, and those between in the slow run."""
     a, b = matrices(0.5)
     wanted, over = exact(a, b), np.abs(a) @ np.abs(b)
@@ -75,7 +79,8 @@ def test_rows_that_span_many_orders_of_magnitude() -> None:
     assert error(c, wanted, over) <= 1.2 * 1.7e-16
 
 
-def test_pairs_of_float32_numbers() -> None:
+@further
+def pairs_of_float32_numbers() -> None:
     """No float64 is computed, so that devices without it give the same; the error is 2^-46 of the sums or so."""
     a, b = matrices(0.5, n=8)
     pairs = [(x.astype(np.float32), (x - x.astype(np.float32)).astype(np.float32)) for x in (a, b)]
@@ -102,13 +107,15 @@ def test_shapes() -> None:
         np.testing.assert_array_equal(got, a @ b, err_msg=f"{left} {right}")
 
 
-def test_sums_of_more_products_than_int32_holds() -> None:
+@further
+def sums_of_more_products_than_int32_holds() -> None:
     k = 3 << 17
     a, b = np.full((1, k), 1 - 2.0**-8), np.full((k, 1), -(1 - 2.0**-8))
     assert jc.math.matmul_double(a, b, tolerance=tolerance_of(3)).item() == -k * (1 - 2.0**-8) ** 2
 
 
-def test_specials_are_those_of_a_product() -> None:
+@further
+def specials_are_those_of_a_product() -> None:
     rows = [[np.inf, 1, 0], [-np.inf, 2, np.inf], [np.nan, 0, 1], [1, 2, 3], [0, 0, 0], [1e300, 1e300, 1e300]]
     a = np.array(rows)
     b = np.array([[1, 0, -2, 1, 1e300], [np.inf, 1, 0, 1, 1e300], [3, 2, 1, 1, 1e300]])
@@ -121,7 +128,8 @@ def test_specials_are_those_of_a_product() -> None:
     np.testing.assert_array_equal(high.astype(float) + low, wanted[:5, :4])
 
 
-def test_ends_of_the_range() -> None:
+@further.first
+def ends_of_the_range() -> None:
     tiny, large = np.full((1, 4), 2.0**-1000), np.full((4, 1), 1.75 * 2.0**1000)
     assert jc.math.matmul_double(tiny, large).item() == 7.0
     assert jc.math.matmul_double(tiny, tiny.T).item() == 0.0
@@ -130,7 +138,8 @@ def test_ends_of_the_range() -> None:
     assert jc.math.matmul_double(top, np.ones((1, 1))).item() == top.item()
 
 
-def test_transforms() -> None:
+@further
+def transforms() -> None:
     rng = np.random.default_rng(2)
     with jax.enable_x64(True):
         a, b = jnp.asarray(rng.standard_normal((2, 3, 4))), jnp.asarray(rng.standard_normal((4, 2)))
@@ -180,3 +189,6 @@ REFUSED = [
 
 def test_what_is_refused() -> None:
     assert_refused({text: (call, kind, text) for call, kind, text in REFUSED})
+
+
+test_further = further.test()

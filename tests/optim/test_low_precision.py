@@ -16,10 +16,13 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from further import Further
 from oracle import ieee, pow2, round_exact
 
 import jchop as jc
 from jchop import optim
+
+further = Further()
 
 KEY = jax.random.key(3)
 F32 = ieee(8, 23)
@@ -81,10 +84,10 @@ def adam(p: Fraction, gradients: list[Fraction], q: Any) -> list[Fraction]:
 CASES = {"sgd": (sgd, optax.sgd(LR, 0.875)), "adam": (adam, optax.adam(LR, 0.5, 0.75, 1e-8))}
 
 
+@further
 @pytest.mark.parametrize("fmt", SETS)
 @pytest.mark.parametrize("name", CASES)
-@pytest.mark.in_turn(1000)
-def test_steps_are_those_of_exact_arithmetic(name: str, fmt: str) -> None:
+def steps_are_those_of_exact_arithmetic(name: str, fmt: str) -> None:
     """Scalars, and operation by operation, so that no compiler joins two of Optax's operations into one."""
     exact, plain = CASES[name]
     starts = [1.0, -0.5, 2.0**-7, 96.0]
@@ -115,9 +118,9 @@ TABLE = {
 }
 
 
-@pytest.mark.in_turn(1000)
+@further
 @pytest.mark.parametrize("name", TABLE)
-def test_gradients_state_and_weights_are_rounded_in_every_optimizer(name: str, rng: np.random.Generator) -> None:
+def gradients_state_and_weights_are_rounded_in_every_optimizer(name: str, rng: np.random.Generator) -> None:
     tx = optim.low_precision(
         TABLE[name],
         weight="bfloat16:stochastic",
@@ -165,7 +168,8 @@ def test_the_accumulator_moves_where_the_weight_cannot() -> None:
         assert p.tolist() == [wanted] * 4
 
 
-def test_each_rounding_draws_bits_of_its_own() -> None:
+@further.first
+def each_rounding_draws_bits_of_its_own() -> None:
     """Each result lies halfway between its neighbours, whatever the roundings before it have drawn."""
     count, spec = 1 << 14, "fixed6.{}:stochastic"
     tx = optim.low_precision(
@@ -199,3 +203,6 @@ def test_what_is_refused() -> None:
         optim.low_precision(optax.sgd(0.1), weight="e5m2", momentum="e5m2:stochastic")
     with pytest.raises(TypeError, match="gradient=3"):
         optim.low_precision(optax.sgd(0.1), gradient=3)  # type: ignore[arg-type]
+
+
+test_further = further.test()

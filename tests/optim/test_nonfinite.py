@@ -12,10 +12,13 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from further import Further
 
 import jchop as jc
 from jchop import optim
 from jchop.optim._leaves import all_of, finite_leaves
+
+further = Further()
 
 GROUPS = "mxfp8_e4m3"
 PARAMS = {"w": jnp.ones((2, 64)), "b": jnp.ones(3)}
@@ -37,9 +40,9 @@ def spoiled(number: float) -> dict[str, jax.Array]:
 LARGE = jnp.asarray(np.random.default_rng(3).standard_normal((128, 256)), "float32")
 
 
+@further
 @pytest.mark.parametrize("chunks", [1, 2])
-@pytest.mark.in_turn(1000)
-def test_one_nan_among_many_numbers_leaves_a_step_out(chunks: int) -> None:
+def one_nan_among_many_numbers_leaves_a_step_out(chunks: int) -> None:
     """XLA's CPU backend may lose a NaN on the way to the largest number of a large array."""
     tx = optim.adamw8bit(0.1, chunks=chunks)
     state, step = jax.jit(tx.init)(LARGE), jax.jit(tx.update)
@@ -86,7 +89,8 @@ def test_a_step_that_is_not_finite_is_left_out(name: str) -> None:
     assert float(updates["w"].max()) < 0
 
 
-def test_a_state_that_holds_an_infinity_by_right_is_no_fault() -> None:
+@further.first
+def a_state_that_holds_an_infinity_by_right_is_no_fault() -> None:
     plateau = optax.contrib.reduce_on_plateau()
     assert bool(jnp.isinf(plateau.init(PARAMS).best_value))
     for wrap in (optim.skip_nonfinite, lambda tx: optim.quantize_state(tx, "bfloat16", min_size=8)):
@@ -155,3 +159,6 @@ def test_what_is_refused() -> None:
             optim.dynamic_loss_scale(optax.sgd(1.0), **wrong)
     with pytest.raises(ValueError, match="0 states"):
         optim.loss_scale(optax.adam(1.0).init(jnp.ones(1)))
+
+
+test_further = further.test()

@@ -9,10 +9,13 @@ import ml_dtypes
 import numpy as np
 import optax
 import pytest
+from further import Further
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jchop as jc
+
+further = Further()
 
 pytestmark = pytest.mark.skipif(jax.device_count() < 8, reason="needs eight (forced host) devices")
 
@@ -40,11 +43,11 @@ def steps(tx: Any, state: Any, grads: Any, params: Any) -> Any:
     return params, state._replace(key=None)  # NumPy has no typed keys
 
 
-@pytest.mark.in_turn(1000)
+@further
 @pytest.mark.parametrize(
     ("name", "leaves"), [("stochastic", "whole small"), *((name, " ".join(SHAPES)) for name in OPTIMIZERS)]
 )
-def test_sharded_states_are_unsharded(name: str, leaves: str, rng: np.random.Generator) -> None:
+def sharded_states_are_unsharded(name: str, leaves: str, rng: np.random.Generator) -> None:
     tx, shapes = OPTIMIZERS[name], {leaf: SHAPES[leaf] for leaf in leaves.split()}
     params = {leaf: rng.standard_normal(shape).astype(np.float32) for leaf, shape in shapes.items()}
     grads = {
@@ -66,7 +69,8 @@ def test_sharded_states_are_unsharded(name: str, leaves: str, rng: np.random.Gen
             assert trace["small"].sharding.is_equivalent_to(where["small"], 1)
 
 
-def test_rounded_parameters_of_a_sharded_state_are_unsharded(rng: np.random.Generator) -> None:
+@further
+def rounded_parameters_of_a_sharded_state_are_unsharded(rng: np.random.Generator) -> None:
     """Their random bits are those of places in the whole array."""
     tx = jc.optim.round_params("bfloat16:stochastic", KEY)
     p, u = (rng.standard_normal(SHAPES["whole"]).astype(np.float32) for _ in range(2))
@@ -86,9 +90,9 @@ USUAL = {
 }
 
 
-@pytest.mark.in_turn(1000)
+@further.first
 @pytest.mark.parametrize(("name", "places"), list(zip(USUAL, ["ZeRO", "rows"] * 3, strict=True)))
-def test_usual_rates(name: str, places: str, rng: np.random.Generator) -> None:
+def usual_rates(name: str, places: str, rng: np.random.Generator) -> None:
     """A program of one step, with products that are not exact, too.
 
     With ZeRO parameters and gradients are on every device, states in parts; a step gathers the updates.
@@ -116,9 +120,9 @@ def test_usual_rates(name: str, places: str, rng: np.random.Generator) -> None:
     assert codes and all(leaf.addressable_shards[0].data.size * 8 == leaf.size for leaf in codes)
 
 
-@pytest.mark.in_turn(1000)
+@further
 @pytest.mark.parametrize("name", USUAL)
-def test_several_steps_in_one_program(name: str, rng: np.random.Generator) -> None:
+def several_steps_in_one_program(name: str, rng: np.random.Generator) -> None:
     """The decays differ: see `quotient_by_one_number_is_product` in `_core/xla_cpu.py`."""
     tx, shape = USUAL[name], SHAPES["whole"]
     rows = NamedSharding(jax.make_mesh((8,), ("a",)), P("a"))
@@ -136,3 +140,6 @@ def test_several_steps_in_one_program(name: str, rng: np.random.Generator) -> No
     got, parts = jax.jit(run, out_shardings=(rows, of_state))(parts, jax.device_put(grads, rows), placed)
     wanted, state = jax.jit(run)(jax.jit(tx.init)(params), grads, params)
     jax.tree.map(np.testing.assert_array_equal, (got, parts.arrays), (wanted, state.arrays))
+
+
+test_further = further.test()

@@ -14,11 +14,14 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from further import Further
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jchop as jc
 from jchop import optim
+
+further = Further()
 
 KEY = jax.random.key(11)
 #: Cheap to compile; the maps of the 8-bit optimizers have tests of their own.
@@ -66,7 +69,8 @@ def brute_force(x: np.ndarray, levels: np.ndarray, group: int = 256) -> tuple[np
     return codes.reshape(x.shape), (levels[codes] * scale).reshape(x.shape)
 
 
-def test_adamw8bit_follows_the_published_formula(rng: np.random.Generator) -> None:
+@further
+def adamw8bit_follows_the_published_formula(rng: np.random.Generator) -> None:
     """Codes are those of a search over all levels, and two steps those of the formula in binary64."""
     lr, b1, b2, eps, decay = 1e-3, 0.9, 0.999, 1e-8, 1e-2
     tx = optim.adamw8bit(lr, b1, b2, eps, weight_decay=decay, min_size=1)
@@ -96,7 +100,8 @@ def test_adamw8bit_follows_the_published_formula(rng: np.random.Generator) -> No
         m, v = (np.float64(jc.dequantize(getattr(state.inner_state[0], name))) for name in ("mu", "nu"))
 
 
-def test_a_step_is_that_of_the_wrapped_optimizer_on_the_unpacked_state(rng: np.random.Generator) -> None:
+@further
+def a_step_is_that_of_the_wrapped_optimizer_on_the_unpacked_state(rng: np.random.Generator) -> None:
     plain, params = optax.adam(1e-2), params_of(rng)
     grads = jax.tree.map(lambda p: 0.1 * p, params)
     tx = optim.quantize_state(plain, {"0.mu.*": GROUPS, "0.nu.*": "bfloat16"}, min_size=100)
@@ -116,7 +121,8 @@ def test_a_step_is_that_of_the_wrapped_optimizer_on_the_unpacked_state(rng: np.r
         np.testing.assert_array_equal(state.inner_state[0].mu["b"], inner[0].mu["b"])
 
 
-def test_stochastic_state_draws_anew_each_step_and_for_each_array(rng: np.random.Generator) -> None:
+@further.first
+def stochastic_state_draws_anew_each_step_and_for_each_array(rng: np.random.Generator) -> None:
     params = {"a": jnp.zeros((8, 64)), "b": jnp.zeros((8, 64))}
     grads = jax.tree.map(lambda p: p + 1.001, params)
     tx = optim.quantize_state(optax.sgd(0.1, 0.5), "bfloat16:stochastic", KEY, min_size=1)
@@ -127,9 +133,9 @@ def test_stochastic_state_draws_anew_each_step_and_for_each_array(rng: np.random
     assert all(set(np.unique(x)) == {1.0, 1.0078125} for x in drawn)
 
 
-@pytest.mark.in_turn(1000)
+@further
 @pytest.mark.parametrize("make", [optim.adam8bit, optim.adamw8bit, optim.adamw_fp8, optim.adamw4bit])
-def test_small_second_moments_make_no_large_updates(make: Any) -> None:
+def small_second_moments_make_no_large_updates(make: Any) -> None:
     """Curvatures of 10^-8 to 10 in one group: a second moment that became zero would divide by eps alone."""
     keys = jax.random.split(jax.random.key(0), 3)
     target, start = (jax.random.normal(key, (64, 256)) for key in keys[:2])
@@ -145,7 +151,8 @@ def test_small_second_moments_make_no_large_updates(make: Any) -> None:
     assert 0.5e-2 < largest < 4e-2
 
 
-def test_a_map_without_zero_keeps_a_moment_of_zero_next_to_zero() -> None:
+@further
+def a_map_without_zero_keeps_a_moment_of_zero_next_to_zero() -> None:
     tx = optim.adamw4bit(1e-3, min_size=1)
     params = jnp.zeros((2, 256))
     state = jax.jit(tx.init)(params)
@@ -182,7 +189,8 @@ def test_bytes_of_state(make: str, most: float) -> None:
     assert "as it is" in str(report) and f"{live:,} bytes" in str(report)
 
 
-def test_odd_shapes_are_packed_too(rng: np.random.Generator) -> None:
+@further
+def odd_shapes_are_packed_too(rng: np.random.Generator) -> None:
     """Short and odd last axes are joined with those before them; a scalar is a row of one; nothing is left out."""
     shapes = {"kernel": (3, 3, 8, 12), "thin": (500, 1), "odd": (7, 257), "row": (101,), "none": ()}
     params = {name: jnp.asarray(rng.standard_normal(shape), jnp.float32) for name, shape in shapes.items()}
@@ -232,7 +240,8 @@ def test_rules() -> None:
 # -- where it goes -----------------------------------------------------------------------------------------------------
 
 
-def test_a_donated_state_neither_grows_nor_compiles_again(rng: np.random.Generator) -> None:
+@further
+def a_donated_state_neither_grows_nor_compiles_again(rng: np.random.Generator) -> None:
     params = params_of(rng)
     rule = {".*mu.*": GROUPS + ":stochastic", ".*nu.*": "bfloat16"}
     tx = optax.inject_hyperparams(
@@ -250,7 +259,8 @@ def test_a_donated_state_neither_grows_nor_compiles_again(rng: np.random.Generat
     assert step._cache_size() == 1 and optim.state_report(state).nbytes == size
 
 
-def test_seeds_under_vmap_are_those_alone(rng: np.random.Generator) -> None:
+@further
+def seeds_under_vmap_are_those_alone(rng: np.random.Generator) -> None:
     params = {"w": params_of(rng)["w"]}
 
     def run(key: jax.Array) -> tuple[Any, Any]:
@@ -300,9 +310,9 @@ def written_by_orbax(state: Any, other: Any, folder: Path) -> Any:
 WRITERS = [written_by_flax, written_by_safetensors, written_by_orbax]
 
 
-@pytest.mark.in_turn(1000)
+@further
 @pytest.mark.parametrize("write", WRITERS[1:])
-def test_a_state_with_keys_goes_on_where_it_stopped(write: Any, tmp_path: Path) -> None:
+def a_state_with_keys_goes_on_where_it_stopped(write: Any, tmp_path: Path) -> None:
     params = {"w": jnp.linspace(-1, 1, 128).reshape(4, 32)}
     tx = optim.quantize_state(optax.sgd(0.5, 0.5), "int8(group=32):stochastic", KEY, min_size=8)
     step = jax.jit(tx.update)
@@ -318,9 +328,9 @@ def same_with_keys(got: Any, wanted: Any) -> None:
     jax.tree.map(np.testing.assert_array_equal, *data)
 
 
-@pytest.mark.in_turn(1000)
+@further
 @pytest.mark.parametrize("write", WRITERS)
-def test_a_checkpoint_fits_its_own_specs_and_shapes_alone(write: Any, tmp_path: Path) -> None:
+def a_checkpoint_fits_its_own_specs_and_shapes_alone(write: Any, tmp_path: Path) -> None:
     params = {"w": jnp.linspace(-1, 1, 128).reshape(4, 32)}
     tx = packed_sgd(OWN)
     _, state = tx.update(params, tx.init(params), params)
@@ -361,7 +371,8 @@ def test_axes_and_gradients_of_a_spec_are_no_other_rules() -> None:
         jax.eval_shape(tx.update, params, jax.eval_shape(tx.init, params), params)
 
 
-def test_an_nnx_optimizer_refuses_the_state_of_another() -> None:
+@further
+def an_nnx_optimizer_refuses_the_state_of_another() -> None:
     nnx = pytest.importorskip("flax.nnx")
     made = [nnx.Linear(8, 32, use_bias=False, rngs=nnx.Rngs(0)) for _ in range(2)]
     specs = (OWN, "fixed4.4(group=32)")
@@ -373,8 +384,9 @@ def test_an_nnx_optimizer_refuses_the_state_of_another() -> None:
         other.update(made[1], grads)
 
 
+@further
 @pytest.mark.skipif(jax.device_count() < 8, reason="needs eight (forced host) devices")
-def test_a_part_of_a_packed_array_may_be_small() -> None:
+def a_part_of_a_packed_array_may_be_small() -> None:
     tx = optim.quantize_state(optax.sgd(0.5, 0.5), "int8(group=32)", min_size=256)
     mesh = jax.make_mesh((8,), ("a",))
     params = jax.device_put(jnp.ones((8, 64)), NamedSharding(mesh, P("a")))
@@ -387,7 +399,8 @@ def test_a_part_of_a_packed_array_may_be_small() -> None:
     assert updates.shape == params.shape and jax.tree.structure(after) == jax.tree.structure(state)
 
 
-def test_offloaded_state_stays_on_the_host(rng: np.random.Generator) -> None:
+@further
+def offloaded_state_stays_on_the_host(rng: np.random.Generator) -> None:
     params = params_of(rng)
     inner = optim.quantize_state(optax.sgd(1e-2, 0.5), "int8(group=32)", min_size=512)
     tx = optim.offload_state(inner, min_size=512)
@@ -401,7 +414,8 @@ def test_offloaded_state_stays_on_the_host(rng: np.random.Generator) -> None:
         optim.offload_state(inner, "disk")
 
 
-def test_flax_takes_it(rng: np.random.Generator) -> None:
+@further
+def flax_takes_it(rng: np.random.Generator) -> None:
     nnx, linen = pytest.importorskip("flax.nnx"), pytest.importorskip("flax.linen")
     from flax.training.train_state import TrainState
 
@@ -478,3 +492,6 @@ def test_adapters_train_beside_placeholders_of_packed_weights(tx: Any, rng: np.r
     gradients = jax.tree.map(lambda taken, leaf: jnp.sin(leaf) if taken else jnp.zeros_like(leaf), mask, whole)
     updates, _ = masked.update(gradients, masked.init(whole), whole)
     np.testing.assert_array_equal(updates["w"], tx.update(jax.tree.map(jnp.sin, own), tx.init(own), own)[0]["w"])
+
+
+test_further = further.test()

@@ -10,10 +10,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from further import Further
 from jax import export
 
 import jchop as jc
 from jchop.storage import QArray
+
+further = Further()
 
 GROUPS = "int4(group=8,scale=bfloat16)"
 ROWS = "int8(channel=0)"
@@ -302,7 +305,8 @@ def test_repr(stored: Stored) -> None:
 
 
 # -- as a pytree -----------------------------------------------------------------------------------------------------
-def test_leaves_have_names(stored: Stored) -> None:
+@further.first
+def leaves_have_names(stored: Stored) -> None:
     q = stored["int4(group=(2,8),zero_point=integer)"][0]
     paths = [jax.tree_util.keystr(path) for path, _ in jax.tree_util.tree_leaves_with_path(q)]
     assert paths == [".qvalue", ".scale", ".zero_point"]
@@ -311,9 +315,9 @@ def test_leaves_have_names(stored: Stored) -> None:
     assert hash(jax.tree.structure(q)) == hash(jax.tree.structure(again))
 
 
-@pytest.mark.in_turn(1000)
+@further
 @pytest.mark.parametrize("text", ["int8(channel=-1)", "nvfp4"])
-def test_vmap_puts_an_axis_in_front(text: str) -> None:
+def vmap_puts_an_axis_in_front(text: str) -> None:
     x = numbers()
     q = jax.jit(jax.vmap(lambda x: jc.quantize(x, text)))(x)
     one = jc.quantize(x[1], text)
@@ -325,7 +329,8 @@ def test_vmap_puts_an_axis_in_front(text: str) -> None:
     same(jax.vmap(lambda q: jc.dequantize(q[2]))(q), values[:, 2])
 
 
-def test_vmapped_tensors_scales_do_not_mix() -> None:
+@further
+def vmapped_tensors_scales_do_not_mix() -> None:
     q = jax.vmap(lambda x: jc.quantize(x, "nvfp4"))(numbers())
     with pytest.raises(ValueError, match="cannot be moved"):
         q.transpose(1, 0, 2)
@@ -447,13 +452,14 @@ def derivative_in_scales_that_are_added_to() -> None:
     np.testing.assert_allclose(np.ravel(got.scale[1]), (own * np.asarray(q.scale[0])).sum(-1), rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.in_turn(1000)
+@further
 @pytest.mark.parametrize("check", [derivative_in_what_is_added, derivative_in_scales_that_are_added_to])
-def test_derivative_in_zero_points(check: Any) -> None:
+def derivative_in_zero_points(check: Any) -> None:
     check()
 
 
-def test_derivative_in_float_codes() -> None:
+@further
+def derivative_in_float_codes() -> None:
     q = jc.quantize(numbers((4, 16)), "float8_e4m3fn(channel=0)")
 
     def of_codes(codes: jax.Array) -> jax.Array:
@@ -478,7 +484,8 @@ def test_donated_leaves_are_used() -> None:
     same(jc.dequantize(moved), wanted)
 
 
-def test_export() -> None:
+@further
+def check_export() -> None:
     q = jc.quantize(numbers((4, 16)), "nvfp4")
     exported = export.export(jax.jit(jc.dequantize))(q)
     same(exported.call(q), jc.dequantize(q))
@@ -488,7 +495,8 @@ def test_export() -> None:
     same(again.call(q), jc.dequantize(q))
 
 
-def test_export_of_what_takes_and_returns_stored_arrays() -> None:
+@further
+def export_of_what_takes_and_returns_stored_arrays() -> None:
     pytest.importorskip("flatbuffers")
     q = jc.quantize(numbers((4, 16)), "uint4(group=8,zero_point=integer)")
 
@@ -502,7 +510,8 @@ def test_export_of_what_takes_and_returns_stored_arrays() -> None:
     jax.tree.map(same, got, wanted)
 
 
-def test_checkpoints_of_orbax(tmp_path: Path) -> None:
+@further
+def checkpoints_of_orbax(tmp_path: Path) -> None:
     orbax = pytest.importorskip("orbax.checkpoint")
     texts = ("mxfp8_e4m3(group=8)", "nvfp4", "int4(group=8,zero_point=float,scale=bfloat16)")
     tree = {"layers": [jc.quantize(numbers((4, 16)), text) for text in texts], "step": jnp.int32(7)}
@@ -515,7 +524,8 @@ def test_checkpoints_of_orbax(tmp_path: Path) -> None:
     jax.tree.map(same, restored, tree)
 
 
-def test_functions_of_numpy_take_the_numbers() -> None:
+@further
+def functions_of_numpy_take_the_numbers() -> None:
     x = np.random.default_rng(0).normal(size=(4, 64)).astype(np.float32)
     for spec in ("int4(group=32)", "e4m3"):
         q = jc.quantize(x, spec)
@@ -549,3 +559,6 @@ def test_arithmetic_on_leaves_is_an_error_that_says_what_to_do() -> None:
         for take in takes:
             with pytest.raises(ValueError, match=r"qvalue is float32, and the codes .* (uint8|int8): .*apply_updates"):
                 take(mean)
+
+
+test_further = further.test()

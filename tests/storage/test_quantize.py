@@ -9,9 +9,12 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
+from further import Further
 
 import jchop as jc
 from jchop.storage import QArray
+
+further = Further()
 
 KEY = jax.random.key(7)
 
@@ -130,9 +133,9 @@ def codes_that_say_zero_are_the_smallest_scale() -> None:
     same(given(x, 0 * codes), np.array([[7 * tiny, -8 * tiny, 0.0, tiny] * 2], np.float32))
 
 
-@pytest.mark.in_turn(1000)
+@further
 @pytest.mark.parametrize("check", [codes_that_say_zero_are_the_smallest_scale, the_largest_scale_stays_finite])
-def test_the_ends_of_scales_that_are_quantized_again(check: Any) -> None:
+def the_ends_of_scales_that_are_quantized_again(check: Any) -> None:
     check()
 
 
@@ -142,9 +145,9 @@ def test_odd_rows_waste_less_than_a_byte() -> None:
         assert q.qvalue.shape == (3, -(-37 * bits // 8)) and q.qvalue.dtype.itemsize == 1
 
 
-@pytest.mark.in_turn(1000)
+@further.first
 @pytest.mark.parametrize("text", TEXTS)
-def test_dequantized_is_rounded(text: str) -> None:
+def dequantized_is_rounded(text: str) -> None:
     x = numbers()
     q = jc.quantize(x, text)
     assert all(isinstance(leaf, np.ndarray) for leaf in jax.tree.leaves(q))
@@ -164,18 +167,18 @@ CARRIERS = [
 ]
 
 
-@pytest.mark.in_turn(1000)
+@further
 @pytest.mark.parametrize(("text", "dtype"), CARRIERS)
-def test_every_carrier(text: str, dtype: Any) -> None:
+def every_carrier(text: str, dtype: Any) -> None:
     x = numbers((3, 37), dtype)
     q = jc.quantize(x, text)
     assert q.dtype == dtype
     same(jc.dequantize(q), jc.round_to_format(x, text))
 
 
-@pytest.mark.in_turn(1000)
+@further
 @pytest.mark.parametrize("text", ["e3m2fn:stochastic", "int4(group=16):stochastic"])
-def test_stochastic_draws_are_those_of_rounding(text: str) -> None:
+def stochastic_draws_are_those_of_rounding(text: str) -> None:
     x = numbers((4, 64))
     whole = jc.quantize(x, text, KEY)
     same(jc.dequantize(whole), jc.round_to_format(x, text, KEY))
@@ -185,7 +188,8 @@ def test_stochastic_draws_are_those_of_rounding(text: str) -> None:
         jc.quantize(x, "int4(group=16):stochastic")
 
 
-def test_codes_are_the_bits_of_native_dtypes() -> None:
+@further
+def codes_are_the_bits_of_native_dtypes() -> None:
     x = numbers((3, 8))
     x[1, 7] = 3.0
     kinds = {
@@ -207,16 +211,17 @@ def test_codes_are_the_bits_of_native_dtypes() -> None:
     same(q.qvalue * q.scale, jc.dequantize(q))
 
 
-def test_a_nan_that_cannot_be_said() -> None:
+@further
+def a_nan_that_cannot_be_said() -> None:
     x = np.array([[np.nan, 1.0, -2.0, np.inf]], np.float32)
     assert jc.dequantize(jc.quantize(x, "e2m1fn")).tolist() == [[6.0, 1.0, -2.0, 6.0]]
     assert np.isnan(jc.dequantize(jc.quantize(x, "e4m3"))[0, 0])
     assert jc.dequantize(jc.quantize(x, "int4(group=4)"))[0, 0] == 2.0
 
 
-@pytest.mark.in_turn(1000)
+@further
 @pytest.mark.parametrize("text", ["uint4(group=8,zero_point=integer)", "nvfp4"])
-def test_given_scales_are_used_and_kept(text: str) -> None:
+def given_scales_are_used_and_kept(text: str) -> None:
     x, other = numbers((4, 32)), 3 * numbers((4, 32))[::-1].copy()
     scale, zero_point = jc.fit_scale(x, text)
     q = jc.quantize(x, text, scale=scale, zero_point=zero_point)
@@ -225,7 +230,8 @@ def test_given_scales_are_used_and_kept(text: str) -> None:
     jax.tree.map(same, (static.scale, static.zero_point), (scale, zero_point))
 
 
-def test_quotients_beyond_all_numbers_of_the_carrier_saturate_like_others() -> None:
+@further
+def quotients_beyond_all_numbers_of_the_carrier_saturate_like_others() -> None:
     huge = np.array([[3e38, -3e38, 1.0, 0.0]], np.float32)
     for text, tiny in (("int4(channel=0)", 1e-38), ("mxfp4(group=4)", 1)):
         like, _ = jc.fit_scale(huge, text)
@@ -281,7 +287,8 @@ def test_scales_that_no_fit_gives_are_refused() -> None:
         given(x, scale[:, 0])
 
 
-def test_codes_of_scales_and_zero_points_that_no_fit_gives_are_refused() -> None:
+@further
+def codes_of_scales_and_zero_points_that_no_fit_gives_are_refused() -> None:
     x = numbers((2, 32))
     for text, code, value in (("mxfp4", 255, "nan"), ("int4(group=32,scale=e4m3fn)", 0x80, "0.0")):
         with pytest.raises(ValueError, match=f"scale has -?{value}"):
@@ -296,7 +303,8 @@ def test_codes_of_scales_and_zero_points_that_no_fit_gives_are_refused() -> None
             jax.tree.map(same, jc.quantize(y, text, scale=scale, zero_point=zero).scale, scale)
 
 
-def test_other_dtypes_are_rounded_once() -> None:
+@further
+def other_dtypes_are_rounded_once() -> None:
     x = numbers((3, 37))
     q = jc.quantize(x, "int8(channel=0)")
     exact = np.asarray(q.qvalue, np.float64) * np.asarray(q.scale, np.float64)
@@ -315,7 +323,8 @@ def test_adding() -> None:
     assert isinstance(jc.dequantize(jc.quantize(x, "mxfp4"), add_to=np.ones_like(x)), np.ndarray)
 
 
-def test_arrays_without_axes_or_elements() -> None:
+@further
+def arrays_without_axes_or_elements() -> None:
     for text in ("int4(group=tensor)", "e3m2fn", "bfloat16"):
         for x in (np.float32(1.25), np.zeros((0, 3), np.float32), np.zeros((3, 0), np.float32)):
             q = jc.quantize(x, text)
@@ -323,6 +332,10 @@ def test_arrays_without_axes_or_elements() -> None:
             same(jc.dequantize(q), jc.round_to_format(np.asarray(x), text))
 
 
-def test_the_spec_keeps_no_gradient_and_counts_axes_from_the_end() -> None:
+@further
+def the_spec_keeps_no_gradient_and_counts_axes_from_the_end() -> None:
     q = jc.quantize(jnp.ones((2, 3, 4)), "int4(group=2,axis=0):gradient=clipped")
     assert isinstance(q, QArray) and q.spec == jc.parse("int4(group=2,axis=-3)")
+
+
+test_further = further.test()

@@ -13,11 +13,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from further import Further
 from html_check import check_html
 
 import jchop as jc
 from jchop._text import html
 from jchop.storage import _show
+
+further = Further()
 
 X = np.random.default_rng(0).normal(size=(6, 128)).astype(np.float32)
 #: treescope lists the modules of NumPy for their names, and newer ones warn about some.
@@ -39,9 +42,9 @@ def pixels(text: str) -> np.ndarray:
     return lines[:, 1:].reshape(rows, columns, 3)
 
 
-@pytest.mark.in_turn(1000)
+@further.first
 @pytest.mark.parametrize("spec", SPECS)
-def test_the_page_says_what_the_array_is(spec: str) -> None:
+def the_page_says_what_the_array_is(spec: str) -> None:
     q = jc.quantize(X, spec)
     page = q._repr_html_()
     text = check_html(page)
@@ -83,7 +86,8 @@ def test_shares_at_the_ends_and_scales() -> None:
     assert [i for i, height in enumerate(counted) if height] == [0, len(counted) - 1]
 
 
-def test_nested_scales_are_numbers() -> None:
+@further
+def nested_scales_are_numbers() -> None:
     q = jc.quantize(X, "int4(group=16,scale=int8(group=4))")
     found = _show._scales(q, q._quantized_scale)
     assert found is not None
@@ -113,7 +117,8 @@ def test_abstract_arrays_show_facts() -> None:
         assert "<img" not in page
 
 
-def test_a_large_array_is_decoded_once_and_drawn_in_few_cells(
+@further
+def a_large_array_is_decoded_once_and_drawn_in_few_cells(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """So that it is shown in time: one program, compiled already, gives all numbers, and the page is short."""
@@ -141,8 +146,9 @@ def test_treescope_shows_facts_and_pictures_without_codes() -> None:
     assert "<QArray" in treescope.render_to_text({"w": q}, roundtrip_mode=True)
 
 
+@further
 @LISTS_NUMPY
-def test_within_a_module() -> None:
+def within_a_module() -> None:
     treescope, nnx = pytest.importorskip("treescope"), pytest.importorskip("flax.nnx")
     model = nnx.Linear(8, 8, rngs=nnx.Rngs(0))
     packed = jc.nn.quantize_params(model, jc.Rule("*", weight="nf4(group=8)"))
@@ -151,7 +157,8 @@ def test_within_a_module() -> None:
     assert "value=<QArray nf4(group=8)" in treescope.render_to_text(packed)
 
 
-def test_nothing_is_imported_to_be_shown() -> None:
+@further
+def nothing_is_imported_to_be_shown() -> None:
     code = "import sys, jchop as jc; jc.quantize([1.0], 'e5m2')._repr_html_(); print('treescope' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "False\n"
 
@@ -191,3 +198,6 @@ def test_reports_show_their_tables() -> None:
 
 def test_a_page_escapes_its_title() -> None:
     assert check_html(html.page("<a>", html.table([("&",), ("<b>",)]))).split() == ["<a>", "<a>", "&", "<b>"]
+
+
+test_further = further.test()

@@ -11,11 +11,14 @@ import jax
 import ml_dtypes
 import numpy as np
 import pytest
+from further import Further
 
 import jchop as jc
 from jchop.storage._chunks import chunks, plan_cut
 from jchop.storage._files.safetensors import Entry, TensorFile, TensorWriter
 from jchop.storage._stream import Report, Rule, quantize_file
+
+further = Further()
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -36,6 +39,7 @@ def same(got: object, wanted: object) -> None:
         np.testing.assert_array_equal(np.asarray(one), np.asarray(other))
 
 
+@further.first
 @pytest.mark.parametrize(
     ("text", "shape"),
     [
@@ -53,8 +57,7 @@ def same(got: object, wanted: object) -> None:
         ("int4(channel=-1):stochastic", (12, 8)),
     ],
 )
-@pytest.mark.in_turn(1000)
-def test_chunks_are_the_whole(tmp_path: Path, text: str, shape: tuple[int, ...]) -> None:
+def chunks_are_the_whole(tmp_path: Path, text: str, shape: tuple[int, ...]) -> None:
     x, source, targets = numbers(*shape), tmp_path / "in.safetensors", []
     jc.save_safetensors(source, {"x": x})
     reports = []
@@ -92,7 +95,8 @@ def test_cuts_keep_groups_and_bytes_whole() -> None:
         assert start == np.prod(shape) and not cut.needs_extremes
 
 
-def test_rules_by_name(tmp_path: Path) -> None:
+@further
+def rules_by_name(tmp_path: Path) -> None:
     source, target = tmp_path / "in.safetensors", tmp_path / "out.safetensors"
     x = numbers(4, 32)
     stored = jc.quantize(x, "mxfp4")
@@ -202,6 +206,7 @@ def two_gibibytes_in_less_memory(folder: Path, monkeypatch: pytest.MonkeyPatch) 
     assert target.stat().st_size < 0.16 * (1 << 31)
 
 
+@further
 @pytest.mark.parametrize(
     "check",
     [
@@ -217,7 +222,10 @@ def two_gibibytes_in_less_memory(folder: Path, monkeypatch: pytest.MonkeyPatch) 
         ),
     ],
 )
-def test_files_pass_in_less_memory_than_they_take(
+def files_pass_in_less_memory_than_they_take(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, check: Callable[[Path, pytest.MonkeyPatch], None]
 ) -> None:
     check(tmp_path, monkeypatch)
+
+
+test_further = further.test()

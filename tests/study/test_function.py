@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from further import Further
 from html_check import check_html
 from refusals import assert_refused
 from test_cli import error
@@ -20,6 +21,8 @@ import jchop as jc
 from jchop import study
 from jchop.__main__ import main
 from jchop.study._function import NAMES
+
+further = Further()
 
 X = np.random.default_rng(0).normal(size=(4, 8)).astype(np.float32)
 
@@ -36,7 +39,8 @@ def found() -> study.FunctionStudy:
     )
 
 
-def test_the_errors_are_those_of_emulate(found: study.FunctionStudy) -> None:
+@further
+def the_errors_are_those_of_emulate(found: study.FunctionStudy) -> None:
     exact = model(jnp.asarray(X), jnp.asarray(2 * X))
     for row in found.rows:
         keys = jax.random.split(jax.random.key(0), 2)[: row.runs]
@@ -62,7 +66,8 @@ def test_the_rows_come_by_bits_and_a_format_comes_once(found: study.FunctionStud
     assert found.inputs == ("float32[4, 8]", "float32[4, 8]") and found.name == "model"
 
 
-def test_results_that_are_lost() -> None:
+@further.first
+def results_that_are_lost() -> None:
     rows = study.run_function(lambda x: x * 1000, X, formats=["e4m3fn", "half"], modes=["rne"]).rows
     assert rows[0].error == rows[0].worst_absolute == math.inf and rows[0].lost > 0.5
     assert rows[1].lost == 0 and rows[1].error < 1e-3
@@ -153,7 +158,8 @@ def test_a_spent_budget_leaves_notes() -> None:
     assert "<img" not in found.to_html()
 
 
-def test_the_page_has_all_in_it(found: study.FunctionStudy, tmp_path: Path) -> None:
+@further
+def the_page_has_all_in_it(found: study.FunctionStudy, tmp_path: Path) -> None:
     paths = study.save_function(found, tmp_path / "new")
     assert [path.name for path in paths] == list(NAMES)
     text = check_html(paths[3].read_text())  # which also checks that nothing is loaded
@@ -206,7 +212,8 @@ def words(*more: str) -> list[str]:
     return ["study", "own_module_of_study:apply", "--formats", "e5m2,half", "--modes", "rne", *more]
 
 
-def test_the_command_runs_a_function_with_its_own_imports(capsys: pytest.CaptureFixture[str], work: Path) -> None:
+@further
+def the_command_runs_a_function_with_its_own_imports(capsys: pytest.CaptureFixture[str], work: Path) -> None:
     assert main(words("--data", "data.npz", "--out", "a")) == 0
     printed = capsys.readouterr().out
     assert printed.startswith("apply(float32[4, 8], float32[4, 8]): relative error") and "a/study.html" in printed
@@ -227,3 +234,6 @@ def test_what_the_command_refuses(capsys: pytest.CaptureFixture[str], work: Path
     assert "must be MODULE:FUNCTION" in error(capsys, "study", "model", "--data", "data.npz")
     np.savez(work / "nan.npz", x=X * np.nan, y=X)
     assert "fun=apply: its result in the carrier has no finite number" in error(capsys, *words("--data", "nan.npz"))
+
+
+test_further = further.test()

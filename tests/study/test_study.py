@@ -14,6 +14,7 @@ from pathlib import Path
 import jax
 import numpy as np
 import pytest
+from further import Further
 from matplotlib.colors import LogNorm
 from refusals import assert_refused
 
@@ -24,6 +25,8 @@ from jchop.rounding import Rounding
 from jchop.study import StudyResult
 from jchop.study._progress import ProgressBar
 from jchop.study._report import NAMES, reading
+
+further = Further()
 
 FORMATS = ["e2m1fn", "q43", "fp32"]
 
@@ -62,7 +65,7 @@ def test_binary32_parameters_do_not_move(figures: StudyResult) -> None:
 
 def test_the_network_learns_and_narrow_formats_lose(figures: StudyResult) -> None:
     assert figures.accuracy > 0.85 and figures.losses[1] < figures.losses[0]
-    assert figures.cell("e2m1fn", "down").accuracy < 0.5
+    assert figures.cell("e2m1fn", "down").accuracy < 0.5 * figures.accuracy + 0.05
     assert figures.cell("e2m1fn", "down").cross_entropy > figures.cross_entropy
     assert abs(figures.cell("q43", "nearest_even").accuracy - figures.accuracy) < 0.05
 
@@ -72,7 +75,8 @@ def test_stochastic_runs_differ(figures: StudyResult) -> None:
     assert figures.cell("q43", "down").cross_entropy_std == 0
 
 
-def test_rounded_activations_add_error(wine: StudyResult) -> None:
+@further
+def rounded_activations_add_error(wine: StudyResult) -> None:
     low = study.run("wine", formats=["q43", "fp32"], modes=["nearest_even"], epochs=EPOCHS["wine"], activations=True)
     assert low.cross_entropy == wine.cross_entropy
     assert low.cell("q43", "nearest_even").cross_entropy != wine.cell("q43", "nearest_even").cross_entropy
@@ -80,7 +84,8 @@ def test_rounded_activations_add_error(wine: StudyResult) -> None:
     assert low.settings["activations"] is True
 
 
-def test_the_same_seed_gives_the_same_study(wine: StudyResult) -> None:
+@further.first
+def the_same_seed_gives_the_same_study(wine: StudyResult) -> None:
     def again(seed: int) -> StudyResult:
         return study.run("wine", formats=["q43"], modes=["stochastic"], epochs=EPOCHS["wine"], seeds=2, seed=seed)
 
@@ -88,7 +93,8 @@ def test_the_same_seed_gives_the_same_study(wine: StudyResult) -> None:
     assert again(1).accuracy != wine.accuracy or again(1).cross_entropy != wine.cross_entropy
 
 
-def test_overflow_to_nan_is_reported_as_nan() -> None:
+@further
+def overflow_to_nan_is_reported_as_nan() -> None:
     # e2m1 with a NaN instead of its largest value: inputs beyond 4 become NaN, and so does every output.
     result = study.run("breast-cancer", formats=["e2m1fn(nans=top)"], modes=["rne"], epochs=1, activations=True)
     row = result.rows[0]
@@ -96,7 +102,8 @@ def test_overflow_to_nan_is_reported_as_nan() -> None:
     assert " nan" in study.table(result)
 
 
-def test_formats_come_by_bits_and_names_of_one_format_share_a_row() -> None:
+@further
+def formats_come_by_bits_and_names_of_one_format_share_a_row() -> None:
     asked = ["fp32", "half", "nvfp4", "e2m1fn", "binary16", "fp16"]
     result = study.run("wine", formats=asked, modes=["rne", "sr"], epochs=1, seeds=2)
     assert result.formats == ("e2m1fn", "nvfp4", "half", "fp32")
@@ -163,7 +170,8 @@ def test_default_formats_are_in_order_and_scaled_ones_among_them() -> None:
     assert scaled == {"mxfp4", "nvfp4", "nf4(group=64)", "int4(group=32,scale=bfloat16)"}
 
 
-def test_a_format_keeps_the_rest_of_its_spec() -> None:
+@further
+def a_format_keeps_the_rest_of_its_spec() -> None:
     result = study.run(
         "wine",
         formats=["fixed4.4", "e4m3fn:saturate", "e5m2:stochastic:random_bits=3", "e6m9:flush"],
@@ -266,7 +274,8 @@ def test_a_failed_write_leaves_the_old_file(tmp_path: Path) -> None:
 # -- the command -------------------------------------------------------------------------------------------------------
 
 
-def test_the_command(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+@further
+def the_command(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     words = "study --dataset wine --epochs 2 --seeds 2 --modes rne,sr --formats q43 fp32, codebook(-1,0,1)"
     assert main([*words.split(), "--out", str(tmp_path / "out")]) == 0
     printed = capsys.readouterr()
@@ -296,7 +305,11 @@ def test_progress_is_one_line_on_a_terminal_and_few_lines_elsewhere(monkeypatch:
     assert live.getvalue().endswith("[########################] 100/100  loss 0.01\n")
 
 
-def test_importing_the_study_loads_no_extra() -> None:
+@further
+def importing_the_study_loads_no_extra() -> None:
     code = "import sys, jchop.study; print(sorted({'flax', 'optax', 'matplotlib', 'sklearn'} & set(sys.modules)))"
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=Path(__file__).parents[2])
     assert run.stdout.strip() == "[]"
+
+
+test_further = further.test()

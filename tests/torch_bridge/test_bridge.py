@@ -13,12 +13,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from further import Further
 
 pytest.importorskip("torch")
 
 import torch
 
 import jchop as jc
+
+further = Further()
 
 DTYPES = [
     torch.float16,
@@ -46,8 +49,9 @@ def test_memory_is_shared_both_ways():
         assert jc.torch.as_tensor(jc.torch.as_jax(torch.empty(shape))).shape == shape
 
 
+@further.first
 @pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="peak memory is read from Linux's /proc")
-def test_a_call_takes_memory_for_its_result_alone() -> None:
+def a_call_takes_memory_for_its_result_alone() -> None:
     """JAX shows no pointer of what it reads inside a jitted function; a copy would show in the peak of the process."""
 
     def kibibytes(name: str) -> int:
@@ -56,7 +60,7 @@ def test_a_call_takes_memory_for_its_result_alone() -> None:
         return int(found[1])
 
     for transposed, spec in ((False, "float8_e5m2"), (True, "float8_e5m2"), (True, "float8_e5m2:stochastic")):
-        x = torch.ones(1 << 11, 1 << 12)
+        x = torch.ones(1 << 12, 1 << 12)  # of 64 MiB: glibc may keep smaller blocks that were freed
         x = x.T if transposed else x
         jc.torch.round_to_format(x, spec, seed=1)  # compiles
         gc.collect()
@@ -127,7 +131,8 @@ def test_without_torch_the_extra_is_named(monkeypatch):
         importlib.import_module("jchop.torch")
 
 
-def test_nothing_is_kept_after_calls():
+@further
+def nothing_is_kept_after_calls():
     """Neither arrays nor tensors: as many live after 1,000 calls, some of them with gradients, as before."""
     x = torch.randn(64)
     spec = jc.Spec("e5m2", gradient="clipped")
@@ -154,3 +159,6 @@ def test_nothing_is_kept_after_calls():
 def test_dtypes_that_torch_cannot_read(dtype):
     with pytest.raises(TypeError, match=f"array has dtype {dtype}, which torch cannot read"):
         jc.torch.as_tensor(jnp.ones(3, dtype))
+
+
+test_further = further.test()

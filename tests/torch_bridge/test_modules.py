@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import pytest
+from further import Further
 
 pytest.importorskip("torch")
 
@@ -19,6 +20,8 @@ from torch import nn
 from torch_bridge.tensors import array, same_bits
 
 import jchop as jc
+
+further = Further()
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
 
@@ -109,7 +112,8 @@ def test_the_first_pattern_that_matches_counts():
     assert found == {"0": "int4(group=all)", "2.0": str(jc.parse("e2m1")), "2.1": str(jc.parse("e3m2"))}
 
 
-def test_layers_draw_bits_of_their_own():
+@further.first
+def layers_draw_bits_of_their_own():
     low = jc.torch.quantize(model(), {"*": {"weight": "e5m1:stochastic", "gradient": "e5m1:stochastic"}}, seed=3)
     plain, layer = model(), low[0]  # type: ignore[index]
     call = int(layer.parametrizations.weight[0].calls)
@@ -118,7 +122,8 @@ def test_layers_draw_bits_of_their_own():
     assert not torch.equal(layer.weight, layer.weight)  # another draw each time
 
 
-def test_models_are_copied_saved_trained_and_compiled():
+@further
+def models_are_copied_saved_trained_and_compiled():
     low = jc.torch.quantize(
         model(), {"*": {"weight": "e5m2:stochastic", "activation": "e4m3", "gradient": "e5m2:stochastic"}}
     )
@@ -222,3 +227,6 @@ def test_errors_of_arguments():
         jc.torch.quantize(low, {"*": {"weight": "e5m2"}})
     with pytest.raises(ValueError, match="for tensors"):
         jc.torch.quantize(nn.Linear(2, 2), {"*": {"weight": "e5m2"}}, copy=True)  # type: ignore[call-overload]
+
+
+test_further = further.test()

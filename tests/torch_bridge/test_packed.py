@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from further import Further
 
 pytest.importorskip("torch")
 
@@ -22,6 +23,8 @@ from torch import nn
 from torch_bridge.tensors import array, same_bits
 
 import jchop as jc
+
+further = Further()
 
 # Each spec with its bits: (element, scale, zero point, elements of a group), and the bytes of a tensor scale.
 SPECS = {
@@ -114,7 +117,8 @@ def test_jax_has_the_memory_of_the_buffers() -> None:
             jc.torch.PackedTensor(wrong)  # type: ignore[arg-type]
 
 
-def test_a_layer_of_flax_has_the_same_numbers() -> None:
+@further.first
+def a_layer_of_flax_has_the_same_numbers() -> None:
     """With integers every sum is exact, so the outputs are equal, too."""
     nnx = pytest.importorskip("flax.nnx")
     weight = np.random.default_rng(0).integers(-7, 8, (8, 64)).astype(np.float32)
@@ -154,8 +158,9 @@ def test_dtypes_devices_and_copies() -> None:
             change()
 
 
+@further
 @pytest.mark.filterwarnings("ignore:.*`torch.jit.script` is deprecated:DeprecationWarning")
-def test_other_layers_compiled_exported_and_in_safetensors(tmp_path: Any) -> None:
+def other_layers_compiled_exported_and_in_safetensors(tmp_path: Any) -> None:
     safetensors = pytest.importorskip("safetensors.torch")
 
     class Net(nn.Module):
@@ -185,7 +190,8 @@ def test_other_layers_compiled_exported_and_in_safetensors(tmp_path: Any) -> Non
     assert torch.equal(torch.export.export(low, (ids,)).module()(ids), low(ids))
 
 
-def test_draws_tied_weights_and_rounded_activations() -> None:
+@further
+def draws_tied_weights_and_rounded_activations() -> None:
     q = packed("e5m1:stochastic", seed=3)[0].weight_packed.as_qarray()
     key = jax.random.key(3)
     for number in (0, 2, 0, 0):  # the layer, the weight, the first call, the forward pass
@@ -278,3 +284,6 @@ def test_errors_of_arguments() -> None:
     with pytest.raises(ValueError, match="is for modules"):
         jc.torch.quantize(WEIGHT, "nf4", mode="ptq")  # type: ignore[call-overload]
     assert same_bits(low.weight, array(jc.torch.dequantize(jc.torch.quantize(WEIGHT, "nf4")))) is False
+
+
+test_further = further.test()

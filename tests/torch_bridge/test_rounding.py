@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import oracle
 import pytest
+from further import Further
 from oracle import CARRIERS, DETERMINISTIC, STOCHASTIC
 from refusals import assert_refused
 
@@ -21,6 +22,8 @@ import torch
 from torch_bridge.tensors import array, same_bits, tensor
 
 import jchop as jc
+
+further = Further()
 
 rounded = jc.torch.round_to_format
 
@@ -41,7 +44,8 @@ KINDS: dict[str, Any] = {
 CODEBOOK = jc.CodebookFormat((-3.0, -1.0, -0.25, 0.0, 0.5, 8.0))
 
 
-def test_bits_are_those_of_the_exact_oracle(rng):
+@further
+def bits_are_those_of_the_exact_oracle(rng):
     """Every kind of format on every dtype that holds it, the deterministic modes and overflow rules taking turns."""
     turns = itertools.cycle(itertools.product(DETERMINISTIC, cases.FLOAT_OVERFLOWS))
     for (text, fmt), carrier in itertools.product(KINDS.items(), cases.DTYPES):
@@ -54,7 +58,8 @@ def test_bits_are_those_of_the_exact_oracle(rng):
         cases.assert_bits(x, array(got), cases.batch(x).round(fmt, mode, overflow), f"{text} {mode} {overflow}")
 
 
-def test_stochastic_bits_are_those_of_the_seed(rng):
+@further
+def stochastic_bits_are_those_of_the_seed(rng):
     """The exact oracle, given the words of `jax.random.key(seed)`; and seeds of more than 32 bits."""
     fmt = KINDS["float8_e4m3fn"]
     turns = itertools.cycle(STOCHASTIC)
@@ -81,9 +86,9 @@ def _drawn() -> jc.Spec:
 OF_JAX = ["fixed4.4", "float8_e4m3fn", "e9m40", "float8_e8m0fnu", "nvfp4", "int4(group=8)", "int8(channel=0)", CODEBOOK]
 
 
-@pytest.mark.in_turn(1000)
+@further
 @pytest.mark.parametrize("spec", OF_JAX, ids=str)
-def test_every_kind_and_mode_gives_the_bits_of_jax(spec, rng):
+def every_kind_and_mode_gives_the_bits_of_jax(spec, rng):
     """On the widest dtype and another one in turn; what JAX refuses on a dtype, the bridge refuses there too."""
     held, turn = 0, len(str(spec)) % 3
     for carrier in ("float64", ("float16", "bfloat16", "float32")[turn]):
@@ -117,7 +122,8 @@ def test_scaled_formats_and_codebooks_give_the_bits_of_jax(rng):
         assert same_bits(rounded(tensor(x), text), jc.round_to_format(x, text)), text
 
 
-def test_shapes_and_strides_without_a_copy(rng):
+@further.first
+def shapes_and_strides_without_a_copy(rng):
     """Memory without gaps is read as it lies: results have its strides, and the bits of the C order."""
     x = tensor(rng.normal(size=(2, 3, 4, 5)).astype(np.float32))
     permuted, last = x.permute(3, 1, 0, 2), x.to(memory_format=torch.channels_last)
@@ -129,7 +135,8 @@ def test_shapes_and_strides_without_a_copy(rng):
         assert same_bits(rounded(torch.full(shape, 1.1), "e5m2"), np.full(shape, 1.0, np.float32))
 
 
-def test_results_can_be_rounded_again():
+@further
+def results_can_be_rounded_again():
     """Small ones, which are copies, and large ones, which are not, lie where JAX can read them in place."""
     for dtype in (torch.float16, torch.bfloat16, torch.float32, torch.float64):
         for shape in ((), (1,), (3,), (17,), (2, 0), (129, 1025)):
@@ -237,3 +244,6 @@ def test_errors_of_seeds():
         rounded(x, "e5m2:stochastic", generator=3)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="gradient_seed="):
         rounded(x, jc.Spec("e5m2", gradient="e5m2:stochastic"))
+
+
+test_further = further.test()
