@@ -71,11 +71,19 @@ def _rows(names: Any, values: Any, ids: Any = None) -> list[tuple[str, dict[str,
     """Of each case of a `parametrize` its name, its arguments and its marks."""
     names = [name.strip() for name in names.split(",")] if isinstance(names, str) else list(names)
     rows = []
+    given = list(ids) if ids is not None and not callable(ids) else None
     for place, case in enumerate(values):
         marks = [mark for mark in getattr(case, "marks", ()) if mark.name != "slow"]
-        known = getattr(case, "id", None)
+        known = getattr(case, "id", None) or (given[place] if given else None)
         case = case.values if hasattr(case, "marks") else (case,) if len(names) == 1 else tuple(case)
-        made = ids[place] if isinstance(ids, list) else ids(case[0]) if callable(ids) else None
-        short = "-".join(v if isinstance(v, str) else getattr(v, "__name__", str(place)) for v in case)
-        rows.append((known or made or short, dict(zip(names, case, strict=True)), marks))
+        name = known or "-".join(_word(value, place, ids if callable(ids) else None) for value in case)
+        rows.append((str(name), dict(zip(names, case, strict=True)), marks))
     return rows
+
+
+def _word(value: Any, place: int, made: Callable[[Any], object] | None) -> str:
+    """What stands for a value in the name of a case."""
+    word = made(value) if made else None
+    if word is None:
+        word = value if isinstance(value, str | int | float) else getattr(value, "__name__", place)
+    return str(word)

@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from further import Further
 from jax import lax
 from jax.experimental.ode import odeint
 from jax.sharding import AxisType, NamedSharding
@@ -28,6 +29,8 @@ from jchop._emulate._reports.shards import untyped
 from jchop._emulate._reports.tape import Tape
 from jchop._emulate._trace import trace
 from jchop._program.control import as_jax
+
+further = Further()
 
 Array = jax.Array
 KEY = jax.random.key(3)
@@ -153,6 +156,7 @@ PROGRAMS: dict[str, tuple[Callable[..., Any], tuple[Any, ...]]] = {
 }
 
 
+@further
 @pytest.mark.parametrize(
     ("name", "spec"),
     [
@@ -177,7 +181,7 @@ PROGRAMS: dict[str, tuple[Callable[..., Any], tuple[Any, ...]]] = {
         ),
     ],
 )
-def test_parts_add_up(name: str, spec: str) -> None:
+def parts_add_up(name: str, spec: str) -> None:
     """Also of a thousand steps of an ODE, of loops with their own stopping rules, and of an LU solve."""
     with jax.enable_x64(name == "adaptive"):
         made = {"block": transformer_block, "adaptive": partial(adaptive, spec)}
@@ -221,7 +225,8 @@ def test_errors_fed_back_give_the_emulated_result() -> None:
     assert by_name["argument [0]"].contribution == pytest.approx(float(jnp.sum(rounded - x)) / 3, rel=1e-4)
 
 
-def test_turns_add_up_to_their_row() -> None:
+@further
+def turns_add_up_to_their_row() -> None:
     found = jc.blame(jc.emulate(pendulum, "bfloat16"), jnp.array([1.0, 0.0]))
     row = next(row for row in found.rows if row.primitive == "add")
     assert len(row.turns) == 30
@@ -497,17 +502,19 @@ def piecewise_linear(seed: int, n: int = 6) -> tuple[Callable[[Array], Array], A
     return fun, normal(seed, n)
 
 
+@further
 @pytest.mark.in_turn(100)
 @pytest.mark.parametrize("seed", [1, 2, 3, 6])
-def test_parts_of_piecewise_linear_programs_add_up(seed: int) -> None:
+def parts_of_piecewise_linear_programs_add_up(seed: int) -> None:
     fun, x = piecewise_linear(seed)
     found = jc.blame(jc.emulate(fun, "e5m2"), x)
     assert abs(found.unexplained) < 1e-5 * sum(abs(row.contribution) for row in found.rows)
 
 
+@further
 @pytest.mark.in_turn(2)
 @pytest.mark.parametrize("top", [False, True])
-def test_parts_of_sorts_add_up(top: bool) -> None:
+def parts_of_sorts_add_up(top: bool) -> None:
     """In one bit numbers change many places, and the operands at one place in the two programs may both grow."""
     fun = (lambda x: lax.top_k(x[0] * x[1] + x[2], 9)[0].T) if top else lambda x: jnp.sort(x[0] * x[1] + x[2], axis=0)
     found = jc.blame(jc.emulate(fun, "e5m1"), normal(5, 3, 12, 12), output=lambda y: jnp.sum(y[1:9:2]))
@@ -589,7 +596,8 @@ def test_a_path_that_the_carrier_would_not_take_has_a_note(name: str) -> None:
         assert ("the carrier alone would make other turns" in str(found)) == other == bool(found.notes)
 
 
-def test_a_loop_without_end_is_refused_early() -> None:
+@further.first
+def a_loop_without_end_is_refused_early() -> None:
     def fun(x: Array) -> Array:
         return jax.lax.while_loop(lambda c: c[0] < 10, lambda c: (c[0] + 0.001, c[1] + 1), (x, 0))[0]
 
@@ -673,12 +681,13 @@ def test_a_sum_over_shards_has_a_row() -> None:
     assert rows["psum_invariant"].results == 4 and "argument [0]" not in rows  # the numbers are those of the format
 
 
+@further
 @pytest.mark.in_turn(100)
 @pytest.mark.parametrize(
     ("program", "spec"),
     [(tensor_parallel, "bfloat16"), (data_parallel, "e5m5:stochastic"), (partial(data_parallel, True), "e4m3")],
 )
-def test_parts_of_sharded_programs_add_up(program: Any, spec: str) -> None:
+def parts_of_sharded_programs_add_up(program: Any, spec: str) -> None:
     """The error is that of the run on eight devices, with the draws of each shard."""
     fun, args = program()
     low = jc.emulate(fun, spec, key=KEY)
@@ -764,6 +773,7 @@ def explicit_axes() -> tuple[Callable[..., Array], tuple[Array, ...]]:
     )
 
 
+@further
 @pytest.mark.in_turn(100)
 @pytest.mark.parametrize(
     ("make", "spec", "rest"),
@@ -774,7 +784,7 @@ def explicit_axes() -> tuple[Callable[..., Array], tuple[Array, ...]]:
         (explicit_axes, "bfloat16", 0.01),
     ],
 )
-def test_parts_of_programs_on_meshes_add_up(make: Callable[[], Any], spec: str, rest: float) -> None:
+def parts_of_programs_on_meshes_add_up(make: Callable[[], Any], spec: str, rest: float) -> None:
     fun, args = make()
     mesh = args[1].sharding.mesh if make is explicit_axes else None
     with nullcontext() if mesh is None else jax.set_mesh(mesh):
@@ -860,3 +870,6 @@ def test_recorded_errors_fed_back_give_the_emulated_result(name: str, spec: str)
     for (got, _), x in zip(out, want, strict=True):
         assert got.dtype == x.dtype
         np.testing.assert_array_equal(got, x)
+
+
+test_further = further.test()

@@ -16,6 +16,7 @@ import jax
 import numpy as np
 import pytest
 from checkpoint_layouts import CASES, write_folder
+from further import Further
 from test_cli import error
 from test_cli_quantize import ROOT, run
 
@@ -23,12 +24,15 @@ import jchop as jc
 from jchop.storage import load_checkpoint, save_checkpoint
 from jchop.storage._checkpoints.public import convert
 
+further = Further()
+
 
 def contents(folder: Path) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in folder.iterdir()}
 
 
-def test_convert_and_inspect(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+@further.first
+def convert_and_inspect(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     case, source, target = CASES["gptq_v2"], tmp_path / "in", tmp_path / "out"
     write_folder(source, case.make(np.random.default_rng(0)) | {"norm.weight": np.ones(8, np.float32)}, case)
     (source / "tokenizer.json").write_text("{}")
@@ -171,11 +175,12 @@ def packed(count: int) -> dict[str, Any]:
     }
 
 
+@further
 @pytest.mark.parametrize(
     ("layout", "process"),
     [("plain", False), *(pytest.param(layout, True, marks=pytest.mark.slow) for layout in ("plain", "gptq"))],
 )
-def test_a_folder_is_converted_in_little_memory_and_survives_kills(tmp_path: Path, layout: str, process: bool) -> None:
+def a_folder_is_converted_in_little_memory_and_survives_kills(tmp_path: Path, layout: str, process: bool) -> None:
     """64 MiB as float32, 9 MiB as int4: in memory are tensors of 8 MiB, and one array with copies of it.
 
     Within this process half of that is converted, and what NumPy takes is counted.
@@ -206,3 +211,6 @@ def test_a_folder_is_converted_in_little_memory_and_survives_kills(tmp_path: Pat
             shutil.rmtree(target)
     assert child(target, *argv, target, *options) < 40 * mebibyte
     assert contents(target) == files
+
+
+test_further = further.test()

@@ -14,10 +14,13 @@ from typing import Any
 import jax
 import numpy as np
 import pytest
+from further import Further
 from test_cli import error
 
 import jchop as jc
 from jchop.__main__ import main
+
+further = Further()
 
 ROOT = Path(__file__).resolve().parents[1]
 MODEL = """
@@ -66,7 +69,8 @@ def test_it_writes_what_quantize_gives(capsys: pytest.CaptureFixture[str], work:
     jax.tree.map(np.testing.assert_array_equal, jc.load_safetensors(work / "out.safetensors", nested=True), packed)
 
 
-def test_what_it_refuses(capsys: pytest.CaptureFixture[str], work: Path) -> None:
+@further.first
+def what_it_refuses(capsys: pytest.CaptureFixture[str], work: Path) -> None:
     x = np.ones((4, 8), np.float32)
     np.savez(work / "names.npz", y=x)
     np.savez(work / "lengths.npz", x=x, scale=x[:3, 0])
@@ -120,8 +124,9 @@ class Killer(io.StringIO):
         return len(text)
 
 
+@further
 @pytest.mark.parametrize("signalled", [False, pytest.param(True, marks=pytest.mark.slow)])
-def test_a_killed_run_continues(
+def a_killed_run_continues(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, work: Path, signalled: bool
 ) -> None:
     steps = ("--method", "correct_error, gptq, correct_biases" if signalled else "correct_error")
@@ -155,3 +160,6 @@ def test_a_killed_run_continues(
     one = (work / "out.safetensors").read_bytes()
     assert command("--force")[0] == 0
     assert (work / "out.safetensors").read_bytes() == one and not (work / "out.safetensors.run").exists()
+
+
+test_further = further.test()

@@ -13,12 +13,15 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
+from further import Further
 from html_check import check_html
 from test_cli import error, lines
 
 import jchop as jc
 from jchop.__main__ import main
 from jchop._compare import default_formats
+
+further = Further()
 
 X = np.random.default_rng(0).standard_t(3, size=(16, 128)).astype(np.float32)
 X[0, :3] = 0, 500, -1e-9
@@ -105,8 +108,9 @@ def test_extremes_of_float64_have_a_ratio() -> None:
         )
 
 
+@further
 @pytest.mark.parametrize("x", [X, pytest.param(3, marks=pytest.mark.slow)], ids=["matrix", "number"])
-def test_the_default_formats_fit_any_array(x: Any) -> None:
+def the_default_formats_fit_any_array(x: Any) -> None:
     seen = jc.compare(x)
     assert len(seen.rows) == len(default_formats(np.ndim(x)))
     assert len(str(seen).splitlines()) == len(seen.rows) + 2
@@ -164,7 +168,8 @@ def test_one_format_is_a_list_of_it(one: Any) -> None:
         jc.compare(X, jnp.bfloat16)  # type: ignore[arg-type]
 
 
-def test_a_traced_array_is_refused() -> None:
+@further.first
+def a_traced_array_is_refused() -> None:
     with pytest.raises(TypeError, match="traced"):
         jax.jit(jc.compare)(jnp.ones(3))
 
@@ -209,3 +214,6 @@ def test_the_command_reads_tensors_by_pattern(capsys: pytest.CaptureFixture[str]
     assert "choose one by --tensor" in error(capsys, "compare", str(file), "--plot", picture, "--formats", "e5m2")
     assert error(capsys, "compare", str(file), "--formats", "e5m2(channel=1)", "--tensor", "b").startswith("mlp.b: ")
     assert "must end in .npy or .safetensors" in error(capsys, "compare", "x.txt")
+
+
+test_further = further.test()

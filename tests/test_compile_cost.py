@@ -16,8 +16,11 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
+from further import Further
 
 import jchop as jc
+
+further = Further()
 
 
 def lines_of(function: Any, *args: Any) -> int:
@@ -54,6 +57,7 @@ def lines_of_optimizer(tx: Any) -> int:
     return lines_of(tx.update, params, jax.eval_shape(tx.init, params), params)
 
 
+@further.first
 @pytest.mark.parametrize(
     ("lines", "own", "plain", "most"),
     [
@@ -63,16 +67,17 @@ def lines_of_optimizer(tx: Any) -> int:
     ],
     ids=["optimizer", "int8", "nvfp4"],
 )
-def test_a_training_step(lines: Callable[[Any], int], own: Any, plain: Any, most: int) -> None:
+def a_training_step(lines: Callable[[Any], int], own: Any, plain: Any, most: int) -> None:
     assert lines(own) - lines(plain) <= most
 
 
 WRAPPERS = [jc.optim.skip_nonfinite, partial(jc.optim.quantize_state, spec="bfloat16", min_size=1)]
 
 
+@further
 @pytest.mark.parametrize("wrap", WRAPPERS, ids=["skip_nonfinite", "quantize_state"])
 @pytest.mark.in_turn(2)
-def test_leaves_cost_as_much_as_each(wrap: Any) -> None:
+def leaves_cost_as_much_as_each(wrap: Any) -> None:
     """Whether all leaves are finite is computed once. XLA fuses a test of n leaves with the n arrays it selects."""
 
     def optimized(count: int) -> int:
@@ -103,10 +108,14 @@ def test_an_emulated_chain(spec: str, most: int) -> None:
     assert lines_of(twice, x, x) - once <= 3.3 * plain
 
 
-def test_a_shared_operation_has_its_derivatives() -> None:
+@further
+def a_shared_operation_has_its_derivatives() -> None:
     x, y = jnp.linspace(0.5, 1, 7), jnp.linspace(1, 2, 7)
     low = jc.emulate(lambda x, y: jnp.sum(x * y + x * y), "bfloat16")
     np.testing.assert_array_equal(jax.jit(jax.grad(low))(x, y), jax.grad(low)(x, y))
     many = jax.vmap(jax.grad(low), in_axes=(None, 0))(x, jnp.stack([y, 2 * y]))
     np.testing.assert_array_equal(many[0], jax.grad(low)(x, y))
     assert math.isfinite(float(many.sum()))
+
+
+test_further = further.test()

@@ -15,11 +15,14 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
+from further import Further
 
 import jchop as jc
 from jchop import matlab
 from jchop.compat import piquant, pychop
 from jchop.compat.qtorch import quant as qtorch
+
+further = Further()
 
 # Each builds its context anew, as a context manager serves once.
 CONFIGURATIONS: dict[str, Callable[[], Any]] = {
@@ -490,9 +493,10 @@ def check(name: str, configuration: str) -> None:
         raise
 
 
+@further.first
 @pytest.mark.in_turn(100)
 @pytest.mark.parametrize("name", QUICK)
-def test_bits_are_the_same(name: str) -> None:
+def bits_are_the_same(name: str) -> None:
     for configuration in CONFIGURATIONS:
         check(name, configuration)
 
@@ -547,3 +551,6 @@ def test_bits_are_the_same_for_the_rest(group: str) -> None:
     """Each case under one of the configurations."""
     for i, name in enumerate(GROUPS[group]):
         check(name, [*FEWER][(i + i // 3) % 3])  # they come in threes, so the next three begin with the next
+
+
+test_further = further.test()

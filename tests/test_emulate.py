@@ -16,6 +16,7 @@ import oracle_matmul
 import oracle_program
 import pytest
 from emulate_cases import KEY, X, Y, loops, low, straight, sums
+from further import Further
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax import lax
@@ -25,6 +26,8 @@ from jchop._core.arithmetic.operations import fold_seeds, words
 from jchop._core.rounding.random_bits import seed_words
 from jchop._emulate._rules import make_settings
 from jchop._emulate._trace import trace
+
+further = Further()
 
 MODES = (*oracle.DETERMINISTIC, *oracle.STOCHASTIC)
 
@@ -90,11 +93,12 @@ def hard(dtype: Any) -> tuple[np.ndarray, np.ndarray]:
     return x, y
 
 
+@further
 @pytest.mark.in_turn(20)
 @pytest.mark.parametrize(("text", "dtype"), [("binary16", np.float16), ("bfloat16", ml_dtypes.bfloat16)])
 @settings(max_examples=40, deadline=None, derandomize=True)
 @given(tree=TREES)
-def test_expressions_are_those_of_numpy(text: str, dtype: Any, tree: Any) -> None:
+def expressions_are_those_of_numpy(text: str, dtype: Any, tree: Any) -> None:
     x, y = hard(dtype)
     zero = np.zeros_like(x)
     with np.errstate(all="ignore"):
@@ -156,7 +160,8 @@ def test_integers_become_floats_once() -> None:
     assert jc.emulate(lambda x: x > 1.0, "e5m2")(jnp.array([1.1, 1.2])).tolist() == [False, True]
 
 
-def test_constants_are_rounded_where_they_are_moved() -> None:
+@further.first
+def constants_are_rounded_where_they_are_moved() -> None:
     """But not the infinity that a maximum starts from, in a format that has none."""
     fun = lambda x: jnp.where(x > 1, x, 0.3).at[0].set(1.1)  # noqa: E731
     assert jc.emulate(fun, "e5m2")(X).tolist() == [1.0, 0.3125, 2.0, 5.0]
@@ -266,3 +271,6 @@ def test_roots_and_quotients_with_results_that_meet_again_are_compiled(spec: str
 )
 def test_sums(check: Callable[[], None]) -> None:
     check()
+
+
+test_further = further.test()

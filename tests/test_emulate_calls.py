@@ -29,12 +29,15 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from emulate_cases import KEY, X
+from further import Further
 from jax import lax
 
 import jchop as jc
 from jchop._emulate import _trace
 from jchop._program.captured import captured, same_objects
 from jchop._program.same import same_program
+
+further = Further()
 
 # -- the decorator -----------------------------------------------------------------------------------------------------
 
@@ -172,7 +175,8 @@ def counted(traces: list[int]) -> Callable[[Any], Any]:
     return fun
 
 
-def test_equal_shapes_trace_once() -> None:
+@further
+def equal_shapes_trace_once() -> None:
     traces: list[int] = []
     low = jc.emulate(counted(traces), "e5m2")
     first = low(X)
@@ -329,6 +333,7 @@ def test_trees_of_any_kind() -> None:
         assert low(Tagged(1.25, tag)).tolist() == (1.25 * tag).tolist()
 
 
+@further
 @pytest.mark.in_turn(100)
 @pytest.mark.parametrize(
     "fun",
@@ -338,7 +343,7 @@ def test_trees_of_any_kind() -> None:
         lambda x: (lax.fori_loop(0, 3, lambda i, c: c + 1, 0), lax.cond(x > 1, jnp.exp, lambda x: -x, x)),
     ],
 )
-def test_results_have_the_types_that_they_have_in_jit(fun: Callable[[Any], Any]) -> None:
+def results_have_the_types_that_they_have_in_jit(fun: Callable[[Any], Any]) -> None:
     def types_of(fun: Callable[[Any], Any]) -> list[Any]:
         return [(x.dtype, x.weak_type) for x in jax.tree.leaves(fun(2.0))]
 
@@ -633,7 +638,8 @@ def test_a_second_call_compiles_nothing(fun: Callable[[Any], Any], caplog: pytes
     assert compiled() == 0
 
 
-def test_a_derivative_takes_the_rule_of_its_own_trace() -> None:
+@further.first
+def a_derivative_takes_the_rule_of_its_own_trace() -> None:
     slope = types.SimpleNamespace(value=2.0)
 
     def fun(x: Any) -> Any:
@@ -694,8 +700,9 @@ def calls_of(fun: Callable[..., Any], *args: Any) -> int:
     return count
 
 
+@further
 @pytest.mark.parametrize("fun", [turned, *(pytest.param(fun, marks=pytest.mark.slow) for fun in (layers, unrolled))])
-def test_a_second_call_is_quick(fun: Callable[..., Any]) -> None:
+def a_second_call_is_quick(fun: Callable[..., Any]) -> None:
     """By the functions of Python that run: at most 50 times the plain function's, and a tenth of the first call's."""
     x, y = jnp.ones((4, 4)), jnp.full((4, 4), 0.9, jnp.float32)
     fun(x, y)
@@ -703,3 +710,6 @@ def test_a_second_call_is_quick(fun: Callable[..., Any]) -> None:
         low = jc.emulate(fun, spec, key=KEY)
         first, second = calls_of(low, x, y), calls_of(low, x, y)
         assert 0 < second <= min(50 * calls_of(fun, x, y), first / 10), (spec, first)
+
+
+test_further = further.test()

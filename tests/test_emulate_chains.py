@@ -14,6 +14,7 @@ import oracle_matmul
 import oracle_program
 import pytest
 from emulate_cases import KEY
+from further import Further
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -25,6 +26,8 @@ from jchop._emulate import _chain
 from jchop._emulate._rules import make_settings
 from jchop._emulate._trace import trace
 from jchop._kernels.chain import LEAST_TRIED
+
+further = Further()
 
 #: Those that make chains under a format with the carrier's exponents.
 MODES = [mode for mode in (*oracle.DETERMINISTIC, *oracle.STOCHASTIC) if mode != "stochastic_c"]
@@ -73,10 +76,11 @@ def bits(tree: Any) -> list[np.ndarray]:
     return [np.where(np.isnan(x), np.float32(np.nan), x).view(np.int32) for x in leaves]
 
 
+@further
 @pytest.mark.in_turn(20)
 @pytest.mark.usefixtures("always")
 @pytest.mark.parametrize("mode", MODES)
-def test_every_mode_against_exact_rationals(mode: str) -> None:
+def every_mode_against_exact_rationals(mode: str) -> None:
     """Of moderate numbers, which the try keeps, and of others in a program of the same shape."""
     spec = jc.Spec("bfloat16", rounding=mode)
     low = jax.jit(jc.emulate(chain, spec, key=KEY))
@@ -161,10 +165,11 @@ def test_derivatives_are_those_of_the_operations(kind: str, never: Callable[[], 
         np.testing.assert_allclose(one.view(np.float32), other.view(np.float32), rtol=1e-5, atol=1e-4)
 
 
+@further.first
 @pytest.mark.skipif(jax.device_count() < 8, reason="needs eight (forced host) devices")
 @pytest.mark.parametrize("text", ["bfloat16", pytest.param("bfloat16:stochastic", marks=pytest.mark.slow)])
 @pytest.mark.in_turn(20)
-def test_partitioned_programs_do_not_try(text: str) -> None:
+def partitioned_programs_do_not_try(text: str) -> None:
     mesh = jax.make_mesh((8,), ("rows",), axis_types=(AxisType.Auto,))
     x, y = numbers("wild", 1), numbers("plain", 2)
     run = jax.jit(jc.emulate(chain, text, key=KEY))
@@ -180,7 +185,8 @@ def test_partitioned_programs_do_not_try(text: str) -> None:
         jax.tree.map(np.testing.assert_array_equal, bits(jax.jit(mapped)(*split)), bits(want))
 
 
-def test_a_try_says_where_it_may_be_wrong() -> None:
+@further
+def a_try_says_where_it_may_be_wrong() -> None:
     """NaN where what enters or a product is neither zero nor moderate, and nowhere else."""
     spec = jc.Spec("bfloat16")
     x = np.asarray(jc.round_to_format(numbers("wild", 1), spec)).copy()
@@ -216,7 +222,8 @@ def test_a_try_says_where_it_may_be_wrong() -> None:
     assert (many >= 2.0**56).mean() > 0.5 and np.isnan(three[many >= 2.0**56]).all() and (three[many == 0] == 0).all()
 
 
-def test_a_sum_is_as_deep_as_the_deeper_of_its_terms() -> None:
+@further
+def a_sum_is_as_deep_as_the_deeper_of_its_terms() -> None:
     """Twice a number and one more, again and again: of sums of so many turns one is looked at."""
     spec, links, last = jc.Spec("bfloat16"), [], 0
     for turn in range(6):
@@ -226,3 +233,6 @@ def test_a_sum_is_as_deep_as_the_deeper_of_its_terms() -> None:
     run = partial(chain_body, x, y, links=tuple(links), shape=(2,), result=last, spec=spec)
     got = try_chain(*run.args, **run.keywords)
     assert got.tolist()[0] == run().tolist()[0] == 127 and np.isnan(got[1])
+
+
+test_further = further.test()

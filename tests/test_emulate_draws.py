@@ -10,9 +10,12 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
+from further import Further
 from jax import lax, random
 
 import jchop as jc
+
+further = Further()
 
 KEY, N = random.key(7), (3000,)
 #: Results are those of the carrier, rounded once. Arguments are values of every format.
@@ -58,6 +61,7 @@ def check_rounded_once(draws: dict[str, Callable[[jax.Array], Any]], spec: str) 
         np.testing.assert_array_equal(got[name], value, name)
 
 
+@further
 @pytest.mark.parametrize(
     ("draws", "spec"),
     [
@@ -67,7 +71,7 @@ def check_rounded_once(draws: dict[str, Callable[[jax.Array], Any]], spec: str) 
     ],
     ids=["few", "all", "by loops"],
 )
-def test_draws_are_the_carriers_rounded_once(draws: dict[str, Callable[[jax.Array], Any]], spec: str) -> None:
+def draws_are_the_carriers_rounded_once(draws: dict[str, Callable[[jax.Array], Any]], spec: str) -> None:
     fun = lambda key: {name: draw(key) for name, draw in draws.items()}  # noqa: E731
     got, want = jax.jit(jc.emulate(fun, spec))(KEY), jax.jit(fun)(KEY)
     for name, value in want.items():
@@ -75,11 +79,12 @@ def test_draws_are_the_carriers_rounded_once(draws: dict[str, Callable[[jax.Arra
         np.testing.assert_array_equal(got[name], value, name)
 
 
+@further
 @pytest.mark.parametrize(
     ("spec", "below_one", "above"), [("bfloat16", 1 - 2**-8, 1 + 2**-7), ("e4m3", 1 - 2**-4, 1.125)]
 )
 @pytest.mark.in_turn(20)
-def test_ends_that_are_excluded(spec: str, below_one: float, above: float) -> None:
+def ends_that_are_excluded(spec: str, below_one: float, above: float) -> None:
     """What would be an end is the value next to it; all else is what rounding gives."""
     n = (20000,)
 
@@ -196,6 +201,7 @@ def draw(key: jax.Array) -> jax.Array:
     return random.uniform(key, (40,))
 
 
+@further
 @pytest.mark.parametrize(
     "fun",
     [
@@ -205,7 +211,7 @@ def draw(key: jax.Array) -> jax.Array:
     ],
     ids=["call", "branch", "loop"],
 )
-def test_keys_within_other_functions(fun: Callable[[jax.Array], jax.Array]) -> None:
+def keys_within_other_functions(fun: Callable[[jax.Array], jax.Array]) -> None:
     """Given and closed over."""
     got = jax.jit(lambda: (jc.emulate(fun, "e4m3")(KEY), jc.emulate(lambda: fun(KEY), "e4m3")()))()
     want = jc.emulate(draw, "e4m3")(KEY)
@@ -281,12 +287,14 @@ def test_neighbours_are_those_of_the_format(spec: str) -> None:
     assert np.isnan(low(np.float32(np.nan), 1.0))
 
 
-def test_neighbours_of_numbers_that_a_device_takes_for_zero() -> None:
+@further.first
+def neighbours_of_numbers_that_a_device_takes_for_zero() -> None:
     low = jc.emulate(jnp.nextafter, "bfloat16")
     assert low(jnp.float32(2.0**-133), 0.0).view(jnp.int32) == 0
     assert low(jnp.float32(0.0), -1.0).view(jnp.int32) == jnp.float32(-(2.0**-133)).view(jnp.int32)
 
 
+@further
 @pytest.mark.parametrize(
     "check",
     [
@@ -300,5 +308,8 @@ def test_neighbours_of_numbers_that_a_device_takes_for_zero() -> None:
         ),
     ],
 )
-def test_more_of_draws(check: Callable[[], None]) -> None:
+def more_of_draws(check: Callable[[], None]) -> None:
     check()
+
+
+test_further = further.test()

@@ -11,10 +11,13 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
+from further import Further
 from jax import lax
 
 import jchop as jc
 from jchop.math import linalg
+
+further = Further()
 
 KEY = jax.random.key(0)
 BF16 = np.dtype(ml_dtypes.bfloat16)
@@ -102,7 +105,8 @@ def factorizations_are_those_of_the_library() -> None:
     np.testing.assert_array_equal(root, linalg.cholesky(symmetric, spec))
 
 
-def test_one_matrix_costs_the_algorithm_of_the_library(caplog: pytest.LogCaptureFixture) -> None:
+@further
+def one_matrix_costs_the_algorithm_of_the_library(caplog: pytest.LogCaptureFixture) -> None:
     """No batch of one, under which both sides of a branch on values would run; no trace in a second call."""
     low = jc.emulate(jnp.linalg.cholesky, "bfloat16")
     whole = jnp.eye(64) + 0.1
@@ -180,7 +184,8 @@ def of_ml_dtypes(z: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     return np.real(z).astype(BF16), np.imag(z).astype(BF16)
 
 
-def test_complex_numbers_are_pairs_of_real_ones(rng: np.random.Generator) -> None:
+@further.first
+def complex_numbers_are_pairs_of_real_ones(rng: np.random.Generator) -> None:
     z, w = rng.normal(size=(2, 50, 2)).astype(np.float32).view(np.complex64)[..., 0]
 
     def fun(z: jax.Array, w: jax.Array) -> list[jax.Array]:
@@ -197,7 +202,8 @@ def test_complex_numbers_are_pairs_of_real_ones(rng: np.random.Generator) -> Non
         np.testing.assert_array_equal(np.imag(value), imag.astype(np.float32), str(i))
 
 
-def test_complex_numbers_draw_and_differentiate() -> None:
+@further
+def complex_numbers_draw_and_differentiate() -> None:
     z = jnp.asarray([0.1 + 0.2j, 1.7 - 0.3j], jnp.complex64)
     low = jc.emulate(lambda z: z * z, "bfloat16:stochastic", key=KEY)
     many = np.asarray(jax.jit(jax.vmap(lambda key: low(z, key=key)))(jax.random.split(KEY, 500)))
@@ -207,7 +213,8 @@ def test_complex_numbers_draw_and_differentiate() -> None:
     assert float(jax.grad(jc.emulate(fun, "bfloat16"))(1.5)) == 3.0
 
 
-def test_other_complex_operations_are_the_carriers_by_parts(rng: np.random.Generator) -> None:
+@further
+def other_complex_operations_are_the_carriers_by_parts(rng: np.random.Generator) -> None:
     z, w = rng.normal(size=(2, 8, 2)).astype(np.float32).view(np.complex64)[..., 0]
     fun = lambda z, w: [z / w, jnp.abs(z), lax.exp(z), lax.sqrt(z), lax.fft(z, "FFT", (8,)), lax.pow(z, w), z, 0.1j]  # noqa: E731
     z_low, w_low = rounded_parts(z), rounded_parts(w)
@@ -252,3 +259,6 @@ def test_sums_of_complex_numbers_are_sums_of_their_parts() -> None:
 )
 def test_linear_algebra(check: Callable[[], None]) -> None:
     check()
+
+
+test_further = further.test()

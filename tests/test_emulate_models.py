@@ -11,9 +11,12 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
+from further import Further
 from jax.scipy.sparse.linalg import cg
 
 import jchop as jc
+
+further = Further()
 
 KEY = jax.random.key(0)
 SUM = jc.MatmulSpec(accumulate="e6m12")
@@ -124,6 +127,7 @@ def conjugate_gradients_by_hand(spec: str) -> None:
     np.testing.assert_array_equal(got, x)
 
 
+@further.first
 @pytest.mark.parametrize(
     ("check", "spec"),
     [
@@ -142,5 +146,8 @@ def conjugate_gradients_by_hand(spec: str) -> None:
         ),
     ],
 )
-def test_programs_that_people_have(check: Callable[[str], None], spec: str) -> None:
+def programs_that_people_have(check: Callable[[str], None], spec: str) -> None:
     check(spec)
+
+
+test_further = further.test()

@@ -21,10 +21,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from further import Further
 
 import jchop as jc
 from jchop import storage
 from jchop.formats import ElementFormat, ScaledFormat
+
+further = Further()
 
 math, linalg = jc.math, jc.math.linalg
 
@@ -227,12 +230,14 @@ def test_formats(spec: str) -> None:
     same(jc.emulate(lambda x: jc.dequantize(jc.quantize(x, spec)), AROUND)(X), rounded(jc.dequantize(packed)))
 
 
-def test_an_operation_rounds_what_it_takes_of_a_function() -> None:
+@further.first
+def an_operation_rounds_what_it_takes_of_a_function() -> None:
     low = jc.emulate(lambda x: -math.exp(x, OWN), AROUND)
     same(low(X), -rounded(math.exp(rounded(X), OWN)))
 
 
-def test_an_arithmetic_within_another_is_one_operation() -> None:
+@further
+def an_arithmetic_within_another_is_one_operation() -> None:
     """Also where one function takes the result of another, or calls others, and within loops and inner emulations."""
     twice = lambda x: math.exp(math.sin(x, OWN), OWN)  # noqa: E731
     want = rounded(math.exp(rounded(math.sin(rounded(X), OWN)), OWN))
@@ -258,6 +263,10 @@ def test_derivatives_and_transformations() -> None:
     )
 
 
-def test_the_report_does_not_list_operations_of_functions() -> None:
+@further
+def the_report_does_not_list_operations_of_functions() -> None:
     low = jc.emulate(lambda x: math.mean(x, SUMS) + 1, AROUND)
     assert [entry.primitive for entry in jc.emulate.report(low, X, trace_values=True).rows] == ["jchop", "add"]
+
+
+test_further = further.test()

@@ -14,6 +14,7 @@ import oracle_matmul
 import oracle_program
 import pytest
 from emulate_cases import KEY
+from further import Further
 from jax import lax
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -25,6 +26,8 @@ from jchop._emulate import _chain, _interpret
 from jchop._emulate._rules import make_settings
 from jchop._emulate._trace import trace
 from jchop._program.repeats import Turns, with_turns
+
+further = Further()
 
 X = np.linspace(0.5, 1.5, 12, dtype=np.float32).reshape(3, 4)
 WEIGHTS = [np.float32(np.random.default_rng(i).normal(size=(4, 4)) / 3) for i in range(12)]
@@ -269,7 +272,8 @@ def test_large_weights_are_not_copied() -> None:
     assert lengths(1 << 24) == [8] and lengths(1 << 26) == []
 
 
-def test_effects_and_their_order_stay() -> None:
+@further.first
+def effects_and_their_order_stay() -> None:
     def printing(x: Any, weights: Any) -> Any:
         for w in weights:
             x = layer(x, w)
@@ -295,17 +299,19 @@ NUMBERS = [
 ]
 
 
+@further
 @pytest.mark.parametrize(
     ("name", "spec", "how"),
     [("short", "bfloat16", None), *(pytest.param(*row, marks=pytest.mark.slow) for row in NUMBERS)],
 )
-def test_the_same_numbers_as_one_by_one(name: str, spec: str, how: jc.MatmulSpec | None) -> None:
+def the_same_numbers_as_one_by_one(name: str, spec: str, how: jc.MatmulSpec | None) -> None:
     fun, args, _ = FOUND.get(name, LAYERS)
     low = jc.emulate(fun, spec, accumulate=how, key=KEY)
     assert_same(jax.jit(low)(*args), low(*args))
 
 
-def test_against_exact_rationals() -> None:
+@further
+def against_exact_rationals() -> None:
     """The oracle's interpreter walks the plan equation by equation, and draws under the number of each."""
 
     def steps(x: Any, ys: Any) -> Any:
@@ -333,7 +339,8 @@ def test_against_exact_rationals() -> None:
     np.testing.assert_array_equal(jax.jit(jc.emulate(steps, spec, key=KEY))(x, ys), want[0])
 
 
-def test_chains_of_a_loop_draw_their_own_words(monkeypatch: pytest.MonkeyPatch) -> None:
+@further
+def chains_of_a_loop_draw_their_own_words(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(_chain, "LEAST_TRIED", 1)
 
     def chained(x: Any, ys: Any) -> Any:
@@ -400,6 +407,7 @@ def batches(name: str, spec: str, unrolled: Unrolled) -> None:
     assert_same(jax.jit(inside)(xs, weights), inside(xs, weights))
 
 
+@further
 @pytest.mark.parametrize(
     ("check", "name", "spec"),
     [
@@ -419,7 +427,7 @@ def batches(name: str, spec: str, unrolled: Unrolled) -> None:
         ),
     ],
 )
-def test_transformed_loops(check: Callable[..., None], name: str, spec: str, unrolled: Unrolled) -> None:
+def transformed_loops(check: Callable[..., None], name: str, spec: str, unrolled: Unrolled) -> None:
     check(name, spec, unrolled)
 
 
@@ -458,7 +466,8 @@ def test_a_limit_of_turns_keeps_each_line() -> None:
     assert "while" not in jax.jit(jc.emulate(short, "bfloat16", max_turns=3)).lower(X, WEIGHTS).as_text()
 
 
-def test_layers_cost_nothing_more_to_compile() -> None:
+@further
+def layers_cost_nothing_more_to_compile() -> None:
     def lines(count: int, spec: str) -> int:
         low = jc.emulate(layers, spec, key=KEY)
         return str(jax.jit(low).lower(X, [WEIGHTS[0]] * count).compile().as_text()).count("\n")
@@ -521,10 +530,11 @@ def _source(draw: random.Random, j: int, size: int, back: int) -> tuple[str, int
     return kind, draw.randrange(j if kind == "own" else size), draw.randint(1, back)
 
 
+@further
 @pytest.mark.parametrize(
     ("seed", "least", "most"), [(0, 5, 6), *(pytest.param(seed, 14, 22, marks=pytest.mark.slow) for seed in range(12))]
 )
-def test_any_repeated_program(seed: int, least: int, most: int, unrolled: Unrolled) -> None:
+def any_repeated_program(seed: int, least: int, most: int, unrolled: Unrolled) -> None:
     fun, spec = any_program(seed, least, most), ("bfloat16:stochastic", "e4m3")[seed % 2]
     low = jc.emulate(fun, spec, key=KEY)
     assert_same(jax.jit(low)(X, WEIGHTS), unrolled(low)(X, WEIGHTS))
@@ -536,3 +546,6 @@ def test_any_repeated_program(seed: int, least: int, most: int, unrolled: Unroll
 def test_most_such_programs_are_loops(seeds: range, least: int, most: int) -> None:
     found = [bool(loops_of(any_program(seed, least, most), X, WEIGHTS)) for seed in seeds]
     assert sum(found) >= 0.6 * len(seeds), found
+
+
+test_further = further.test()

@@ -15,9 +15,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from emulate_cases import KEY, X
+from further import Further
 from jax import lax
 
 import jchop as jc
+
+further = Further()
 
 report = jc.emulate.report
 
@@ -60,9 +63,10 @@ def test_results_that_saturate_or_wrap_are_counted(spec: str) -> None:
     assert seen.rows[1].first_overflow.where == (1,)  # type: ignore[union-attr]
 
 
+@further
 @pytest.mark.in_turn(20)
 @pytest.mark.parametrize("reference", [None, "binary64"])
-def test_shards_are_measured_as_the_whole(reference: str | None) -> None:
+def shards_are_measured_as_the_whole(reference: str | None) -> None:
     """Of elementwise operations; the index of an event has the shard's first."""
 
     def fun(x: Any) -> Any:
@@ -217,7 +221,8 @@ def test_primitives_without_a_form_in_float64_are_named() -> None:
 # -- as data -----------------------------------------------------------------------------------------------------------
 
 
-def test_a_report_is_strict_json() -> None:
+@further.first
+def a_report_is_strict_json() -> None:
     def constant(text: str) -> Any:
         raise AssertionError(text)
 
@@ -336,3 +341,6 @@ def test_the_report_of_a_loop_that_never_ends() -> None:
     ended = report(jc.emulate(stuck, "bfloat16"), 9.99, trace_values=True)
     assert len(ended.notes) == 1 and "at most" in ended.notes[0]
     assert not report(jc.emulate(jnp.exp, "bfloat16"), 1.0, trace_values=True).notes
+
+
+test_further = further.test()

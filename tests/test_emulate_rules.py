@@ -12,11 +12,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from emulate_cases import FOREIGN, KEY, X
+from further import Further
 from jax import lax
 from jax.extend.core import Primitive
 from jax.interpreters import ad
 
 import jchop as jc
+
+further = Further()
 
 # -- rules -------------------------------------------------------------------------------------------------------------
 
@@ -110,7 +113,8 @@ def test_scatters_take_one_update_after_the_other(
     np.testing.assert_array_equal(low(jnp.asarray(x), jnp.asarray(u)), want)
 
 
-def test_scatters_of_complex_numbers_are_two_scatters() -> None:
+@further
+def scatters_of_complex_numbers_are_two_scatters() -> None:
     x, u = jnp.array([0.3 - 1.1j, 2.0j]), jnp.array([1.7 + 0.3j, -0.6 + 5.0j, 0.9 - 2.0j, 3.0 + 0.1j])
     accumulate = jc.MatmulSpec(accumulate="e5m2")
     low = jc.emulate(lambda x, u: x.at[jnp.array([0, 0, 1, 0])].add(u), "e8m7", accumulate=accumulate)
@@ -121,7 +125,8 @@ def test_scatters_of_complex_numbers_are_two_scatters() -> None:
         times(x, u)
 
 
-def test_stochastic_scatters_draw_for_each_update() -> None:
+@further
+def stochastic_scatters_draw_for_each_update() -> None:
     how = jc.MatmulSpec(accumulate="e5m2:stochastic")
     low = jc.emulate(lambda v: jax.ops.segment_sum(v, jnp.zeros(100, int), 1), "e8m7", accumulate=how)
     totals = np.array([float(low(jnp.ones(100), key=jax.random.key(i))[0]) for i in range(8)])
@@ -266,7 +271,8 @@ def test_constants_are_rounded_everywhere() -> None:
     assert [np.asarray(v).tolist() for v in compared] == [[True, False], [False, True], [True] * 2, [1, 2], 3]
 
 
-def test_batches_of_loops_end_one_by_one() -> None:
+@further
+def batches_of_loops_end_one_by_one() -> None:
     def loop(x: jax.Array) -> Any:
         return lax.while_loop(lambda c: c[0] < 3.0, lambda c: (c[0] * 1.3, c[1] + 1), (x, 0))
 
@@ -460,7 +466,8 @@ def test_every_row_of_the_report_names_its_line() -> None:
     }
 
 
-def test_a_report_of_a_function_of_jax_names_the_line_that_asks() -> None:
+@further.first
+def a_report_of_a_function_of_jax_names_the_line_that_asks() -> None:
     (row,) = jc.emulate.report(jc.emulate(jnp.exp, "e5m2"), X).rows
     assert row.place.startswith("test_emulate_rules.py:")
 
@@ -522,3 +529,6 @@ def test_axes_of_size_one_are_stretched_as_by_the_primitive(names: list[str]) ->
 def test_a_cast_of_the_program_is_named() -> None:
     with pytest.raises(ValueError, match="x is what the program casts to float16 there"):
         jc.emulate(lambda x: x.astype(jnp.float16), "bfloat16")(jnp.ones(2))
+
+
+test_further = further.test()

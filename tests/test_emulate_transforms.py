@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from emulate_cases import KEY, X, Y, straight, straight_scalar
+from further import Further
 from jax import lax
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
@@ -17,6 +18,8 @@ from jax.sharding import PartitionSpec as P
 import jchop as jc
 from jchop._core.rounding.random_bits import seed_words
 from jchop._program.seeds import Seeds
+
+further = Further()
 
 # -- derivatives and transformations -----------------------------------------------------------------------------------
 
@@ -106,10 +109,11 @@ def in_scan(x: jax.Array, y: jax.Array) -> tuple[jax.Array, jax.Array]:
     return lax.scan(lambda c, z: (by_rule(c, z)[0], by_rule(z, y)[0]), x, jnp.array([0.7, 1.3]))
 
 
+@further
 @pytest.mark.in_turn(100)
 @pytest.mark.parametrize("fun", [by_rule, in_scan])
 @pytest.mark.parametrize("axes", [(0, 0), (0, None), (None, 0)])
-def test_rules_of_batches_are_kept(fun: Callable[..., Any], axes: tuple[int | None, int | None]) -> None:
+def rules_of_batches_are_kept(fun: Callable[..., Any], axes: tuple[int | None, int | None]) -> None:
     """The numbers are those of the emulated batch, in which JAX itself has called the rule."""
     args = [x if axis is not None else x[0] for x, axis in zip((X, Y), axes, strict=True)]
     low = jc.emulate(fun, "bfloat16")
@@ -150,7 +154,8 @@ def test_a_rule_of_batches_draws_for_the_whole_batch() -> None:
     assert len(set(jax.vmap(lambda key: low(1.1, key=key))(keys).tolist())) > 1  # no batch, so the function itself
 
 
-def test_a_sequential_function_is_called_row_by_row() -> None:
+@further.first
+def a_sequential_function_is_called_row_by_row() -> None:
     shapes = []
 
     @jax.custom_batching.sequential_vmap
@@ -165,8 +170,9 @@ def test_a_sequential_function_is_called_row_by_row() -> None:
     assert shapes == [()] * 4
 
 
+@further
 @pytest.mark.parametrize("text", ["e5m3", "e5m3:stochastic"])
-def test_shards(text: str) -> None:
+def shards(text: str) -> None:
     mesh = jax.make_mesh((4,), ("x",), axis_types=(AxisType.Auto,))
     fun = lambda v: v * 1.3 + lax.psum(v, "x")  # noqa: E731
     mapped = jax.shard_map(fun, mesh=mesh, in_specs=P("x"), out_specs=P("x"))
@@ -227,7 +233,8 @@ def test_draws_are_fresh_at_every_operation_and_turn() -> None:
     assert float(jc.emulate(lambda x: lax.fori_loop(0, 50, lambda i, c: c + 0.01, x), "e5m2")(1.0)) == 1
 
 
-def test_the_same_key_draws_the_same_again() -> None:
+@further
+def the_same_key_draws_the_same_again() -> None:
     f = jc.emulate(straight, "e5m2:stochastic")
     one = f(X, Y, key=KEY)
     np.testing.assert_array_equal(one, jax.jit(f)(X, Y, key=KEY))
@@ -236,6 +243,7 @@ def test_the_same_key_draws_the_same_again() -> None:
     assert len(np.unique(np.asarray(other))) > 4
 
 
+@further
 @pytest.mark.parametrize(
     "check",
     [
@@ -250,5 +258,8 @@ def test_the_same_key_draws_the_same_again() -> None:
         ),
     ],
 )
-def test_derivatives_and_batches(check: Callable[[], None]) -> None:
+def derivatives_and_batches(check: Callable[[], None]) -> None:
     check()
+
+
+test_further = further.test()

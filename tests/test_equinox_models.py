@@ -10,10 +10,13 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from further import Further
 
 import jchop as jc
 
 eqx = pytest.importorskip("equinox")
+
+further = Further()
 
 RULE = jc.Rule(weight="int4(group=16)")
 
@@ -43,8 +46,9 @@ def in_numpy(model: Any, x: Any) -> Any:
     return h
 
 
+@further.first
 @pytest.mark.parametrize("name", ["mlp", pytest.param("transformer", marks=pytest.mark.slow)])
-def test_quantized_trained_saved_loaded(name: str, tmp_path: Path) -> None:
+def quantized_trained_saved_loaded(name: str, tmp_path: Path) -> None:
     model, x, wanted, measure = case(name)
     run = (lambda model, x: model(x)) if name == "transformer" else (lambda model, x: jax.vmap(model)(x))
     low = jc.quantize_fn(run, RULE)
@@ -80,3 +84,6 @@ def test_quantized_trained_saved_loaded(name: str, tmp_path: Path) -> None:
     eqx.tree_serialise_leaves(tmp_path / "model.eqx", packed)
     again = eqx.tree_deserialise_leaves(tmp_path / "model.eqx", jax.tree.map(lambda leaf: leaf, packed))
     np.testing.assert_array_equal(low_jit(again, x), y)
+
+
+test_further = further.test()

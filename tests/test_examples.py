@@ -7,7 +7,10 @@ import numpy as np
 import pytest
 from each_case import each
 from example_cases import EXAMPLES, SCRIPTS, load
+from further import Further
 from jax._src import compiler
+
+further = Further()
 
 
 class Said(Exception):
@@ -127,7 +130,11 @@ SHOWN = (
 )
 
 
+@further.first
 @pytest.mark.in_turn(1000)
 @pytest.mark.parametrize("check", SHOWN, ids=lambda check: check.__name__)
-def test_an_example_shows_what_its_topic_says(check, monkeypatch, capsys, tmp_path):
+def an_example_shows_what_its_topic_says(check, monkeypatch, capsys, tmp_path):
     check(monkeypatch, capsys, tmp_path)
+
+
+test_further = further.test()

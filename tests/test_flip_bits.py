@@ -7,8 +7,11 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
+from further import Further
 
 import jchop as jc
+
+further = Further()
 
 KEY = jax.random.key(11)
 
@@ -38,9 +41,10 @@ FLOATS = [
 ]
 
 
+@further
 @pytest.mark.in_turn(1000)
 @pytest.mark.parametrize(("text", "carrier", "coded", "fraction"), FLOATS)
-def test_codes_of_floats(text: str, carrier: type, coded: type, fraction: int) -> None:
+def codes_of_floats(text: str, carrier: type, coded: type, fraction: int) -> None:
     x = numbers(400).astype(carrier)
     width = np.dtype(coded).itemsize * 8
     # The codes in which nothing has flipped; that rounding is right is proved elsewhere.
@@ -93,7 +97,8 @@ def test_what_has_no_code_stays(kind: str) -> None:
     np.testing.assert_array_equal(jc.flip_bits(x, "e5m2", 1, KEY), x)
 
 
-def test_rounding_draws_from_the_key_itself() -> None:
+@further.first
+def rounding_draws_from_the_key_itself() -> None:
     x = np.random.default_rng(0).standard_normal(500).astype(np.float32)
     rounded = jc.round_to_format(x, "e5m2:stochastic", KEY)
     np.testing.assert_array_equal(jc.flip_bits(x, "e5m2:stochastic", 0, KEY), rounded)
@@ -142,3 +147,6 @@ def test_refused() -> None:
     ):
         with pytest.raises(error, match=said):
             call()
+
+
+test_further = further.test()

@@ -9,9 +9,12 @@ from typing import Any
 import jax
 import numpy as np
 import pytest
+from further import Further
 
 import jchop as jc
 from jchop import MatmulSpec, Probe
+
+further = Further()
 
 #: Fraction bits and least exponent of operands, by type.
 OPERANDS = {"fp16": (10, -14), "bf16": (7, -126), "tf32": (10, -126), "fp8": (3, -6), "fp8_e5m2": (2, -14)}
@@ -145,9 +148,10 @@ def test_sums_from_the_last_product_are_another_order() -> None:
         assert jc.probe(lambda a, b: one_by_one(a[:, ::-1], b[::-1]), length=length).order == "other", length
 
 
+@further
 @pytest.mark.in_turn(20)
 @pytest.mark.parametrize(("k", "length"), [(61, 64), (64, 64), (63, 66)])
-def test_a_block_that_is_as_long_as_the_sum_is_refused(k: int, length: int) -> None:
+def a_block_that_is_as_long_as_the_sum_is_refused(k: int, length: int) -> None:
     product = compiled(MatmulSpec("binary16", accumulate="binary32:toward_zero", order=f"aligned({k}, 24)"))
     with pytest.raises(ValueError, match=rf"length={length} must be {k + 4} or more: matmul sums {k} or more at once"):
         jc.probe(product, length=length)
@@ -155,9 +159,10 @@ def test_a_block_that_is_as_long_as_the_sum_is_refused(k: int, length: int) -> N
     assert (p.order, p.k, p.bits, p.out_bits) == ("aligned", k, 24, 23)
 
 
+@further
 @pytest.mark.parametrize("bits", [24, 28, 31, 32, 33, 40])
 @pytest.mark.in_turn(100)
-def test_wide_accumulators(bits: int) -> None:
+def wide_accumulators(bits: int) -> None:
     spec = MatmulSpec(accumulate=f"e11m{bits}", order="sequential")
     p = jc.probe(lambda a, b: jc.math.matmul(a.astype(float), b.astype(float), spec), length=64)
     assert (p.order, p.out_bits, p.rounding) == ("sequential", bits, "nearest_even")
@@ -176,7 +181,8 @@ def test_a_float64_sum_and_operands_that_do_not_show_it() -> None:
     assert (narrow.order, narrow.out_bits, narrow.rounding) == ("other", None, None)
 
 
-def test_a_probe_is_shown_as_a_table() -> None:
+@further.first
+def a_probe_is_shown_as_a_table() -> None:
     p = Probe("aligned", 4, 23, subnormal_operands=False)
     assert "products in a block                       4\n" in str(p)
     assert "read as zero" in p._repr_html_()
@@ -193,3 +199,6 @@ def test_refusals() -> None:
             jc.probe(lambda a, b, wrong=wrong: np.full_like(a, wrong), length=64)
     with pytest.raises(ValueError, match=r"matmul gave shape \(64,\)"):
         jc.probe(lambda a, b: a[0], length=64)
+
+
+test_further = further.test()

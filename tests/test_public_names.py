@@ -14,9 +14,12 @@ from types import ModuleType
 
 import pytest
 from each_case import each
+from further import Further
 
 import jchop
 from jchop.formats import ALIASES, CATALOGUE, SCALED_CATALOGUE, ElementFormat, FloatFormat, ScaledFormat
+
+further = Further()
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -115,7 +118,8 @@ def dotted_names() -> list[str]:
     return [f"{module.__name__}.{name}" for module in [jchop, *on_demand] for name in module.__all__]
 
 
-def test_every_name_is_on_the_reference_page() -> None:
+@further.first
+def every_name_is_on_the_reference_page() -> None:
     page = (ROOT / "docs/api.md").read_text(encoding="utf-8")
     there = {a or b for a, b in re.findall(r"^\.\. auto\w+:: (\S+)$|`(jchop[\w.]*)`", page, re.MULTILINE)}
     missing = [name for name in dotted_names() if name not in there]
@@ -138,9 +142,10 @@ def has_examples(module: str) -> bool:
     return ">>>" in Path(spec.origin).read_text(encoding="utf-8")
 
 
+@further
 @pytest.mark.in_turn(80)
 @pytest.mark.parametrize("module", [module for module in MODULES if has_examples(module)])
-def test_docstring_examples_run(module: str) -> None:
+def docstring_examples_run(module: str) -> None:
     """The examples of a public module stand on their own: they import what they use."""
     finder = doctest.DocTestFinder(exclude_empty=True)
     runner = doctest.DocTestRunner(optionflags=doctest.NORMALIZE_WHITESPACE | doctest.ELLIPSIS)
@@ -190,3 +195,6 @@ def test_the_documented_facts_are_true(name: str) -> None:
 
 def test_package_is_marked_as_typed() -> None:
     assert (Path(jchop.__file__).parent / "py.typed").is_file()
+
+
+test_further = further.test()

@@ -11,10 +11,13 @@ import jax.numpy as jnp
 import numpy as np
 import oracle
 import pytest
+from further import Further
 from jax import lax
 from test_round_transforms import KEY, OTHER, numbers, rounded, same
 
 import jchop as jc
+
+further = Further()
 
 
 def pulled(x: jax.Array, cotangent: jax.Array, spec: Any, key: jax.Array = KEY, **more: Any) -> jax.Array:
@@ -181,9 +184,10 @@ def test_cotangents_are_rounded(dtype, to):
     same(tangent(x, cotangent), cotangent)
 
 
+@further
 @pytest.mark.in_turn(1000)
 @pytest.mark.parametrize("forward", ["e5m2", "e5m2:stochastic"])
-def test_cotangents_are_rounded_stochastically_with_a_key_of_their_own(forward):
+def cotangents_are_rounded_stochastically_with_a_key_of_their_own(forward):
     x, cotangent = (jnp.asarray(numbers(np.float32, (3, 257), seed)) for seed in (0, 1))
     spec = f"{forward}:gradient=[e4m3:stochastic]"
     expected = jc.round_to_format(cotangent, "e4m3:stochastic", OTHER)
@@ -247,15 +251,17 @@ def scan_of_rounded_cotangents():
     same(pushed(x), x)
 
 
+@further
 @pytest.mark.in_turn(1000)
 @pytest.mark.parametrize(
     "check", [scan_of_rounded_cotangents, vmap_of_rounded_cotangents], ids=lambda check: check.__name__
 )
-def test_cotangents_within_transforms(check: Callable[[], None]) -> None:
+def cotangents_within_transforms(check: Callable[[], None]) -> None:
     check()
 
 
-def test_the_carrier_of_the_cotangent_is_checked_forward():
+@further.first
+def the_carrier_of_the_cotangent_is_checked_forward():
     """A cotangent has the dtype of x, so a format it cannot hold is refused when the function is traced."""
     x = jnp.ones(3, jnp.float16)
     with pytest.raises(ValueError, match=r"float16.*bfloat16"):
@@ -287,3 +293,6 @@ def test_second_derivatives(nesting, spec):
     plain, squared = both(x)
     same(plain, jnp.zeros((3, 3)))
     same(squared, jnp.diag(jnp.array([2.0, 2.0, 0.0 if "clipped" in spec else 2.0])))
+
+
+test_further = further.test()

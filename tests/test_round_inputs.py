@@ -12,8 +12,11 @@ import ml_dtypes
 import numpy as np
 import pytest
 from each_case import each
+from further import Further
 
 import jchop as jc
+
+further = Further()
 
 KEY = jax.random.key(0)
 #: Values and what e4m3 makes of them: ties to even, an overflow, a subnormal.
@@ -355,9 +358,10 @@ CALLS: dict[str, tuple[Callable[[Any], Any], type[Exception], list[str]]] = {
 }
 
 
+@further
 @pytest.mark.parametrize("kind", ["numpy", "jax", "jit", "vmap", "grad"])
 @each("name", CALLS)
-def test_refusals_name_argument_value_and_remedy(name, kind):
+def refusals_name_argument_value_and_remedy(name, kind):
     """The same words whether the call runs at once or is being traced."""
     call, error, words = CALLS[name]
     with pytest.raises(error) as caught:
@@ -413,7 +417,8 @@ def test_integers_are_refused_under_jit():
         jax.jit(lambda x: jc.round_to_format(x, "e5m2"))(jnp.arange(3))
 
 
-def test_extended_precision_is_refused():
+@further.first
+def extended_precision_is_refused():
     if np.dtype(np.longdouble) == np.dtype(np.float64):
         pytest.skip("long double is float64 here")
     with pytest.raises(TypeError, match=r"x has dtype float\d+, which is not a carrier.*astype"):
@@ -447,3 +452,6 @@ def test_float64_tracers_need_the_flag_no_more_than_numpy():
 @each("key", [None, KEY])
 def test_deterministic_modes_take_a_key_or_none(key):
     check(jc.round_to_format(np.array(VALUES), "e4m3", key, gradient_key=key), ROUNDED, np.float64)
+
+
+test_further = further.test()

@@ -10,11 +10,14 @@ import ml_dtypes
 import numpy as np
 import oracle
 import pytest
+from further import Further
 from gfloat.types import Domain, Signedness
 from oracle import CARRIERS
 from test_round_values import SIZES, by_itself
 
 import jchop as jc
+
+further = Further()
 
 MODES = {
     "nearest_even": gfloat.RoundMode.TiesToEven,
@@ -124,10 +127,11 @@ GROUPS = {
 } | {f"{k} bits": [name for name, info in P3109.items() if info.k == k] for k in range(4, 17)}
 
 
+@further
 @pytest.mark.parametrize(
     "group", [next(iter(GROUPS)), *(pytest.param(g, marks=pytest.mark.slow) for g in list(GROUPS)[1:])]
 )
-def test_gfloat(group):
+def gfloat_too(group):
     for name in GROUPS[group]:
         settings, n = (EVERY, 20_000) if name in NAMED else (some(name), 8_000)
         check_with_gfloat(name, (NAMED | P3109)[name], settings, 1_500 if group == "few bits" else n)
@@ -215,8 +219,12 @@ def check_with_ml_dtypes(name: str) -> None:
     cases.assert_bits(x, got, cases.bits(expected), name)
 
 
-def test_every_ml_dtypes_float_is_compared():
+@further.first
+def every_ml_dtypes_float_is_compared():
     """A new float of ml_dtypes with a name of ours is not forgotten."""
     named = [name for name in jc.formats.CATALOGUE if hasattr(ml_dtypes, name)]
     assert sorted(named) == sorted(ML_DTYPES)
     assert CARRIERS.keys() == cases.DTYPES.keys()
+
+
+test_further = further.test()

@@ -14,12 +14,15 @@ import jax
 import ml_dtypes
 import numpy as np
 import pytest
+from further import Further
 
 import jchop as jc
 from jchop._core.rounding.codes import unpack
 from jchop._kernels.scaled import dequantize_scaled, quantize_scaled
 from jchop.formats import CodebookFormat
 from jchop.spec import Spec, as_spec
+
+further = Further()
 
 
 @functools.cache
@@ -140,7 +143,8 @@ def test_figures_of_others(check: Callable[[], None]) -> None:
     check()
 
 
-def test_dynamic_map():
+@further.first
+def dynamic_map():
     """The table of 8-bit optimizers: a signed decade has 2^i means of 0.1 to 1, spaced equally; 0 and 1 beside them."""
     fmt = jc.dynamic8.element
     assert isinstance(fmt, CodebookFormat)
@@ -174,7 +178,8 @@ def conformance_spec(block: int, mx: str, round: str, scale_bits: int | None = N
     return Spec(fmt if scale_bits is None else fmt(scale=FIVE_BITS, nan_block=True), round)
 
 
-def test_conformance():
+@further
+def conformance():
     """microxcaling's vectors, and largest magnitudes just below powers of two."""
     assert len(CONFORMANCE) == 75
     batches: dict[tuple[Spec, int], list[dict[str, Any]]] = {}
@@ -186,3 +191,6 @@ def test_conformance():
             for k in ("input", "expected")
         )
         cases.assert_bits(x.ravel(), jc.round_to_format(x, spec).ravel(), cases.bits(expected.ravel()), str(spec))
+
+
+test_further = further.test()

@@ -9,10 +9,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from further import Further
 from jax import lax
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from test_round_transforms import KEY, OTHER, numbers, rounded, same
+
+further = Further()
 
 pytestmark = pytest.mark.skipif(jax.device_count() < 8, reason="needs eight (forced host) devices")
 
@@ -54,9 +57,10 @@ def tile(text: str) -> Any:
     return part
 
 
+@further.first
 @pytest.mark.in_turn(3)
 @pytest.mark.parametrize("name", TEXTS)
-def test_shard_map_on_a_line(name):
+def shard_map_on_a_line(name):
     x = jnp.asarray(numbers(np.float32, (8 * 5, 3)))
     run = jax.shard_map(chunk(TEXTS[name]), mesh=line(), in_specs=P("a"), out_specs=P("a"))
     same(jax.jit(run)(x), rounded(x, TEXTS[name]))
@@ -220,3 +224,6 @@ def vmap_over_a_sharded_axis_with_split_keys():
 )
 def test_draws_of_devices(check: Callable[[], None]) -> None:
     check()
+
+
+test_further = further.test()

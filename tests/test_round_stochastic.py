@@ -14,10 +14,13 @@ import numpy as np
 import oracle
 import pytest
 from each_case import each
+from further import Further
 from oracle import CARRIERS, PROPORTIONAL, STOCHASTIC
 from test_round_values import build, by_itself, round_as
 
 import jchop as jc
+
+further = Further()
 
 DRAWS = 1 << 13
 POSITIONS = 64
@@ -167,8 +170,9 @@ def check_given_words(
     cases.assert_bits(x, got, expected, f"{spec} on {carrier}")
 
 
+@further
 @each(("name", "mode"), itertools.product(["float8_e4m3fn", "e4m3 without subnormals", "fixed4.4"], PROPORTIONAL))
-def test_few_bits_as_defined(name, mode):
+def few_bits_as_defined(name, mode):
     for n in range(1, 9):
         overflow = cases.FLOAT_OVERFLOWS[n % 3]
         flush = name == "float8_e4m3fn" and n % 4 == 0
@@ -191,8 +195,9 @@ def test_all_bits_as_defined(name, mode, carrier):
         check_given_words(GIVEN[name], carrier, one, None, public=one == mode)
 
 
+@further
 @each("mode", PROPORTIONAL)
-def test_any_number_of_bits_on_float64(mode):
+def any_number_of_bits_on_float64(mode):
     for n in (1, 5, 11, 23, 24, 25, 31, 32, 33, 52, 53, 62, 63, 64):
         if n <= most_bits(mode, "float64"):
             check_given_words(GIVEN["float8_e5m2"], "float64", mode, n)
@@ -240,8 +245,9 @@ def test_a_half_with_bits_below_the_word_is_more_than_a_half(carrier: str) -> No
         cases.assert_bits(x, got, cases.batch(x).round_drawn(fmt, "stochastic_c", n, drawn))
 
 
+@further
 @each("mode", PROPORTIONAL)
-def test_every_draw_of_a_few_bits(mode: str) -> None:
+def every_draw_of_a_few_bits(mode: str) -> None:
     """As many random bits as are dropped, more and fewer: each number meets every R, where one alone may decide."""
     fmt, n = oracle.ieee(4, 6), 5
     some = np.random.default_rng(3).integers(3 << 10, 17 << 10, 1500).astype(np.uint16).view(np.float16)
@@ -251,8 +257,9 @@ def test_every_draw_of_a_few_bits(mode: str) -> None:
     cases.assert_bits(x, got, cases.batch(x).round_drawn(fmt, mode, n, drawn))
 
 
+@further
 @each(("name", "mode"), itertools.product(["ternary", "uneven"], STOCHASTIC))
-def test_codebooks_given_the_words(name, mode):
+def codebooks_given_the_words(name, mode):
     levels = cases.CODEBOOKS[name]
     fmt, c = oracle.codebook(levels), CARRIERS["float32"]
     # Multiples of 2^-10 a little beyond the ends: nu is exact in the carrier, whose arithmetic decides between levels.
@@ -282,7 +289,8 @@ def test_a_tie_of_codebooks_goes_by_the_word(x: float, word: int, want: float) -
     assert by_itself(np.array([x], np.float32), spec, np.array([word << 31], np.uint32)).item() == want
 
 
-def test_the_smallest_negative_level_has_its_sign():
+@further.first
+def the_smallest_negative_level_has_its_sign():
     spec = jc.Spec(jc.CodebookFormat((-(2.0**-149), 0.0, 1.0)))
     got = jc.round_to_format(np.array([-1.0, 0.0, 1.0], np.float32), spec)
     np.testing.assert_array_equal(np.asarray(got).view(np.uint32), [0x80000001, 0, 0x3F800000])
@@ -334,3 +342,6 @@ def test_observed_frequencies_of_a_codebook(carrier):
         count, sigma = int((got == float(high)).sum()), math.sqrt(DRAWS * p * (1 - p))
         assert count + int((got == float(low)).sum()) == DRAWS
         assert abs(count - DRAWS * p) <= 4 * sigma
+
+
+test_further = further.test()

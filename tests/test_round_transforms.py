@@ -12,9 +12,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from further import Further
 from jax import export, lax
 
 import jchop as jc
+
+further = Further()
 
 KEY = jax.random.key(11)
 OTHER = jax.random.key(12)
@@ -146,9 +149,10 @@ def test_numpy_values_inside_a_trace_stay_constants(text):
 # --- 64-bit mode --------------------------------------------------------------------------------------------------
 
 
+@further
 @pytest.mark.in_turn(6)
 @pytest.mark.parametrize("text", ["e4m3:odd", "e5m2:stochastic", "integer8:stochastic_b:random_bits=5"])
-def test_the_x64_flag_changes_no_bit(text):
+def the_x64_flag_changes_no_bit(text):
     x, wide = numbers(np.float32, (33,)), numbers(np.float64, (33,))
     results = []
     for flag in (False, True):
@@ -166,7 +170,8 @@ def test_the_x64_flag_changes_no_bit(text):
     assert double.dtype == np.float64
 
 
-def test_jax_float64_equals_numpy():
+@further.first
+def jax_float64_equals_numpy():
     wide = numbers(np.float64, (33,))
     for text in ("e4m3", "e4m3:stochastic"):
         with jax.enable_x64(True):
@@ -345,3 +350,6 @@ def export_of_a_symbolic_shape():
 )
 def test_offsets_of_another_kind(check: Callable[[], None]) -> None:
     check()
+
+
+test_further = further.test()

@@ -17,11 +17,14 @@ import oracle
 import pytest
 from cases import FIXED_OVERFLOWS, FLOAT_OVERFLOWS
 from each_case import each
+from further import Further
 from oracle import CARRIERS, DETERMINISTIC
 
 import jchop as jc
 from jchop import _bits
 from jchop._core.rounding.elements import round_elements
+
+further = Further()
 
 DATA = pathlib.Path(__file__).parent / "data"
 
@@ -130,7 +133,8 @@ def test_formats_are_the_documented_sets(text):
         assert [Fraction(v) for v in fmt.values().tolist()] == oracle.values(DOCUMENTED[text])
 
 
-def test_texts_of_named_formats_are_the_names():
+@further.first
+def texts_of_named_formats_are_the_names():
     for text, name in (("e5m10", "binary16"), ("e8m7", "bfloat16"), ("e4m3", "float8_e4m3")):
         assert jc.formats.parse_format(text) == jc.formats.parse_format(name) == jc.formats.CATALOGUE[name]
 
@@ -141,11 +145,12 @@ def test_texts_of_named_formats_are_the_names():
 PATTERNS = [("float16", "kept", 37), *((*pair, 1) for pair in itertools.product(["float16", "bfloat16"], SUBNORMALS))]
 
 
+@further
 @pytest.mark.parametrize(
     ("carrier", "subnormals", "step"),
     [pytest.param(*row, marks=pytest.mark.slow if row[2] == 1 else ()) for row in PATTERNS],
 )
-def test_every_pattern_and_overflow(carrier, subnormals, step):
+def every_pattern_and_overflow(carrier, subnormals, step):
     for text in [t for t, s in TREATED if s == subnormals]:
         fmt, flush = variant(SMALL[text], subnormals)
         x = carried(cases.all_patterns(carrier), fmt)[::step]
@@ -348,9 +353,10 @@ PROGRAMS = [
 ]
 
 
+@further
 @pytest.mark.in_turn(60)
 @pytest.mark.parametrize(("carrier", "text", "subnormals"), PROGRAMS)
-def test_programs(carrier, text, subnormals):
+def programs(carrier, text, subnormals):
     """Every mode in one program of JAX, and some as NumPy's calls; the overflow rules take turns."""
     fmt, flush, overflows = DOCUMENTED[text], False, FIXED_OVERFLOWS
     if isinstance(fmt, oracle.FloatSet):
@@ -431,3 +437,6 @@ def test_conformance_value_sets():
         expected = np.unique(float32_of(case["expected"]))
         np.testing.assert_array_equal(fmt.values(), expected, case["id"])
         np.testing.assert_array_equal(np.unique(by_itself(x, jc.Spec(fmt))), expected, case["id"])
+
+
+test_further = further.test()

@@ -12,10 +12,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from further import Further
 
 import jchop as jc
 from jchop._emulate import Instability
 from jchop._emulate._reports.digits import student
+
+further = Further()
 
 Array = jax.Array
 KEY = jax.random.key(7)
@@ -55,8 +58,9 @@ def random_program(seed: int) -> tuple[Callable[..., Any], list[float]]:
     return program, inputs
 
 
+@further
 @pytest.mark.parametrize("count", [8, pytest.param(120, marks=pytest.mark.slow)])
-def test_estimates_of_random_programs_are_true(count: int) -> None:
+def estimates_of_random_programs_are_true(count: int) -> None:
     """At most half a digit above the truth, in 95 of 100 of the programs whose exact value is a number."""
     above = programs = 0
     seed = 0
@@ -197,9 +201,10 @@ PROGRAMS = [
 ]
 
 
+@further
 @pytest.mark.in_turn(20)
 @pytest.mark.parametrize(("fun", "x"), PROGRAMS)
-def test_samples_are_runs_with_other_keys(fun: Callable[..., Any], x: Array) -> None:
+def samples_are_runs_with_other_keys(fun: Callable[..., Any], x: Array) -> None:
     """Bit for bit, also if the samples take other branches and other numbers of turns."""
     low = jc.emulate(fun, "bfloat16:stochastic")
     found = jc.significant_digits(low, x, key=KEY, samples=5)
@@ -316,7 +321,8 @@ def test_small_and_noisy_terms_hide_no_cancellation_and_earlier_losses_are_not_c
     assert [[r.primitive for r in each if r.primitive == "reduce_sum"] for each in rows] == [["reduce_sum"], []]
 
 
-def test_cancellations_of_a_matrix_product_are_those_of_its_terms() -> None:
+@further
+def cancellations_of_a_matrix_product_are_those_of_its_terms() -> None:
     """From the samples: by the sum of all products of two numbers, and of their variances."""
 
     def fun(a: Array, b: Array, c: Array) -> tuple[Array, Array, Array]:
@@ -342,7 +348,8 @@ def test_cancellations_of_a_matrix_product_are_those_of_its_terms() -> None:
     assert kinds(found) == {"cancellation": count}
 
 
-def test_a_division_by_noise_is_counted() -> None:
+@further.first
+def a_division_by_noise_is_counted() -> None:
     def noise(x: Array) -> Array:
         with jax.named_scope("noise"):
             return 1 / ((x / 3 + 1e7) - (1e7 + x / 3))
@@ -375,7 +382,8 @@ def test_a_loop_that_never_ends_says_why() -> None:
     assert float(found.mean) == 7.5
 
 
-def test_a_matrix_is_factored_by_code_compiled_once(caplog: pytest.LogCaptureFixture) -> None:
+@further
+def a_matrix_is_factored_by_code_compiled_once(caplog: pytest.LogCaptureFixture) -> None:
     """For all samples and turns: the factors, and two triangular systems."""
     a = jnp.eye(3) * 3 + 1
 
@@ -441,3 +449,6 @@ def test_methods_and_keyword_arguments() -> None:
 def test_bad_input_is_named(error: type[Exception], match: str, call: Callable[[], Any]) -> None:
     with pytest.raises(error, match=match):
         call()
+
+
+test_further = further.test()

@@ -16,6 +16,7 @@ import numpy as np
 import oracle
 import pytest
 from emulate_cases import X, Y, loops, straight, sums
+from further import Further
 
 import jchop as jc
 from jchop._tune._grid import is_traceable, round_to_row, row_of
@@ -23,6 +24,8 @@ from jchop._tune._measure import make_problem
 from jchop._tune._search import Search
 from jchop._tune._tune import _checked_menu
 from jchop.spec import as_spec
+
+further = Further()
 
 GRIDS = ("e5m2", "e4m3fn", "bfloat16", "e5m2:saturate", "e4m3:propagate", "e2m1fn", "e8m23")
 
@@ -274,7 +277,8 @@ def found_by_the_search(seed: int) -> bool:
     return True
 
 
-def test_a_budget_ends_the_search_with_the_best_so_far() -> None:
+@further.first
+def a_budget_ends_the_search_with_the_best_so_far() -> None:
     weights, levels = np.ones(6), np.array([1.0, 1e-1, 1e-3])
     calls: list[int] = []
     measure = error_of_weights(weights, levels)
@@ -353,9 +357,10 @@ def weighted(specs: Any) -> float:
     return sum(spec.format.bits * (9 if path == "one" else 1) for path, spec in specs.items())
 
 
+@further
 @pytest.mark.in_turn(2)
 @pytest.mark.parametrize("metric", ["relative", "absolute", "largest"])
-def test_infinities_and_nan_of_the_carrier_are_no_errors(metric: Any) -> None:
+def infinities_and_nan_of_the_carrier_are_no_errors(metric: Any) -> None:
     x = jnp.array([-1.0, 0.0, 2.0, 3.0])  # NaN, -inf, and numbers
     menu = ["e5m2", "bfloat16", None]
     found = jc.tune(jnp.log, [(x,)], 1e-2, menu, metric=metric)
@@ -454,3 +459,6 @@ def test_wrong_arguments_are_named(changes: dict, error: type[Exception], text: 
 )
 def test_rules_of_sums_are_chosen(check: Callable[[], None]) -> None:
     check()
+
+
+test_further = further.test()

@@ -14,6 +14,7 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
+from further import Further
 from jax import lax
 
 from jchop._core.xla_cpu import (
@@ -28,6 +29,8 @@ from jchop._core.xla_cpu import (
     prevent_fma,
 )
 from jchop._kernels.primitive import make_op
+
+further = Further()
 
 VERSION = ".".join(importlib.metadata.version("jaxlib").split(".")[:2])
 GUARDS: dict[str, Callable[[], bool]] = {}
@@ -404,7 +407,8 @@ def known_results_computed_by_compiler() -> bool:
 # -- the table ---------------------------------------------------------------------------------------------------------
 
 
-def test_every_quirk_has_a_guard() -> None:
+@further.first
+def every_quirk_has_a_guard() -> None:
     assert sorted(GUARDS) == sorted(quirk.name for quirk in QUIRKS if not quirk.timed)
 
 
@@ -414,8 +418,9 @@ def test_quirks_that_are_times_have_a_benchmark() -> None:
     assert {quirk.name for quirk in QUIRKS if quirk.timed} <= functions
 
 
+@further
 @pytest.mark.parametrize("quirk", [quirk for quirk in QUIRKS if not quirk.timed], ids=lambda quirk: quirk.name)
-def test_the_quirk_is_there(quirk: Quirk, pytestconfig: pytest.Config) -> None:
+def the_quirk_is_there(quirk: Quirk, pytestconfig: pytest.Config) -> None:
     if pytestconfig.getoption("--unoptimized"):
         pytest.skip("quirks of optimized code")
     there = GUARDS[quirk.name]()
@@ -494,3 +499,6 @@ def test_maximum_in_steps(shape: tuple[int, ...]) -> None:
 def test_prevent_fma() -> None:
     x, y, scale = normal(64, 64), normal(64, 64, seed=1), np.float32(1.1)
     np.testing.assert_array_equal(computed(lambda x, s, y: prevent_fma(x * s, s) + y, x, scale, y), x * scale + y)
+
+
+test_further = further.test()

@@ -20,6 +20,7 @@ import oracle
 import pytest
 from _kernels.compile_round import GPU_DTYPES, KINDS, MODES, OPTIONS, SHAPE, SHAPES, TPU_DTYPES, narrow
 from _kernels.quickly import compiled
+from further import Further
 from jax.experimental.pallas import tpu as pltpu
 
 import jchop as jc
@@ -29,6 +30,8 @@ from jchop._core.rounding.random_bits import seed_words
 from jchop._core.rounding.stream_offset import StreamOffset, words_like
 from jchop._kernels import round_gpu, round_tpu
 from jchop._kernels.round_tile import RoundGpuTiling, RoundTpuTiling
+
+further = Further()
 
 Array = jax.Array
 Run = Callable[..., Array]
@@ -180,9 +183,10 @@ TILINGS: dict[tuple[str, tuple[int, ...]], list[Any]] = {
 }
 
 
+@further
 @pytest.mark.in_turn(64)
 @pytest.mark.parametrize(("kernel", "shape"), TILINGS, ids=str)
-def test_the_tiling_does_not_matter(kernel: str, shape: tuple[int, ...]) -> None:
+def the_tiling_does_not_matter(kernel: str, shape: tuple[int, ...]) -> None:
     dtype = TPU_DTYPES[len(shape) % 2]
     check(kernel, ["e4m3fn:stochastic"], dtype, [shape], start=2**32 - 1000, tilings=TILINGS[kernel, shape])
 
@@ -198,7 +202,8 @@ WRONG_TILINGS: dict[str, tuple[Callable[[], Any], str]] = {
 }
 
 
-def test_wrong_tilings_are_refused() -> None:
+@further.first
+def wrong_tilings_are_refused() -> None:
     for make, message in WRONG_TILINGS.values():
         with pytest.raises(ValueError, match=message):
             make()
@@ -251,8 +256,9 @@ def test_vmap_is_one_call_for_each(kernel: str, name: str) -> None:
     same_bits(got, np.stack(each), name)
 
 
+@further
 @pytest.mark.parametrize("kernel", ["gpu", pytest.param("tpu", marks=pytest.mark.slow)])
-def test_vmap_of_what_draws_nothing_is_one_kernel(kernel: str) -> None:
+def vmap_of_what_draws_nothing_is_one_kernel(kernel: str) -> None:
     run = functools.partial(KERNELS[kernel][0], spec=jc.parse("e4m3fn"), interpret=True)
     x = jnp.asarray(numbers((3, 2, 130), "float32"))
     for mapped in (jax.vmap(run), jax.vmap(jax.vmap(run)), jax.vmap(run, in_axes=2, out_axes=2)):
@@ -285,3 +291,6 @@ def test_hardware_bits_decide(shape: tuple[int, ...], dtype: str) -> None:
     toward_zero = round_elements(x, jc.parse("e4m3fn:toward_zero"), CARRIERS[dtype])
     inside = np.abs(np.asarray(x, np.float32)) <= 448
     same_bits(np.asarray(expected)[inside], np.asarray(toward_zero)[inside], dtype)
+
+
+test_further = further.test()

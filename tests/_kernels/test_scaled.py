@@ -22,6 +22,7 @@ from _kernels.compile_round import MODES
 from _kernels.compile_scaled import GPU_DTYPES, SCALINGS, SHAPES, TPU_DTYPES, along, plan_of
 from _kernels.quickly import compiled
 from cases_scaled import blocks, integer_groups, mx
+from further import Further
 
 import jchop as jc
 from jchop import _bits
@@ -35,6 +36,8 @@ from jchop._kernels import scaled, scaled_gpu, scaled_tpu
 from jchop._kernels.scaled_tile import Problem, ScaledGpuTiling, ScaledTpuTiling
 from jchop.formats import ScaledFormat
 from jchop.spec import Spec
+
+further = Further()
 
 Array = jax.Array
 
@@ -328,7 +331,8 @@ def test_the_short_way_gives_the_same_bits(spec, rng):
 # -- tilings -----------------------------------------------------------------------------------------------------------
 
 
-def test_heuristics_fit():
+@further.first
+def heuristics_fit():
     for shape in (*SHAPES, (4096, 4096), (1, 1), (8, 8, 8)):
         check_heuristics(shape)
 
@@ -453,9 +457,10 @@ JOINED = [
 ]
 
 
+@further
 @pytest.mark.in_turn(64)
 @pytest.mark.parametrize(("text", "shape"), JOINED)
-def test_joined_axes_change_no_bit(text: str, shape: tuple[int, ...]) -> None:
+def joined_axes_change_no_bit(text: str, shape: tuple[int, ...]) -> None:
     """Operations in a program for one CPU, whose axes are joined, against their bodies with the axes as they are."""
     spec = jc.parse(text)
     drawn = seed_words(jax.random.key(KEY)) if spec.rounding.stochastic else ()
@@ -491,3 +496,6 @@ def test_roundings_with_joined_axes_share_a_function() -> None:
 
     text = jax.jit(run).lower(jnp.ones(128)).as_text()
     assert text.count("func.func private @jchop_round_scaled") == 2
+
+
+test_further = further.test()

@@ -16,6 +16,7 @@ import oracle
 import oracle_scaled
 import pytest
 from cases_scaled import adversarial, extreme, ranges, value_of, values_of
+from further import Further
 from oracle import CARRIERS
 from oracle_scaled import Blocks, Scheme
 
@@ -36,6 +37,8 @@ from jchop._kernels.scaled import (
 )
 from jchop.formats import ScaledFormat
 from jchop.spec import Spec
+
+further = Further()
 
 KEY = 7
 
@@ -336,9 +339,10 @@ def text_of(value: Any) -> str:
     return "-".join(map(text_of, value)) if isinstance(value, tuple | list) else str(value)
 
 
+@further
 @pytest.mark.in_turn(64)
 @pytest.mark.parametrize(("run", "row"), ALL, ids=text_of)
-def test_against_exact_rationals(run, row):
+def against_exact_rationals(run, row):
     run(*row)
 
 
@@ -365,7 +369,8 @@ def test_fitted_scales_give_what_quantize_chooses(text):
 # -- least squares -----------------------------------------------------------------------------------------------------
 
 
-def test_least_squares_is_the_least_of_its_candidates(rng):
+@further
+def least_squares_is_the_least_of_its_candidates(rng):
     """Against every candidate, tried as a given scale, with errors summed in float64."""
     spec = jc.parse("int4(channel=0,rule=mse)")
     x = (rng.standard_normal((5, 40)) ** 3).astype(np.float32)
@@ -446,9 +451,10 @@ ASKING = [
 ]  # fmt: skip
 
 
+@further
 @pytest.mark.in_turn(64)
 @pytest.mark.parametrize(("text", "dtype"), list(zip(ASKING, itertools.cycle(["float32", "bfloat16"]), strict=False)))
-def test_asking_changes_no_bit(text, dtype, rng):
+def asking_changes_no_bit(text, dtype, rng):
     """Through the operations, which ask in the program of one CPU, and the bodies that do not."""
     spec = jc.parse(text)
     drawn = seed_words(jax.random.key(KEY)) if spec.rounding.stochastic else ()
@@ -470,7 +476,8 @@ def test_asking_changes_no_bit(text, dtype, rng):
             np.testing.assert_array_equal(np.asarray(one), np.asarray(other), name)
 
 
-def test_zero_points_far_outside_are_not_called_moderate(rng):
+@further
+def zero_points_far_outside_are_not_called_moderate(rng):
     """They are no zero points that are fitted; with all scales moderate the program has to take the other branch."""
     spec = jc.parse("uint8(channel=0,zero_point=integer)")
     shape = (64, select.MOST_UNBRANCHED // 32)
@@ -560,7 +567,8 @@ def test_products_are_rounded_before_they_are_summed(text, devices, rng):
         jax.tree.map(np.testing.assert_array_equal, list(found), expected)
 
 
-def test_scales_that_do_not_fit():
+@further.first
+def scales_that_do_not_fit():
     ones, zeros = np.ones((3, 1), np.float32), np.zeros((3, 1), np.int32)
     for given, message in (
         ({"zero_point": zeros}, "zero_point is given without scale"),
@@ -586,3 +594,6 @@ def test_other_refusals():
         require_scaled(jc.parse("int8(channel=1)"), (3,), "float32")
     with pytest.raises(ValueError, match="element=binary32"):
         require_scaled(jc.parse("binary32(channel=0)"), (3,), "float32")
+
+
+test_further = further.test()

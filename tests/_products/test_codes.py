@@ -11,12 +11,15 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
+from further import Further
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 import jchop as jc
 from jchop._products.codes import Coded, multiply, scales_of
 from jchop._products.product import Dot
+
+further = Further()
 
 KEY = jax.random.key(5)
 ROW = "int8(group=all)"
@@ -154,7 +157,8 @@ def test_products_of_other_stored_arrays(spec: str) -> None:
     np.testing.assert_allclose(got, x @ np.asarray(low), rtol=2e-6, atol=2e-6)
 
 
-def test_stored_products_are_compiled_once(monkeypatch: pytest.MonkeyPatch) -> None:
+@further.first
+def stored_products_are_compiled_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Outside of `jax.jit`, too: later calls with the same shapes and specs trace nothing."""
     traced, by_codes = [], Dot.by_codes
 
@@ -219,10 +223,11 @@ RULES: dict[str, dict[str, Any]] = {
 }
 
 
+@further
 @pytest.mark.parametrize(
     "name", ["int8", *(pytest.param(name, marks=pytest.mark.slow) for name in RULES if name != "int8")]
 )
-def test_codes_train_and_serve_the_same_numbers(name: str) -> None:
+def codes_train_and_serve_the_same_numbers(name: str) -> None:
     rule = jc.Rule(**RULES[name], product="codes")
     low, floats = jc.quantize_fn(block, rule), jc.quantize_fn(block, jc.Rule(**RULES[name]))
     packed = low.pack(PARAMS, X)
@@ -267,6 +272,7 @@ def test_all_three_products_of_numpy() -> None:
         np.testing.assert_array_equal(dw, product(g.T, x.T).T)
 
 
+@further
 @pytest.mark.in_turn(50)
 @pytest.mark.parametrize(
     ("name", "dtype"),
@@ -278,7 +284,7 @@ def test_all_three_products_of_numpy() -> None:
         ("nf4", "float32"),
     ],
 )
-def test_a_hundred_models_train_and_serve_the_same_numbers(name: str, dtype: str) -> None:
+def a_hundred_models_train_and_serve_the_same_numbers(name: str, dtype: str) -> None:
     keywords: dict[str, Any] = (RULES | {"nf4": {"weight": "nf4(group=16)"}})[name]
     rule = jc.Rule(**keywords, product="codes")
     low = jc.quantize_fn(lambda w, x: jax.nn.relu(x @ w["up"]) @ w["down"].T, rule)
@@ -294,7 +300,8 @@ def test_a_hundred_models_train_and_serve_the_same_numbers(name: str, dtype: str
     np.testing.assert_array_equal(trained, packed)
 
 
-def test_stochastic_codes() -> None:
+@further
+def stochastic_codes() -> None:
     rule = jc.Rule(weight="int8(group=all):stochastic", activation="int8(group=all):stochastic", product="codes")
     low = jc.quantize_fn(lambda w, x: x @ w, rule, key=KEY)
     w, x = normal(32, 4), normal(3, 32, seed=1)
@@ -304,7 +311,8 @@ def test_stochastic_codes() -> None:
     assert (low(w, x) != low(w, x, key=jax.random.key(6))).any()
 
 
-def test_codes_under_transformations() -> None:
+@further
+def codes_under_transformations() -> None:
     rule = jc.Rule(weight="int4(group=16)", activation=ROW, product="codes")
 
     def layers(p: Any, x: Any) -> Any:
@@ -323,7 +331,8 @@ def test_codes_under_transformations() -> None:
     assert jnp.isfinite(jax.jit(jax.grad(lambda p: low(p, x).sum()))(stack)).all()
 
 
-def test_a_model_of_flax() -> None:
+@further
+def a_model_of_flax() -> None:
     model, x = nnx.Linear(32, 16, rngs=nnx.Rngs(0)), normal(3, 32)
     rule = jc.Rule(weight=ROW, activation=ROW, product="codes")
     trained, served = jc.nn.quantize(model, rule), jc.nn.quantize(model, rule, mode="ptq", inputs=(x,))
@@ -337,13 +346,12 @@ def test_a_model_of_flax() -> None:
     np.testing.assert_array_equal(jc.emulate(low, "bfloat16")(w, x), want)
 
 
+@further
 @pytest.mark.parametrize(
     ("product", "backward"),
     [("codes", False), *(pytest.param(product, True, marks=pytest.mark.slow) for product in ("codes", "float"))],
 )
-def test_a_call_without_jit_compiles_a_product_once(
-    product: Any, backward: bool, caplog: pytest.LogCaptureFixture
-) -> None:
+def a_call_without_jit_compiles_a_product_once(product: Any, backward: bool, caplog: pytest.LogCaptureFixture) -> None:
     rule = jc.Rule(weight="int8(group=all)", activation="int8(group=all)", gradient="int8(group=all)", product=product)
     low = jc.quantize_fn(lambda w, x: x @ w, rule)
     w = jnp.linspace(-1, 2, 11 * 7).reshape(11, 7)
@@ -365,7 +373,8 @@ def test_a_call_without_jit_compiles_a_product_once(
         assert run(gradient, 6) <= 7
 
 
-def test_codes_in_loops_of_unknown_length() -> None:
+@further
+def codes_in_loops_of_unknown_length() -> None:
     """What the turns of a `while` share keeps its codes, also what they carry unchanged; what changes does not."""
 
     def loop(p: Any, x: jax.Array, turns: Any) -> jax.Array:
@@ -392,6 +401,7 @@ def test_codes_in_loops_of_unknown_length() -> None:
         jc.quantize_fn(changed, rule)(p, x, jnp.int32(3))
 
 
+@further
 @pytest.mark.parametrize(
     "rule",
     [
@@ -400,7 +410,7 @@ def test_codes_in_loops_of_unknown_length() -> None:
     ],
     ids=["weights alone", "all"],
 )
-def test_codes_of_stacks_in_loops_within_loops(rule: jc.Rule) -> None:
+def codes_of_stacks_in_loops_within_loops(rule: jc.Rule) -> None:
     """As text is generated: a loop over tokens, and in it one over layers."""
 
     def layers(p: Any, h: jax.Array) -> jax.Array:
@@ -471,6 +481,7 @@ def test_the_codes_of_a_slice_have_the_scales_of_its_numbers(name: str) -> None:
 SPLIT = [(P("m"), P("d", "m"), P("d", None)), (P(None, "m"), P("d"), P("d", "m"))]
 
 
+@further
 @pytest.mark.parametrize(
     ("weight", "activation", "splits"),
     [
@@ -479,7 +490,7 @@ SPLIT = [(P("m"), P("d", "m"), P("d", None)), (P(None, "m"), P("d"), P("d", "m")
         pytest.param("int4(group=4)", None, SPLIT, marks=pytest.mark.slow),
     ],
 )
-def test_codes_in_explicit_meshes(weight: str, activation: str | None, splits: Any) -> None:
+def codes_in_explicit_meshes(weight: str, activation: str | None, splits: Any) -> None:
     rule = jc.Rule(weight=weight, activation=activation, product="codes")
     w, x = normal(32, 8), normal(16, 32, seed=1)
     want = jax.jit(jc.quantize_fn(lambda w, x: x @ w, rule))(w, x)
@@ -503,6 +514,7 @@ def test_codes_in_explicit_meshes(weight: str, activation: str | None, splits: A
                 assert jax.jit(jax.grad(lambda w, x, low=low: low(w, x).sum()))(*placed).shape == w.shape
 
 
+@further
 @pytest.mark.parametrize(
     ("weight", "activation"),
     [
@@ -511,7 +523,7 @@ def test_codes_in_explicit_meshes(weight: str, activation: str | None, splits: A
         pytest.param("mxfp8_e4m3", "mxfp8_e4m3", marks=pytest.mark.slow),
     ],
 )
-def test_codes_within_a_shard_map_of_the_user(weight: str, activation: str | None) -> None:
+def codes_within_a_shard_map_of_the_user(weight: str, activation: str | None) -> None:
     """Loops over blocks and panels begin with constants, whose types have to vary as those of the operands do."""
     low = jc.quantize_fn(lambda w, x: x @ w, jc.Rule(weight=weight, activation=activation, product="codes"))
     w, x = normal(64, 8), normal(16, 64, seed=1)
@@ -523,8 +535,9 @@ def test_codes_within_a_shard_map_of_the_user(weight: str, activation: str | Non
     np.testing.assert_allclose(own, whole, rtol=1e-4, atol=1e-4)
 
 
+@further
 @pytest.mark.parametrize("name", ["cache", pytest.param("experts", marks=pytest.mark.slow)])
-def test_other_loops_within_a_shard_map_of_the_user(name: str) -> None:
+def other_loops_within_a_shard_map_of_the_user(name: str) -> None:
     """Over experts, and over blocks of a cache."""
     mesh = jax.make_mesh((8,), ("d",), axis_types=(AxisType.Auto,))
     experts = jc.quantize_fn(
@@ -595,9 +608,10 @@ NO_NAN = {
 }
 
 
+@further
 @pytest.mark.in_turn(3)
 @pytest.mark.parametrize("name", NO_NAN)
-def test_a_nan_stays_nan(name: str) -> None:
+def a_nan_stays_nan(name: str) -> None:
     """One of an activation reaches its row, one of a weight its column, or all that has its scale."""
     rule, of_row, of_column = NO_NAN[name]
     low = jax.jit(jc.quantize_fn(lambda w, x: x @ w, jc.Rule(**rule, product="codes")))  # type: ignore[arg-type]
@@ -607,7 +621,8 @@ def test_a_nan_stays_nan(name: str) -> None:
     assert in_row[3].all() and in_row.sum() == of_row and in_column[:, 1].all() and in_column.sum() == of_column
 
 
-def test_a_nan_of_a_gradient_stays_nan() -> None:
+@further
+def a_nan_of_a_gradient_stays_nan() -> None:
     low = jc.quantize_fn(lambda w, x: x @ w, jc.Rule(weight=ROW, activation=ROW, gradient=ROW, product="codes"))
     w, x, weights = normal(16, 4), normal(5, 16, seed=1), jnp.ones((5, 4)).at[2, 1].set(jnp.nan)
     dw, dx = jax.grad(lambda w, x: (low(w, x) * weights).sum(), (0, 1))(w, x)
@@ -631,8 +646,9 @@ def test_a_nan_of_an_image_stays_nan(spec: str) -> None:
     assert found.all((0, 1, 2)).tolist() == [False, False, True, False] and found.sum() == 2 * 6 * 6
 
 
+@further
 @pytest.mark.parametrize("rows", [1, 2])
-def test_one_row_of_a_packed_matrix_is_multiplied_without_a_dot(rows: int) -> None:
+def one_row_of_a_packed_matrix_is_multiplied_without_a_dot(rows: int) -> None:
     """On a CPU; all scales are 1, so the result is that of integers."""
     rng = np.random.default_rng(0)
     x, w = (rng.integers(-127, 128, shape).astype(np.float32) for shape in ((rows, 1000), (1000, 24)))
@@ -642,3 +658,6 @@ def test_one_row_of_a_packed_matrix_is_multiplied_without_a_dot(rows: int) -> No
     packed = low.pack(w, x)
     np.testing.assert_array_equal(jax.jit(low)(packed, x), (x.astype(int) @ w.astype(int)).astype(np.float32))
     assert ("dot_general" in jax.jit(low).lower(packed, x).as_text()) == (rows > 1)
+
+
+test_further = further.test()

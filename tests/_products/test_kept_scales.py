@@ -9,9 +9,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from further import Further
 from zoo import CASES
 
 import jchop as jc
+
+further = Further()
 
 #: Models with products in a custom derivative, a shard_map, or a while loop.
 CLOSED = {"dict_custom_vjp", "dict_shard_map", "odd_power_iteration"}
@@ -99,7 +102,8 @@ def test_layers_keep_the_same_scales(source: Any) -> None:
             np.testing.assert_allclose(dl["w_activation_scale"], state["left"]["scale"][...], rtol=1e-5, atol=1e-6)
 
 
-def test_a_recipe_with_a_history() -> None:
+@further
+def a_recipe_with_a_history() -> None:
     rule = jc.Rule(
         weight="float8_e4m3fn(group=tensor)", activation="float8_e4m3fn(group=tensor)",
         gradient="float8_e5m2(group=tensor)", scale_from=jc.DelayedScaling(2),
@@ -115,7 +119,8 @@ def test_a_recipe_with_a_history() -> None:
     assert after.stats["up_activation_history"].tolist() == [jnp.abs(X[1]).max(), jnp.abs(X[0]).max()]
 
 
-def test_the_largest_or_the_last_of_a_history_counts() -> None:
+@further.first
+def the_largest_or_the_last_of_a_history_counts() -> None:
     """The last one is the smallest, under which numbers of the largest saturate."""
     sizes = [float(jnp.abs(x).max()) for x in X[1:]]
     assert sizes[1] < sizes[0] / 2
@@ -126,8 +131,9 @@ def test_the_largest_or_the_last_of_a_history_counts() -> None:
         np.testing.assert_allclose(low(PARAMS, X[1], scales=kept), wanted, rtol=1e-4, atol=1e-5, err_msg=take)
 
 
+@further
 @pytest.mark.parametrize("source", ONE_OF_BOTH, ids=lambda s: type(s).__name__)
-def test_layers_of_a_scan_keep_scales_of_their_own(source: Any) -> None:
+def layers_of_a_scan_keep_scales_of_their_own(source: Any) -> None:
     w = normal(3, 8, 8)
 
     def scanned(p: Any, x: Any) -> Any:
@@ -226,7 +232,8 @@ def test_models_keep_scales(name: str) -> None:
         chex.assert_trees_all_equal_shapes_and_dtypes(scales.learned, gradient)
 
 
-def test_packed_parameters_have_learned_scales() -> None:
+@further
+def packed_parameters_have_learned_scales() -> None:
     low = jc.quantize_fn(mlp, jc.Rule(weight="int4(group=2)", activation=TENSOR, scale_from=jc.LSQ()))
     scales = low.start(PARAMS, X[0])
     assert scales.learned["up_weight_scale"].shape == (4, 6) and scales.learned["up_activation_scale"].shape == ()
@@ -275,7 +282,8 @@ def test_fixed_ranges_are_those_of_the_function_and_its_rules() -> None:
     np.testing.assert_array_equal(low(PARAMS, X[0], scales=low.start(PARAMS, X[0])), low(PARAMS, X[0]))
 
 
-def test_fixed_ranges_of_all_shapes_and_of_the_branches_that_were_taken() -> None:
+@further
+def fixed_ranges_of_all_shapes_and_of_the_branches_that_were_taken() -> None:
     def steps(w: Any, xs: Any) -> Any:
         h = jnp.zeros(8)
         for x in xs:
@@ -323,7 +331,8 @@ def test_what_is_missing_is_said() -> None:
         jc.quantize_fn(lambda p, x: p["up"][x], moving)(PARAMS, jnp.arange(3))
 
 
-def test_parameters_of_one_path_have_scales_of_their_own() -> None:
+@further
+def parameters_of_one_path_have_scales_of_their_own() -> None:
     params = {"a": {"b": normal(8, 6)}, "a/b": normal(6, 3, seed=1)}
     low = jc.quantize_fn(
         lambda p, x: x @ p["a"]["b"] @ p["a/b"], jc.Rule(weight="int4(group=all)", scale_from=jc.LSQ())
@@ -332,3 +341,6 @@ def test_parameters_of_one_path_have_scales_of_their_own() -> None:
     shapes = {name: scale.shape for name, scale in scales.learned.items()}
     assert shapes == {"a/b_weight_scale": (1, 6), "a/b_weight_scale_1": (1, 3)}
     assert low(params, X[0], scales=scales).shape == (4, 3)
+
+
+test_further = further.test()

@@ -12,9 +12,12 @@ import jax.flatten_util
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from further import Further
 from zoo import CASES
 
 import jchop as jc
+
+further = Further()
 
 KEY = jax.random.key(3)
 
@@ -63,10 +66,11 @@ MODELS = [("dict_mlp", spec) for spec in FORMATS]
 MODELS += [(name, FORMATS[at % len(FORMATS)]) for at, name in enumerate(CASES) if name != "dict_mlp"]
 
 
+@further
 @pytest.mark.parametrize(
     ("name", "spec"), [MODELS[0], *(pytest.param(*model, marks=pytest.mark.slow) for model in MODELS[1:])]
 )
-def test_models_train_and_serve_the_same_numbers(name: str, spec: str) -> None:
+def models_train_and_serve_the_same_numbers(name: str, spec: str) -> None:
     case = CASES[name]
     params, args = case.params()
     low = jc.quantize_fn(case.apply, jc.Rule(weight=spec))
@@ -165,7 +169,8 @@ def test_emulated_sums() -> None:
 # -- transformations ---------------------------------------------------------------------------------------------------
 
 
-def test_under_transformations() -> None:
+@further
+def under_transformations() -> None:
     low = jc.quantize_fn(mlp, jc.Rule(weight="int4(group=16)", activation="e4m3"))
     expected = low(PARAMS, X)
     np.testing.assert_array_equal(jax.vmap(lambda x: low(PARAMS, x))(X), expected)
@@ -177,7 +182,8 @@ def test_under_transformations() -> None:
     np.testing.assert_allclose(reverse[0, 0, :, 0], rounded(hidden, "e4m3")[0], rtol=1e-6)
 
 
-def test_draws_follow_the_key() -> None:
+@further
+def draws_follow_the_key() -> None:
     low = jc.quantize_fn(mlp, jc.Rule(weight="int4(group=16):stochastic", activation="e4m3:stochastic"))
     with pytest.raises(ValueError, match="key=None"):
         low(PARAMS, X)
@@ -313,6 +319,7 @@ LOOK_UPS = {
 NORMED = {"table": normal(10, 8), "scale": 1 + 0.1 * normal(8, seed=1), "experts": normal(10, 8, 6, seed=2)}
 
 
+@further
 @pytest.mark.parametrize(
     ("name", "product"),
     [
@@ -320,7 +327,7 @@ NORMED = {"table": normal(10, 8), "scale": 1 + 0.1 * normal(8, seed=1), "experts
         *(pytest.param(*case, marks=pytest.mark.slow) for case in (("at", "codes"), ("take", "float"))),
     ],
 )
-def test_one_token_is_looked_up_as_several_are(name: str, product: Any) -> None:
+def one_token_is_looked_up_as_several_are(name: str, product: Any) -> None:
     def net(p: Any, token: Any) -> Any:
         h = LOOK_UPS[name](p["table"], token)
         h = h * jax.lax.rsqrt((h * h).mean(-1, keepdims=True) + 1e-6) * p["scale"]
@@ -368,9 +375,10 @@ BIASES = {
 OF_LATENTS = [*((name, 6) for name in BIASES), ("itself", 1), ("broadcast", 1), ("reshaped", 1)]
 
 
+@further
 @pytest.mark.in_turn(5)
 @pytest.mark.parametrize(("name", "latents"), OF_LATENTS)
-def test_a_bias_that_is_added_to_a_product_of_parameters_is_a_bias(name: str, latents: int) -> None:
+def a_bias_that_is_added_to_a_product_of_parameters_is_a_bias(name: str, latents: int) -> None:
     def attend(p: Any, x: Any) -> Any:
         y = p["latents"] @ p["query"]
         return jnp.einsum("ld,btd->blt", y + BIASES[name](p["bias"], y.shape), x @ p["key"] + p["bias_of_key"])
@@ -436,8 +444,9 @@ def test_a_sum_of_weights_is_a_weight() -> None:
         assert used and all(row.spec for row in used), name
 
 
+@further
 @pytest.mark.parametrize("gradient", [None, "e5m2"])
-def test_a_weight_comes_out_of_a_function_under_jit_as_it_went_in(gradient: str | None) -> None:
+def a_weight_comes_out_of_a_function_under_jit_as_it_went_in(gradient: str | None) -> None:
     rule = jc.Rule(
         weight="int4(group=4)", activation="int8(group=4)", gradient=gradient, product="float" if gradient else "codes"
     )
@@ -471,7 +480,8 @@ def test_products_of_experts_by_codes_have_forward_mode() -> None:
     np.testing.assert_allclose(tangent, want, rtol=1e-4, atol=1e-4)
 
 
-def test_products_of_codes_have_second_derivatives_in_loops() -> None:
+@further
+def products_of_codes_have_second_derivatives_in_loops() -> None:
     def net(layers: Any, x: Any) -> Any:
         return jax.lax.scan(lambda h, w: (jnp.tanh(h @ w), None), x, layers)[0]
 
@@ -746,6 +756,7 @@ def test_a_parameter_that_is_only_added_in_a_loop_is_named() -> None:
         jc.quantize_fn(horner, rule)({"w": jnp.ones(8)}, jnp.ones(2))
 
 
+@further
 @pytest.mark.in_turn(2)
 @pytest.mark.parametrize(
     ("tree", "fun"),
@@ -758,7 +769,7 @@ def test_a_parameter_that_is_only_added_in_a_loop_is_named() -> None:
     ],
     ids=["matrices and a bias", "two matrices", "rows of a bias", "a vector and its bias", "a table"],
 )
-def test_a_vector_that_holds_several_arrays_stays(tree: Any, fun: Any) -> None:
+def a_vector_that_holds_several_arrays_stays(tree: Any, fun: Any) -> None:
     flat, unravel = jax.flatten_util.ravel_pytree(tree)
     x, rule = normal(4, 16, seed=4), jc.Rule(weight="int8(group=all)", activation="int8(group=all)")
     last = lambda p, x: jnp.sum(fun(unravel(p["flat"]), x), 1, keepdims=True) @ p["last"]  # noqa: E731
@@ -798,7 +809,8 @@ def test_slices_that_are_rows_are_parts_of_their_parameter(part: slice) -> None:
         np.testing.assert_allclose(jc.quantize_fn(fun, rule)(w, x), x @ want.T, rtol=1e-5, atol=1e-5)
 
 
-def test_a_parameter_that_data_change_in_a_loop_is_said() -> None:
+@further.first
+def a_parameter_that_data_change_in_a_loop_is_said() -> None:
     def learned(p: Any, x: Any) -> Any:
         return jax.lax.fori_loop(0, 3, lambda i, w: w + 0.1 * x.T @ jnp.tanh(x @ w), p["w"])
 
@@ -838,8 +850,9 @@ def test_a_product_that_cannot_be_rounded_is_left_and_named() -> None:
         jc.quantize_fn(grouped, jc.Rule("kernel", weight="int8(group=all)"))(params, x)
 
 
+@further
 @pytest.mark.parametrize("text", ["int8(channel=0)", pytest.param("nvfp4", marks=pytest.mark.slow)])
-def test_a_program_that_computes_with_a_parameter_gives_the_same_bits_packed(text: str) -> None:
+def a_program_that_computes_with_a_parameter_gives_the_same_bits_packed(text: str) -> None:
     """A norm of the weight: a sum of squares, fused with whatever makes the numbers (`sums_ordered_by_fusion`)."""
 
     def network(p: Any, x: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -858,3 +871,6 @@ def test_a_program_that_computes_with_a_parameter_gives_the_same_bits_packed(tex
     np.testing.assert_array_equal(gradient(params["g"], params["v"]), gradient(params["g"], packed["v"]))
     second = jax.hessian(lambda g: low({**params, "g": g}, x)[0].sum())(params["g"])
     assert not second.any()
+
+
+test_further = further.test()

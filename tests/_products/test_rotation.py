@@ -8,8 +8,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from further import Further
 
 import jchop as jc
+
+further = Further()
 
 #: Of NVIDIA's Transformer Engine, for its NVFP4 recipe.
 SIGNS = (1, 1, 1, -1, 1, -1, -1, -1, -1, -1, -1, 1, -1, 1, -1, -1)
@@ -26,7 +29,8 @@ def normal(*shape: int, seed: int) -> np.ndarray:
     return np.random.default_rng(seed).normal(size=shape)
 
 
-def test_the_matrix_is_orthogonal_and_exact() -> None:
+@further.first
+def the_matrix_is_orthogonal_and_exact() -> None:
     for size in (4, 16, 64, 256):
         rotation = jc.Hadamard(size)
         np.testing.assert_array_equal(rotation.matrix @ rotation.matrix.T, np.eye(size))
@@ -74,8 +78,9 @@ def test_without_rounding_dw_is_that_of_the_product() -> None:
     assert (turned_dw != dw).any()  # the terms are others
 
 
+@further
 @pytest.mark.parametrize("product", ["float", pytest.param("codes", marks=pytest.mark.slow)])
-def test_operands_are_rounded_after_they_are_turned(product: Any) -> None:
+def operands_are_rounded_after_they_are_turned(product: Any) -> None:
     """Of whole numbers, whose sums are exact, against the definition with matrices."""
     rng, rotation = np.random.default_rng(2), jc.Hadamard(4, products="both")
     w, x, g = (rng.integers(-9, 10, shape).astype(np.float32) for shape in ((6, 8), (10, 6), (10, 8)))
@@ -98,8 +103,9 @@ def test_operands_are_rounded_after_they_are_turned(product: Any) -> None:
     np.testing.assert_array_equal(dx_alone, rounded(g) @ rounded(w).T)
 
 
+@further
 @pytest.mark.parametrize("bits", [12, pytest.param(16, marks=pytest.mark.slow)])
-def test_nvfp4_gradients_are_right_on_average(bits: int) -> None:
+def nvfp4_gradients_are_right_on_average(bits: int) -> None:
     """2^12 or 2^16 draws of dw under the recipe, in which g alone is rounded.
 
     The scales of its blocks are exact here. Elsewhere a scale that is rounded down clips the largest number of a block.
@@ -181,8 +187,9 @@ def block(p: Any, x: Any) -> Any:
 SHAPES = {"q": (12, 8), "k": (12, 8), "experts": (2, 12, 12), "stack": (2, 12, 12), "heads": (5, 3, 4)}
 
 
+@further
 @pytest.mark.usefixtures("x64")
-def test_without_rounding_the_function_stays_what_it_is() -> None:
+def without_rounding_the_function_stays_what_it_is() -> None:
     params = {name: jnp.asarray(normal(*shape, seed=i)) for i, (name, shape) in enumerate(SHAPES.items())}
     x = jnp.asarray(normal(8, 12, seed=9))
     wide: Any = {"weight": "binary64", "activation": "binary64"}
@@ -260,3 +267,6 @@ def test_layers_refuse_rotations_of_programs() -> None:
     module = jc.nn.linen.quantize(linen.Dense(2), rule)
     with pytest.raises(NotImplementedError, match=r"Dense at .*quantize the program"):
         module.apply({"params": {"kernel": jnp.ones((4, 2)), "bias": jnp.zeros(2)}}, jnp.ones((1, 4)))
+
+
+test_further = further.test()

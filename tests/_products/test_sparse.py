@@ -9,9 +9,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
+from further import Further
 from jax import lax
 
 import jchop as jc
+
+further = Further()
 
 
 def kept(low: Any, m: int) -> int:
@@ -20,6 +23,7 @@ def kept(low: Any, m: int) -> int:
     return int((groups.reshape(-1, m, groups.shape[1]) != 0).sum(1).max())
 
 
+@further
 @pytest.mark.in_turn(4)
 @pytest.mark.parametrize(
     ("text", "stored"),
@@ -30,7 +34,7 @@ def kept(low: Any, m: int) -> int:
         ("nvfp4(sparse=2:4)", "nvfp4(axis=-2,sparse=2:4)"),
     ],
 )
-def test_a_product_of_matrices(text: str, stored: str) -> None:
+def a_product_of_matrices(text: str, stored: str) -> None:
     w, x = (jax.random.normal(jax.random.key(i), shape) for i, shape in enumerate([(32, 12), (5, 32)]))
     low = jc.quantize_fn(lambda w, x: x @ w, jc.Rule(weight=text))
     packed = low.pack(w, x)
@@ -44,6 +48,7 @@ def test_a_product_of_matrices(text: str, stored: str) -> None:
     np.testing.assert_allclose(gradient, jnp.broadcast_to(x.sum(0)[:, None], w.shape), rtol=1e-5, atol=1e-5)
 
 
+@further
 @pytest.mark.parametrize(
     ("channels", "text"),
     [
@@ -52,7 +57,7 @@ def test_a_product_of_matrices(text: str, stored: str) -> None:
         pytest.param(3, "int4(group=36,sparse=2:4)", marks=pytest.mark.slow),
     ],
 )
-def test_a_convolution(channels: int, text: str) -> None:
+def a_convolution(channels: int, text: str) -> None:
     """Consecutive inputs are channels; with three of them, groups of four run over the window, too."""
     kernel = jax.random.normal(jax.random.key(0), (3, 3, channels, 5))  # HWIO
     image = jax.random.normal(jax.random.key(1), (2, 7, 7, channels))
@@ -70,7 +75,8 @@ def test_a_convolution(channels: int, text: str) -> None:
     np.testing.assert_array_equal(low(packed, image), low(kernel, image))
 
 
-def test_experts_stacks_and_inputs() -> None:
+@further
+def experts_stacks_and_inputs() -> None:
     text = "int4(group=8,sparse=2:4)"
     w, x = (jax.random.normal(jax.random.key(i), shape) for i, shape in enumerate([(3, 16, 16), (5, 16)]))
     low = jc.quantize_fn(lambda w, x: lax.scan(lambda h, one: (jnp.tanh(h @ one), None), x, w)[0], jc.Rule(weight=text))
@@ -100,7 +106,8 @@ def test_layers_of_flax() -> None:
     assert str(packed.layers[1].scale.get_value().spec) == "int4(group=16,scale=bfloat16)"  # no number is dropped
 
 
-def test_what_is_refused() -> None:
+@further.first
+def what_is_refused() -> None:
     text, x = "int4(group=16,sparse=2:4)", jnp.ones((2, 32))
     with pytest.raises(ValueError, match="it stores no codes of the numbers that sparse drops"):
         rule = jc.Rule(weight=text, activation="int8", product="codes")
@@ -108,3 +115,6 @@ def test_what_is_refused() -> None:
     pairs = jc.quantize_fn(lambda w, x: jnp.einsum("bij,jki->bk", x, w), jc.Rule(weight="int4(group=9,sparse=2:4)"))
     with pytest.raises(ValueError, match="lie in several axes of the parameter, of which the fastest has 3"):
         pairs(jnp.ones((3, 5, 6)), jnp.ones((2, 6, 3)))
+
+
+test_further = further.test()

@@ -12,10 +12,13 @@ import numpy as np
 import pytest
 from distributed import replay
 from distributed.replay import NEAREST, STOCHASTIC
+from further import Further
 from jax.sharding import AxisType, Mesh
 from jax.sharding import PartitionSpec as P
 
 import jchop as jc
+
+further = Further()
 
 KEY = jax.random.key(7)
 
@@ -72,10 +75,11 @@ def test_hierarchical(inner: int, spec: str, key: Any, rng: np.random.Generator)
     same(found, np.stack([replay.psum(list(x), key, replay.two_stages, 2, inner)] * 2 * inner))
 
 
+@further
 @pytest.mark.parametrize(
     ("spec", "key"), [(NEAREST, None), pytest.param(STOCHASTIC, KEY, marks=pytest.mark.slow)], ids=str
 )
-def test_a_process_with_one_device_replays_with_vmap(spec: str, key: Any, rng: np.random.Generator) -> None:
+def a_process_with_one_device_replays_with_vmap(spec: str, key: Any, rng: np.random.Generator) -> None:
     x = rng.standard_normal((4, 60)).astype(np.float32)
     found = jax.jit(jax.vmap(lambda x: jc.distributed.psum(x, "d", spec, key), axis_name="d"))(x)
     same(found, np.stack([replay.psum(list(x), key)] * 4))
@@ -152,7 +156,8 @@ def test_gathered_is_the_whole_rounded(spec: str, rng: np.random.Generator) -> N
     same(found[3], jc.round_to_format(x.reshape(8, 32), spec, key))
 
 
-def test_tiles_and_channels_move(rng: np.random.Generator) -> None:
+@further
+def tiles_and_channels_move(rng: np.random.Generator) -> None:
     """Messages of arrays that keep their shape: the sum over ranks of one piece is that of the dequantized messages."""
     x = rng.standard_normal((2, 2, 8, 16)).astype(np.float32)
     specs = ["int8(group=(4,8))", "int8(channel=0)"]
@@ -172,10 +177,11 @@ SENT = {
 }
 
 
+@further
 @pytest.mark.parametrize(
     "name", ["default", *(pytest.param(n, marks=pytest.mark.slow) for n in SENT if n != "default")]
 )
-def test_every_format_and_collective(name: str, rng: np.random.Generator) -> None:
+def every_format_and_collective(name: str, rng: np.random.Generator) -> None:
     """What arrives is what `jc.round_to_format` gives, summed in rank order."""
     ranks, perm = (2, [(0, 1)]) if name == "default" else (4, [(0, 1), (1, 3), (3, 0)])
     x = rng.standard_normal((ranks, ranks, 64)).astype(np.float32)
@@ -229,7 +235,8 @@ def test_psum_of_channels_and_tiles_keeps_shapes(spec: str, axis: int, rng: np.r
     same(found, np.stack([np.concatenate(sums, axis)[:6]] * 4))
 
 
-def test_trees_are_joined(rng: np.random.Generator) -> None:
+@further
+def trees_are_joined(rng: np.random.Generator) -> None:
     tree = {"a": rng.standard_normal((2, 5)), "b": rng.standard_normal((2, 40)), "c": rng.standard_normal((2,)),
             "d": rng.standard_normal((2, 0)), "e": rng.standard_normal((2, 3))}  # fmt: skip
     tree = jax.tree.map(lambda leaf: leaf.astype(np.float32), tree)
@@ -259,7 +266,8 @@ def test_nonfinite_numbers_stay_in_their_group(rng: np.random.Generator) -> None
     assert (np.isnan(found) == wrong).all()
 
 
-def test_scan_and_vmap(rng: np.random.Generator) -> None:
+@further
+def scan_and_vmap(rng: np.random.Generator) -> None:
     x = rng.standard_normal((4, 3, 24)).astype(np.float32)
 
     def both(x: Any) -> Any:
@@ -311,7 +319,8 @@ def test_derivatives(checked: bool, rng: np.random.Generator) -> None:
     same(found["permute"], wanted)
 
 
-def test_gradient_of_a_loss_that_is_summed(rng: np.random.Generator) -> None:
+@further.first
+def gradient_of_a_loss_that_is_summed(rng: np.random.Generator) -> None:
     """The derivative of psum is that of jax.lax.psum, inside of shard_map and through it."""
     w, x = rng.standard_normal(8).astype(np.float32), rng.standard_normal((4, 8)).astype(np.float32)
     mesh = mesh_of(4)
@@ -325,3 +334,6 @@ def test_gradient_of_a_loss_that_is_summed(rng: np.random.Generator) -> None:
     ours = jax.jit(jax.grad(lambda w: loss(lambda v: jc.distributed.psum(v, "d", NEAREST), w)))(w)
     theirs = jax.jit(jax.grad(lambda w: loss(lambda v: jax.lax.psum(v, "d"), w)))(w)
     np.testing.assert_allclose(ours, theirs, rtol=1e-6)
+
+
+test_further = further.test()

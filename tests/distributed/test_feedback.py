@@ -9,8 +9,11 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from further import Further
 
 import jchop as jc
+
+further = Further()
 
 GROUP = 16
 INT4 = f"int4(group={GROUP})"
@@ -44,7 +47,8 @@ def check_sums(spec: str, rng: np.random.Generator) -> None:
     assert np.abs(missing).max() <= ranks * wanted + largest
 
 
-def test_optims_error_feedback_before_a_sum(rng: np.random.Generator) -> None:
+@further.first
+def optims_error_feedback_before_a_sum(rng: np.random.Generator) -> None:
     """Updates that `optim.error_feedback` rounded travel without another error: the sum is that of the rounded ones."""
     x = rng.standard_normal((4, 2, 2 * GROUP)).astype(np.float32)
     spec = f"int4(group={GROUP},scale=e8m0fnu,rule=ceil)"  # steps that are powers of two: sums of 4 fit 16 bits
@@ -129,3 +133,6 @@ def check_training(spec: Any, rng: np.random.Generator) -> None:
 )
 def test_errors_are_kept_for_later_sums(check: Any, spec: Any, rng: np.random.Generator) -> None:
     check(spec, rng)
+
+
+test_further = further.test()

@@ -10,10 +10,13 @@ import numpy as np
 import pytest
 from distributed.hlo import wire_bytes
 from flax import nnx
+from further import Further
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jchop as jc
+
+further = Further()
 
 RANKS = 4
 #: The format of a weight, and its axis that is cut.
@@ -50,6 +53,7 @@ def rule_of(name: str) -> str:
 RULES = {rule_of(name): P(*[None] * axis, "fsdp") for name, (_, axis) in WEIGHTS.items()}
 
 
+@further
 @pytest.mark.parametrize(
     "kind, names",
     [
@@ -61,7 +65,7 @@ RULES = {rule_of(name): P(*[None] * axis, "fsdp") for name, (_, axis) in WEIGHTS
     ],
     ids=str,
 )
-def test_codes_are_gathered(kind: AxisType, names: list[str], rng: np.random.Generator) -> None:
+def codes_are_gathered(kind: AxisType, names: list[str], rng: np.random.Generator) -> None:
     weights = {name: q for name, q in stored(rng).items() if name in names}
     x = jnp.asarray(rng.standard_normal((4, 32)), jnp.float32)
     mesh = mesh_of(AxisType.Auto if kind == AxisType.Manual else kind)
@@ -207,8 +211,9 @@ def check_peak(spec: str, model: Any, weights: Any, counts_codes: bool) -> None:
     assert peak <= 1.2 * allowed
 
 
+@further
 @pytest.mark.parametrize("spec", ["e4m3fn(group=(4,16))", pytest.param("nvfp4", marks=pytest.mark.slow)])
-def test_a_layer_by_its_number(spec: str, rng: np.random.Generator) -> None:
+def a_layer_by_its_number(spec: str, rng: np.random.Generator) -> None:
     """The bits of the layer, in an automatic mesh and in jax.shard_map."""
     numbers = jnp.asarray(rng.standard_normal((3, 32, 64)), jnp.float32)
     stacks = {"w": jax.vmap(lambda w: jc.quantize(w, spec))(numbers)}
@@ -232,7 +237,8 @@ def test_a_layer_by_its_number(spec: str, rng: np.random.Generator) -> None:
     jax.tree.map(np.testing.assert_array_equal, jax.jit(mapped)(placed), {"w": wanted["w"][1]})
 
 
-def test_an_entry_is_one_of_a_stack_of_layers() -> None:
+@further.first
+def an_entry_is_one_of_a_stack_of_layers() -> None:
     stacks = {"w": jax.eval_shape(lambda x: jax.vmap(lambda w: jc.quantize(w, "nvfp4"))(x), jnp.ones((3, 32, 64)))}
     stacks = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), stacks)
     whole = {"w": jc.quantize(jnp.ones((3, 32, 64)), "nvfp4"), "b": jnp.ones(4)}
@@ -287,3 +293,6 @@ def test_what_is_refused(rng: np.random.Generator) -> None:
         jax.vmap(lambda q: jc.distributed.unshard(q, "i", axis=1), axis_name="i")(
             jax.tree.map(lambda leaf: leaf[None], jc.quantize(jnp.ones((2, 40)), "int4(group=32)"))
         )
+
+
+test_further = further.test()

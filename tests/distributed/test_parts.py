@@ -11,10 +11,13 @@ import ml_dtypes
 import numpy as np
 import pytest
 from distributed.hlo import wire_bytes
+from further import Further
 from jax.sharding import AxisType, Mesh
 from jax.sharding import PartitionSpec as P
 
 import jchop as jc
+
+further = Further()
 
 RANKS = 4
 FP8 = "e4m3fn(group=tensor)"
@@ -89,13 +92,15 @@ def test_parts_are_the_whole(spec: str, axis: int, rng: np.random.Generator) -> 
             np.testing.assert_array_equal(np.atleast_1d(got).view(np.uint8), np.atleast_1d(want).view(np.uint8), name)
 
 
-def test_an_infinity_reaches_the_parts_of_others(rng: np.random.Generator) -> None:
+@further
+def an_infinity_reaches_the_parts_of_others(rng: np.random.Generator) -> None:
     tree = weights(rng)
     found, _ = gathered(tree, "e4m3fn(group=tensor,nan_block=true)")
     assert np.isnan(jc.dequantize(found["c"])).all() and np.isfinite(jc.dequantize(found["a"])).all()
 
 
-def test_parts_that_are_refused() -> None:
+@further.first
+def parts_that_are_refused() -> None:
     x = jnp.ones((2, 4, 24))
 
     def parts(spec: str, axis: int = 0, x: Any = x) -> Any:
@@ -112,3 +117,6 @@ def test_parts_that_are_refused() -> None:
     ):
         with pytest.raises(error, match=said):
             call()
+
+
+test_further = further.test()

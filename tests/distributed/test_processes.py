@@ -12,8 +12,11 @@ import jax
 import numpy as np
 import pytest
 from distributed import process, replay
+from further import Further
 
 import jchop
+
+further = Further()
 
 TESTS = Path(__file__).resolve().parents[1]
 
@@ -53,10 +56,11 @@ def start_processes(script: Path, processes: int, *arguments: str) -> list[subpr
 ALL = "two_shot,ring,hierarchical,gather,scatter,exchange,permute"
 
 
+@further.first
 @pytest.mark.parametrize(
     ("processes", "devices", "names"), [(1, 2, "gather,permute"), pytest.param(4, 2, ALL, marks=pytest.mark.slow)]
 )
-def test_processes_get_the_replayed_bits(processes: int, devices: int, names: str, tmp_path: Path) -> None:
+def processes_get_the_replayed_bits(processes: int, devices: int, names: str, tmp_path: Path) -> None:
     """And so does one process, which needs no other to be started."""
     if processes > 1:
         run_processes(Path(process.__file__), processes, str(devices), str(tmp_path), names)
@@ -87,3 +91,6 @@ def test_processes_get_the_replayed_bits(processes: int, devices: int, names: st
         case, rank = name.split()
         same = each[case][int(rank)] if case in each else wanted[case]
         np.testing.assert_array_equal(value.view(np.uint32), np.asarray(same).view(np.uint32), name)
+
+
+test_further = further.test()

@@ -16,10 +16,13 @@ import pytest
 from _kernels import compiling
 from _kernels.test_compile import require_compiler
 from distributed.hlo import wire_bytes
+from further import Further
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jchop as jc
+
+further = Further()
 
 RANKS, SIZE, GROUP = 8, 1 << 17, 256
 INT8, INT4 = (f"int{bits}(group={GROUP},scale=bfloat16)" for bits in (8, 4))
@@ -46,7 +49,8 @@ def compiled(spec: str, algorithm: str) -> jax.stages.Compiled:
     return jax.jit(mapped).lower(x).compile()
 
 
-def test_the_counter_counts() -> None:
+@further.first
+def the_counter_counts() -> None:
     mesh = Mesh(np.array(jax.devices()[:4]), ("d",), axis_types=(AxisType.Auto,))
 
     def moved(x: jax.Array) -> jax.Array:
@@ -97,10 +101,11 @@ def bound(x: np.ndarray, top: int) -> np.ndarray:
     return steps + scales(largest) / 2 * max(1, clipped)
 
 
+@further
 @pytest.mark.parametrize(
     ("bits", "ranks"), [(8, 2), *(pytest.param(bits, RANKS, marks=pytest.mark.slow) for bits in (8, 4))]
 )
-def test_stochastic_sums_are_unbiased(bits: int, ranks: int, rng: np.random.Generator) -> None:
+def stochastic_sums_are_unbiased(bits: int, ranks: int, rng: np.random.Generator) -> None:
     """The mean of 256 draws has 1/16 of the error of one, and no bias.
 
     So many draws show a bias of 1e-4 in int8; in int4 it is below the 8e-4 that 2^20 numbers show. docs/distributed.md
@@ -137,3 +142,6 @@ def test_other_chips_send_the_same(target: str, pytestconfig: pytest.Config) -> 
         assert set(found[spec]) <= {"s8", "u8", "u16", "u32"}, found  # XLA moves a few scales as pairs
         assert found[spec][codes] == 2 * size * 3 / 4 * bits / 8
         assert sum(found[spec].values()) <= share * 2 * 4 * size * 3 / 4
+
+
+test_further = further.test()

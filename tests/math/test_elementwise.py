@@ -108,7 +108,8 @@ def test_float64_numbers_stay_exact_without_the_flag() -> None:
     assert jc.math.sqrt(np.float64(2), "binary32") == np.sqrt(np.float32(2))
 
 
-def test_ldexp_is_exact() -> None:
+@further
+def ldexp_is_exact() -> None:
     how = How(oracle.ieee(8, 7), "up")
     (x,) = operands("bfloat16", 1)
     for n in (-300, -151, -140, -3, 0, 5, 130, 260):

@@ -10,9 +10,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from further import Further
 from refusals import assert_refused
 
 import jchop as jc
+
+further = Further()
 
 KEY = jax.random.key(4)
 TINY = np.float32(1e-45)
@@ -73,7 +76,8 @@ def test_the_place_is_the_first_of_equal_elements() -> None:
         assert getattr(jc.math, name)(x, "e5m2", axis=0, keepdims=True).shape == (1, 4)
 
 
-def test_draws_and_transforms() -> None:
+@further
+def draws_and_transforms() -> None:
     x, text = jnp.asarray(some(4, 5)), "e4m2:stochastic"
     keys = jax.random.split(KEY)
     own, first = jc.round_to_format(x, text, keys[0]), jc.round_to_format(jnp.float32(0.3), text, keys[1])
@@ -103,5 +107,9 @@ REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
 }
 
 
-def test_what_cannot_be_done_is_refused_with_a_reason() -> None:
+@further.first
+def what_cannot_be_done_is_refused_with_a_reason() -> None:
     assert_refused({name: (make, (TypeError, ValueError), message) for name, (make, message) in REFUSED.items()})
+
+
+test_further = further.test()

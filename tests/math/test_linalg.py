@@ -243,9 +243,10 @@ def definite(n: int, text: str) -> np.ndarray:
 # -- every operation is rounded ----------------------------------------------------------------------------------------
 
 
+@further
 @pytest.mark.in_turn(3)
 @pytest.mark.parametrize("text", HOWS)
-def test_elimination_and_substitution(text: str) -> None:
+def elimination_and_substitution(text: str) -> None:
     a, b, machine = some(5, 5, text), some(5, 1, text, 1)[:, 0], Machine(HOWS[text])
     want, order = machine.lu(rows(a))
     factors, p = linalg.lu(a, text)

@@ -10,6 +10,9 @@ from typing import Any
 import numpy as np
 import pytest
 from example_cases import load
+from further import Further
+
+further = Further()
 
 Lines = list[list[str]]
 
@@ -101,10 +104,14 @@ EXAMPLES: dict[str, Callable[[Lines], None]] = {
 }
 
 
+@further.first
 @pytest.mark.in_turn(1000)
 @pytest.mark.parametrize("command", ["a step of lorenz", *EXAMPLES])
-def test_an_example_shows_what_it_says(command: str, run: Callable[[str], Lines]) -> None:
+def an_example_shows_what_it_says(command: str, run: Callable[[str], Lines]) -> None:
     if command == "a step of lorenz":
         a_step_of_the_lorenz_system_is_eulers()
     else:
         EXAMPLES[command](run(command))
+
+
+test_further = further.test()

@@ -63,7 +63,8 @@ def half_operands(k: int = 64) -> tuple[np.ndarray, np.ndarray]:
     return normal((16, k)).astype(np.float16), normal((k, 16), 1).astype(np.float16)
 
 
-def test_half_precision_is_that_of_numpy_in_two_orders_which_differ() -> None:
+@further
+def half_precision_is_that_of_numpy_in_two_orders_which_differ() -> None:
     """NumPy rounds every float16 operation. Of 256 sums of 64 products most depend on the order."""
     a, b = half_operands()
     products = a[:, None, :] * b.T
@@ -101,7 +102,8 @@ SHAPES = [
 ]
 
 
-def test_shapes_are_those_of_jnp_matmul() -> None:
+@further
+def shapes_are_those_of_jnp_matmul() -> None:
     pairs = [(integers(left), integers(right, seed=1)) for left, right in SHAPES]
     found = jax.jit(lambda pairs: [jc.math.matmul(a, b, UNIT) for a, b in pairs])(pairs)
     for got, (a, b) in zip(found, pairs, strict=True):

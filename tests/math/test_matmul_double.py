@@ -98,7 +98,8 @@ def pairs_of_float32_numbers() -> None:
 SHAPES = [((3,), (3,)), ((2, 3), (3,)), ((3,), (3, 4)), ((5, 1, 2, 3), (4, 3, 2)), ((2, 0), (0, 3)), ((0, 3), (3, 2))]
 
 
-def test_shapes() -> None:
+@further
+def shapes() -> None:
     """Small integers, whose products are exact."""
     for left, right in SHAPES:
         rng = np.random.default_rng(1)

@@ -9,9 +9,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from further import Further
 from layer_references import checked, each
 
 import jchop as jc
+
+further = Further()
 
 HEADS, GROUP, SIZE = 2, 3, 8
 LENGTHS = np.asarray([11, 4, 7])
@@ -74,9 +77,10 @@ CASES: list[dict[str, Any]] = [
 EACH = [(k, c) for k in KINDS for c in CASES if k != "rolling" or "is_causal" not in c]
 
 
+@further
 @pytest.mark.in_turn(60)
 @pytest.mark.parametrize(("kind", "spec", "case"), [(k, SPECS[i % 4], c) for i, (k, c) in enumerate(EACH)])
-def test_values_are_those_of_float64(kind: str, spec: Any, case: dict[str, Any]) -> None:
+def values_are_those_of_float64(kind: str, spec: Any, case: dict[str, Any]) -> None:
     cache, q = filled(kind, spec), normal(5, 5, HEADS * GROUP)
     last = LENGTHS[:, None] - 5 + np.arange(5)  # -1 for the first query of the second sequence: padding
     y = jax.jit(lambda q, cache: jc.dot_product_attention(q, cache, **case))(q, cache)
@@ -232,7 +236,8 @@ def test_special_queries(check: Any, request: Any) -> None:
     checked(check, request)
 
 
-def test_arguments_are_checked() -> None:
+@further.first
+def arguments_are_checked() -> None:
     cache, q = filled("full"), normal(5, 1, HEADS * GROUP)
     rolling = filled("rolling")
     with pytest.raises(TypeError, match=r"cache is a tuple; it must be a jchop\.KVCache"):
@@ -255,12 +260,13 @@ def test_arguments_are_checked() -> None:
             jc.dot_product_attention(query, stored, **more)
 
 
+@further
 @pytest.mark.parametrize(
     ("kind", "spec"),
     [("full", None), ("paged", "int8(group=all)"), ("rolling", "int4(group=4)"), ("full", "float8_e4m3fn")],
 )
 @pytest.mark.in_turn(20)
-def test_dropped_tokens_do_not_show(kind: str, spec: Any) -> None:
+def dropped_tokens_do_not_show(kind: str, spec: Any) -> None:
     """A dict of the tokens of each sequence says what is held, and NumPy attends to it."""
     window, slots = (4, 6) if kind == "rolling" else (None, 16)
     specs = {"keys": spec, "values": spec}
@@ -314,3 +320,6 @@ def test_dropped_tokens_do_not_show(kind: str, spec: Any) -> None:
             else:
                 assert not y[b, t, h].any()
     assert (nans > 0) is (kind == "rolling")
+
+
+test_further = further.test()

@@ -11,10 +11,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
+from further import Further
 from layer_references import checked, each
 
 import jchop as jc
 from jchop._products.scales.histogram import BINS, Histogram, add, divergence, entropy_threshold
+
+further = Further()
 
 DRAW = np.random.default_rng(0)
 BATCHES = [jnp.asarray(DRAW.normal(size=(5, 4)) * scale, "float32") for scale in (1.0, 3.0, 2.0)]
@@ -61,7 +64,8 @@ def test_the_least_square_error_is_found() -> None:
     np.testing.assert_allclose(range_of(found), [-best, 6 * best], rtol=1e-6)
 
 
-def test_a_histogram_counts_whatever_comes() -> None:
+@further.first
+def a_histogram_counts_whatever_comes() -> None:
     values = [np.array([0.0, 0.0]), np.array([1.0, -0.5, np.nan]), np.array([3.5, -np.inf, 1e-3])]
     seen = Histogram.empty()
     for x in values:
@@ -122,9 +126,10 @@ def test_zeros_do_not_shorten_the_range_of_least_entropy() -> None:
         assert float(jnp.mean((part - cut) ** 2)) < 1e-4
 
 
+@further
 @pytest.mark.in_turn(2)
 @pytest.mark.parametrize("activation", ["int8(group=tensor)", "uint8(group=tensor,zero_point=integer)"])
-def test_inputs_are_rounded_under_the_fixed_scale(activation: str) -> None:
+def inputs_are_rounded_under_the_fixed_scale(activation: str) -> None:
     static = jc.nn.calibrate(layer(activation), BATCHES)
     low, high = (float(v) for v in range_of(static))
     if "zero_point" in activation:
@@ -217,3 +222,6 @@ def test_a_calibrated_model_is_loaded_into_its_shapes(outside: bool, tmp_path: P
 def test_what_cannot_be_calibrated_is_said(model: Callable[[], Any], batches: Any, more: Any, words: str) -> None:
     with pytest.raises(ValueError, match=words):
         jc.nn.calibrate(model(), batches, **more)
+
+
+test_further = further.test()

@@ -9,9 +9,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import linen, nnx
+from further import Further
 from layer_references import checked
 
 import jchop as jc
+
+further = Further()
 
 RNG = np.random.default_rng(0)
 X = jnp.asarray(RNG.normal(size=(3, 6, 8)), "float32")
@@ -31,11 +34,12 @@ def masked(kind: Any = nnx.Conv, mask: Any = MASK, **more: Any) -> Any:
 # -- masks -------------------------------------------------------------------------------------------------------------
 
 
+@further
 @pytest.mark.in_turn(9)
 @pytest.mark.parametrize(
     ("kind", "spec"), [(nnx.Conv, "int4(group=all)"), (nnx.ConvTranspose, "int8(group=8)"), (nnx.Conv, "nf4")]
 )
-def test_a_masked_convolution_is_packed_as_it_is_trained(kind: Any, spec: str) -> None:
+def a_masked_convolution_is_packed_as_it_is_trained(kind: Any, spec: str) -> None:
     layer, rule = masked(kind), Rule(weight=spec)
     trained, packed = jc.nn.quantize(layer, rule), jc.nn.quantize(layer, rule, mode="ptq")
     assert packed.mask is None and layer.mask is not None
@@ -86,7 +90,8 @@ class Masked(linen.Module):
         return linen.Conv(4, (3,), mask=mask)(x)
 
 
-def test_a_mask_that_is_made_in_the_call_is_refused_by_name() -> None:
+@further.first
+def a_mask_that_is_made_in_the_call_is_refused_by_name() -> None:
     rule = Rule(weight="int4(group=all)")
     module = jc.nn.linen.quantize(Masked(numpy=False), rule)
     variables = module.init(jax.random.key(0), X)
@@ -116,8 +121,9 @@ class Net(nnx.Module):
 RULES = [Rule("normed/"), INT4]  # in newer versions of Flax WeightNorm has parameters of its own
 
 
+@further
 @pytest.mark.parametrize("kind", [nnx.SpectralNorm, nnx.WeightNorm])
-def test_a_kernel_that_a_wrapper_normalizes_is_not_packed(kind: Any) -> None:
+def a_kernel_that_a_wrapper_normalizes_is_not_packed(kind: Any) -> None:
     model = Net(kind)
     rules = RULES if nnx.state(model.normed, lambda path, v: isinstance(v, nnx.Param) and "scales" in path) else [INT4]
     words = rf"{kind.__name__} at 'normed' normalizes kernel of its layer_instance.*mode='qat'.*layer_instance"
@@ -255,3 +261,6 @@ def test_a_kernel_in_a_transformation_is_packed(lift: str) -> None:
     module = jc.nn.linen.quantize(Lifted(), INT4)
     variables = module.init(jax.random.key(0), X2)
     np.testing.assert_array_equal(module.apply(module.pack(variables, X2), X2), module.apply(variables, X2))
+
+
+test_further = further.test()

@@ -10,9 +10,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import linen, nnx
+from further import Further
 from layer_references import checked, each
 
 import jchop as jc
+
+further = Further()
 
 ROW = "int8(group=all)"
 X = jnp.asarray(np.random.default_rng(3).normal(size=(2, 6, 8)), jnp.float32)
@@ -36,9 +39,10 @@ RULES: dict[str, dict[str, Any]] = {
 }
 
 
+@further
 @pytest.mark.in_turn(2)
 @pytest.mark.parametrize("weight", ["int8(group=4)", "int4(group=all)"])
-def test_a_square_layer_trains_and_serves_the_same_numbers(weight: str) -> None:
+def a_square_layer_trains_and_serves_the_same_numbers(weight: str) -> None:
     """Its matrix and the transpose have one shape."""
     layer, x = nnx.Linear(8, 8, rngs=nnx.Rngs(0)), X[..., :8]
     rule = jc.Rule(weight=weight, activation=ROW, product="codes")
@@ -182,7 +186,8 @@ def test_reports_of_linen_and_of_programs_say_it_too() -> None:
             report(variables, x, platform="h100")
 
 
-def test_layers_without_a_product_refuse() -> None:
+@further.first
+def layers_without_a_product_refuse() -> None:
     rule = jc.Rule(weight=ROW, activation=ROW, product="codes")
     with pytest.raises(NotImplementedError, match=r"ConvTranspose at .*Flax gives no access to its product"):
         jc.nn.quantize(nnx.ConvTranspose(8, 4, (3,), rngs=nnx.Rngs(0)), rule)
@@ -192,3 +197,6 @@ def test_layers_without_a_product_refuse() -> None:
     low = jc.nn.linen.quantize(module, rule)
     with pytest.raises(NotImplementedError, match="quantize the program"):
         low.apply(module.init(jax.random.key(0), X), X)
+
+
+test_further = further.test()

@@ -17,10 +17,13 @@ import numpy as np
 import pytest
 from flax import linen, nnx
 from flax.traverse_util import flatten_dict
+from further import Further
 from jax import lax
 from layer_references import LAYERS, Formats, Layer, checked
 
 import jchop as jc
+
+further = Further()
 
 FAMILIES = {
     "float": Formats("e4m3", "e5m2", "e4m2", "e5m4"),
@@ -150,9 +153,10 @@ COMPILED = {
 EAGER = dict(zip(LAYERS, itertools.cycle(("float", "int8", "mxfp8", "nf4", "fixed"))))
 
 
+@further.first
 @pytest.mark.in_turn(30)
 @pytest.mark.parametrize(("name", "family"), COMPILED.items())
-def test_compiled_and_transformed(name: str, family: str) -> None:
+def compiled_and_transformed(name: str, family: str) -> None:
     layer, formats = LAYERS[name], FAMILIES[family]
     xs = inputs(name, layer)
     models = models_of(layer, formats, xs[0, 0])
@@ -229,3 +233,6 @@ def einsum_of_linen_has_to_know_its_subscripts() -> None:
 def test_einsum(check: Any, request: Any) -> None:
     """A case for each of these checks; the first runs by default."""
     checked(check, request)
+
+
+test_further = further.test()

@@ -12,8 +12,11 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
+from further import Further
 
 import jchop as jc
+
+further = Further()
 
 #: Relative output error of qwix 0.1.8, weights alone, mean of three seeds, for each format: per output channel, or
 #: in blocks along the sum.
@@ -95,9 +98,10 @@ FORWARD = {
 }
 
 
+@further.first
 @pytest.mark.in_turn(80)
 @pytest.mark.parametrize("name", [*FORWARD, *YARDSTICK])
-def test_products_are_as_exact_as_those_of_torchao_and_networks_as_those_of_qwix(name: str) -> None:
+def products_are_as_exact_as_those_of_torchao_and_networks_as_those_of_qwix(name: str) -> None:
     if name in YARDSTICK:
         return within_two_percent_of_qwix(name)
     weight, activation, figure = FORWARD[name]
@@ -178,3 +182,6 @@ def test_training_products_are_as_exact_as_those_of_torchao(name: str) -> None:
         return
     for y, figure in zip(got, TRAINING[name], strict=True):
         assert y > 100 if figure == np.inf else y == pytest.approx(figure, abs=0.5)
+
+
+test_further = further.test()

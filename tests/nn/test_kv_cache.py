@@ -8,10 +8,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from further import Further
 from jax import export
 from layer_references import checked, each
 
 import jchop as jc
+
+further = Further()
 
 HEADS, SIZE = 2, 8
 SPECS = [
@@ -79,9 +82,10 @@ class Model:
                 np.testing.assert_array_equal(row[p][1], value)
 
 
+@further
 @pytest.mark.in_turn(9)
 @pytest.mark.parametrize("kind", ["full", "rolling", "paged"])
-def test_tokens_are_where_they_belong(kind: str) -> None:
+def tokens_are_where_they_belong(kind: str) -> None:
     model = Model(of_kind(kind, 20 if kind != "rolling" else 6, **EIGHT), EIGHT)
     draw = np.random.default_rng(1)
     for turn in range(4):
@@ -149,9 +153,10 @@ def stacks_batches_and_donation() -> None:
         jax.tree.map(lambda whole, one, i=i: np.testing.assert_array_equal(whole[i], one), again, cache)
 
 
+@further
 @pytest.mark.parametrize("kind", ["full", "rolling", "paged"])
 @pytest.mark.in_turn(3)
-def test_truncation_passes_through_scan_and_vmap(kind: str) -> None:
+def truncation_passes_through_scan_and_vmap(kind: str) -> None:
     cache = of_kind(kind, 6, **EIGHT)
     x, kept = normal(1, 3), jnp.asarray([[2, 3, 0], [3, 4, 9]])
     expected, one_step = cache, jax.jit(lambda cache, lengths: cache.update(x, x).truncate(lengths))
@@ -293,6 +298,7 @@ def sequences_that_are_taken_have_their_tokens(kind: str) -> None:
         taken.take(jnp.ones(2))
 
 
+@further
 @pytest.mark.parametrize(
     "check",
     [
@@ -307,12 +313,13 @@ def sequences_that_are_taken_have_their_tokens(kind: str) -> None:
     ],
     ids=lambda check: check.__name__,
 )
-def test_pages_stacks_and_shards(check: Any, request: Any) -> None:
+def pages_stacks_and_shards(check: Any, request: Any) -> None:
     """A case for each of these checks; the first runs by default."""
     checked(check, request)
 
 
-def test_arguments_are_checked() -> None:
+@further.first
+def arguments_are_checked() -> None:
     full = jc.KVCache.full
     for spec in (
         "int8",
@@ -374,3 +381,6 @@ def test_exported_programs_take_and_return_a_cache(kind: str, specs: dict[str, A
     assert jax.tree.structure(got) == jax.tree.structure(wanted)
     jax.tree.map(np.testing.assert_array_equal, got, wanted)
     np.testing.assert_array_equal(got.keys, wanted.keys)
+
+
+test_further = further.test()

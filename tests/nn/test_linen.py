@@ -9,10 +9,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import linen, nnx
+from further import Further
 from layer_references import checked
 
 import jchop as jc
 import jchop.nn.linen as quantized_linen
+
+further = Further()
 
 WEIGHT = "mxfp8_e4m3(group=4)"
 
@@ -49,7 +52,8 @@ def start() -> tuple[Any, Any]:
     return variables, twin
 
 
-def test_gradients_and_packed_parameters_are_those_of_the_twin() -> None:
+@further
+def gradients_and_packed_parameters_are_those_of_the_twin() -> None:
     variables, twin = start()
     rules = [jc.nn.Rule("head", weight=WEIGHT, activation="e4m3", gradient="e5m2"), jc.nn.Rule("conv", weight="e4m3")]
     tower, rounded = quantized_linen.quantize(Tower(), rules), jc.nn.quantize(twin, rules)
@@ -123,7 +127,8 @@ class Told(linen.Module):
         return 2 * y if double else y
 
 
-def test_arguments_that_are_no_arrays_go_through() -> None:
+@further.first
+def arguments_that_are_no_arrays_go_through() -> None:
     """By position as by name, also within others and beside arrays."""
     x, pair = np.ones((1, 4), np.float32), (jnp.ones(2), "beside")
     told = quantized_linen.quantize(Told(), jc.nn.Rule(weight="e4m3"))
@@ -208,3 +213,6 @@ def test_norms_are_rounded_by_rules_of_their_own_alone() -> None:
     assert isinstance(stored["params"]["norm"]["scale"], quantized_linen.Packed)
     np.testing.assert_array_equal(own.apply(stored, x), own.apply(variables, x))
     assert (own.apply(variables, x) != wide.apply(variables, x)).any()
+
+
+test_further = further.test()

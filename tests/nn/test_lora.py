@@ -12,10 +12,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
+from further import Further
 from layer_references import checked, products_of_size
 
 import jchop as jc
 from jchop.nn import LoraRule, Rule, add_lora, load_lora, merge_lora, save_lora, split_lora
+
+further = Further()
 
 DOUBLE = "nf4(scale=uint8(group=256,zero_point=float))"
 X = np.random.default_rng(0).standard_normal((5, 128)).astype(np.float32)
@@ -89,8 +92,9 @@ def in_bytes(packed: Any) -> None:
     assert big.bits_per_element == 4 + 8 / 64 + 64 / (64 * 256)
 
 
+@further
 @pytest.mark.parametrize("init", ["loftq", pytest.param("pissa", marks=pytest.mark.slow)])
-def test_best_approximations(model: Any, packed: Any, init: str) -> None:
+def best_approximations(model: Any, packed: Any, init: str) -> None:
     rule = LoraRule("up", rank=5, alpha=2.5, init=init)
     layer = add_lora(packed, rule, rngs=nnx.Rngs(1), original=model).up
     w = np.asarray(model.up.kernel[...], np.float64)
@@ -163,8 +167,9 @@ def test_files_and_their_size(check: Any, request: Any) -> None:
     checked(check, request)
 
 
+@further
 @pytest.mark.parametrize("weight", [None, pytest.param("nf4", marks=pytest.mark.slow)])
-def test_the_projections_of_attention(weight: str | None, tmp_path: Path) -> None:
+def the_projections_of_attention(weight: str | None, tmp_path: Path) -> None:
     """They sum over one axis to two, and over two to one; A and B are matrices, as in PEFT."""
     plain: Any = nnx.MultiHeadAttention(4, 32, qkv_features=64, decode=False, rngs=nnx.Rngs(0))
     base = plain if weight is None else jc.nn.quantize(plain, Rule("{query,out}", weight=weight), "ptq")
@@ -201,7 +206,8 @@ def a_model_that_is_the_layer_is_saved_and_loaded(tmp_path: Path) -> None:
     np.testing.assert_array_equal(load_lora(tmp_path, model)(np.eye(8)), adapted(np.eye(8)))
 
 
-def test_a_general_layer_sums_over_its_own_axes() -> None:
+@further
+def a_general_layer_sums_over_its_own_axes() -> None:
     layer: Any = nnx.LinearGeneral((2, 3), (4, 5), axis=(1, -1), use_bias=False, rngs=nnx.Rngs(0))
     adapted = noised(add_lora(layer, LoraRule("*", rank=2), rngs=nnx.Rngs(1)))
     x = np.random.default_rng(1).standard_normal((7, 2, 6, 3))
@@ -304,7 +310,8 @@ def test_adapters_in_use(check: Any, request: Any) -> None:
     checked(check, request)
 
 
-def test_errors(model: Any, packed: Any) -> None:
+@further.first
+def errors(model: Any, packed: Any) -> None:
     for said, rules, more in (
         ("matches no linear layer", LoraRule("down", rank=2), {}),
         ("needs original=", LoraRule("up", rank=2, init="loftq"), {}),
@@ -323,3 +330,6 @@ def test_errors(model: Any, packed: Any) -> None:
         LoraRule("up", rank=1, init="x")
     with pytest.raises(TypeError, match="rngs=None must be"):
         add_lora(packed, LoraRule("up", rank=1), rngs=None)  # type: ignore[arg-type]
+
+
+test_further = further.test()

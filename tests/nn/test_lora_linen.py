@@ -13,11 +13,14 @@ import numpy as np
 import pytest
 from flax import linen as nn
 from flax import nnx
+from further import Further
 from layer_references import checked, drawn, each, products_of_size
 
 import jchop as jc
 from jchop.nn import LoraRule, Rule
 from jchop.nn.linen import add_lora, load_lora, merge_lora, save_lora, split_lora
+
+further = Further()
 
 DOUBLE = "nf4(scale=uint8(group=256,zero_point=float))"
 X = np.random.default_rng(0).standard_normal((5, 128)).astype(np.float32)
@@ -209,7 +212,8 @@ def test_numbers(check: Any, request: Any) -> None:
     checked(check, request)
 
 
-def test_axes_in_another_order_are_summed_as_flax_sums_them() -> None:
+@further.first
+def axes_in_another_order_are_summed_as_flax_sums_them() -> None:
     net: Any = nn.DenseGeneral(8, axis=(2, 0))
     x = np.random.default_rng(1).standard_normal((3, 4, 3)).astype(np.float32)
     adapted, variables = add_lora(net, drawn(jax.eval_shape(net.init, KEY, x)), LoraRule("*", rank=2), x, key=KEY)
@@ -218,7 +222,8 @@ def test_axes_in_another_order_are_summed_as_flax_sums_them() -> None:
     np.testing.assert_allclose(adapted.apply(variables, x), module.apply(merged, x), rtol=1e-4, atol=1e-5)
 
 
-def test_rules_that_say_nothing_of_merged_layers_are_dropped() -> None:
+@further
+def rules_that_say_nothing_of_merged_layers_are_dropped() -> None:
     """The rule matches the attention itself, too, which has no weight of its own."""
     net: Any = nn.MultiHeadDotProductAttention(4)
     x = np.random.default_rng(1).standard_normal((2, 5, 16)).astype(np.float32)
@@ -251,3 +256,6 @@ def test_errors(low: Any, plain: Any, packed: Any) -> None:
         add_lora(low, variables, LoraRule("up", rank=2), X, key=KEY)
     with pytest.raises(ValueError, match=r"differ in 'up/lora_a'"):
         adapted.apply(packed, X)
+
+
+test_further = further.test()

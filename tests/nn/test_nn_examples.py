@@ -13,8 +13,11 @@ import numpy as np
 import pytest
 from example_cases import EXAMPLES, SCRIPTS, load
 from flax import nnx
+from further import Further
 
 import jchop as jc
+
+further = Further()
 
 slow = pytest.mark.slow
 
@@ -154,8 +157,9 @@ def llama_whole_way(llama: Any, monkeypatch: Any, capsys: Any, tmp_path: Path) -
 OTHERS = ("paged", "kinds of caches", "llama files", "llama tied files", "llama whole way")
 
 
+@further.first
 @pytest.mark.parametrize("name", ["two bits", *(pytest.param(name, marks=slow) for name in (*CHECKS, *OTHERS))])
-def test_an_example_shows_what_it_says(name: str, request: Any, monkeypatch: Any, capsys: Any, tmp_path: Path) -> None:
+def an_example_shows_what_it_says(name: str, request: Any, monkeypatch: Any, capsys: Any, tmp_path: Path) -> None:
     monkeypatch.syspath_prepend(str(EXAMPLES))
     if name.startswith("llama"):
         llama = request.getfixturevalue("llama")
@@ -182,3 +186,6 @@ def test_an_example_shows_what_it_says(name: str, request: Any, monkeypatch: Any
         load(name).main()
         CHECKS[name]([line.split() for line in capsys.readouterr().out.splitlines()])
         assert picture.read_bytes().startswith(b"\x89PNG")
+
+
+test_further = further.test()

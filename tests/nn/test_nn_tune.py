@@ -11,10 +11,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
+from further import Further
 from layer_references import LAYERS, checked, each
 
 import jchop as jc
 from jchop._paths import matches_path
+
+further = Further()
 
 WHOLE = ["int4(group=all)", "int8(group=all)"]
 MENU = ["int3", "int4", "int8"]
@@ -157,6 +160,7 @@ def test_every_layer_that_is_packed_has_a_row_or_is_named(name: str) -> None:
     assert all(np.isnan(row.output_snr) if name == "RNN" else 20 < row.output_snr < 80 for row in rows)
 
 
+@further
 @pytest.mark.in_turn(3)
 @pytest.mark.parametrize(
     ("make", "shape"),
@@ -167,7 +171,7 @@ def test_every_layer_that_is_packed_has_a_row_or_is_named(name: str) -> None:
     ],
     ids=["ConvTranspose", "LoRALinear", "LoRA"],
 )
-def test_scores_of_the_last_layer_are_twice_its_part_in_a_divergence(make: Any, shape: tuple[int, ...]) -> None:
+def scores_of_the_last_layer_are_twice_its_part_in_a_divergence(make: Any, shape: tuple[int, ...]) -> None:
     """With labels y + n, n normal, the mean of (∂L/∂y)²·(ŷ - y)² is (ŷ - y)², and the divergence is half of it."""
     model = drawn(Net(make(nnx.Rngs(0))))
     x = jax.random.normal(jax.random.key(1), shape)
@@ -223,6 +227,7 @@ def both_products_of_an_embedding_count() -> None:
     assert found.rows[0].score == pytest.approx(float(jnp.sum((h @ table.T) ** 2 * error**2)), rel=1e-3)
 
 
+@further.first
 @pytest.mark.parametrize(
     "check",
     [
@@ -232,7 +237,7 @@ def both_products_of_an_embedding_count() -> None:
     ],
     ids=lambda check: check.__name__,
 )
-def test_groups_and_notes(check: Any, request: Any) -> None:
+def groups_and_notes(check: Any, request: Any) -> None:
     """A case for each of these checks; the first runs by default."""
     checked(check, request)
 
@@ -358,3 +363,6 @@ def test_the_choice_is_the_best(digits: Any, problem: Any) -> None:
         by_definition(*problem)
     else:
         on_digits(*digits)
+
+
+test_further = further.test()

@@ -9,9 +9,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
+from further import Further
 from layer_references import checked, each
 
 import jchop as jc
+
+further = Further()
 
 TREE = {
     "layers": [{"kernel": np.random.default_rng(0).normal(size=(8, 6)).astype("float32"), "bias": jnp.ones(6)}],
@@ -19,7 +22,8 @@ TREE = {
 }
 
 
-def test_leaves_are_packed_by_path() -> None:
+@further.first
+def leaves_are_packed_by_path() -> None:
     rules = [
         jc.nn.Rule("head/kernel"),
         jc.nn.Rule("kernel", weight="e4m3"),
@@ -70,7 +74,8 @@ class Mixed(nnx.Module):
         self.gain = nnx.Param(jnp.ones(8))
 
 
-def test_the_report_is_what_quantize_does() -> None:
+@further
+def the_report_is_what_quantize_does() -> None:
     plain = Mixed(rngs=nnx.Rngs(0))
     rules = [
         jc.nn.Rule("norm"),
@@ -114,3 +119,6 @@ def packed_models_are_small() -> None:
 def test_leaves_and_models(check: Any, request: Any) -> None:
     """A case for each of these checks; the first runs by default."""
     checked(check, request)
+
+
+test_further = further.test()

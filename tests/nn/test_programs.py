@@ -10,10 +10,13 @@ import numpy as np
 import optax
 import pytest
 from flax import linen, nnx
+from further import Further
 from layer_references import checked, each
 from zoo import CASES
 
 import jchop as jc
+
+further = Further()
 
 WEIGHT, ACTIVATION = "int4(group=32)", "int8(group=all)"
 RULE = jc.Rule(weight=WEIGHT, activation=ACTIVATION)
@@ -237,7 +240,8 @@ def test_a_weight_that_rounds_no_parameter_is_refused(mode: Any) -> None:
         jc.nn.linen.quantize(Linen(), rule, program=True).pack(variables, x)
 
 
-def test_inputs_that_are_no_tuple_are_refused() -> None:
+@further.first
+def inputs_that_are_no_tuple_are_refused() -> None:
     with pytest.raises(TypeError, match=r"must be a tuple of arguments of '__call__'"):
         jc.nn.quantize(own(), RULE, inputs=TOKENS)  # type: ignore[arg-type]
 
@@ -355,9 +359,10 @@ OF_NNX = [
 ]
 
 
+@further
 @pytest.mark.in_turn(20)
 @pytest.mark.parametrize("name", OF_NNX)
-def test_models_of_nnx_and_their_methods(name: str) -> None:
+def models_of_nnx_and_their_methods(name: str) -> None:
     case = CASES[name]
     model, args = case.build()
     calls = {"__call__": args, **{method: make() for method, make in case.methods.items()}}
@@ -395,3 +400,6 @@ def test_linen_without_program_names_it() -> None:
     draws = jc.nn.linen.quantize(Heads(), jc.Rule(weight="int2(group=32):stochastic"), program=True)
     with pytest.raises(ValueError, match=r"rngs=\{'rounding': a key\}"):
         draws.apply(draws.init(jax.random.key(0), x), x)
+
+
+test_further = further.test()

@@ -13,11 +13,14 @@ import numpy as np
 import optax
 import pytest
 from flax import linen, nnx
+from further import Further
 from jax import lax
 from layer_references import checked
 
 import jchop as jc
 from jchop.nn._recipes import RECIPES
+
+further = Further()
 
 STEP = 2.0**-7  # of 8 bits
 #: The recipes whose weights are the same numbers in the forward product and in that of the inputs' gradient.
@@ -122,7 +125,8 @@ def a_layer_trains_by_wage() -> None:
     np.testing.assert_array_equal(kernel, quantized(kernel, STEP))
 
 
-def test_every_recipe_is_a_rule() -> None:
+@further.first
+def every_recipe_is_a_rule() -> None:
     for name in RECIPES:
         rule = jc.nn.recipe(name, "blocks")
         assert rule.path == "blocks" and rule.weight is not None and rule.gradient is not None, name
@@ -302,6 +306,7 @@ CLIPS: dict[str, Any] = {"weight": None, "activation": None} | dict.fromkeys(
 )
 
 
+@further
 @pytest.mark.parametrize(
     ("name", "more", "shapes", "count"),
     [
@@ -317,7 +322,7 @@ CLIPS: dict[str, Any] = {"weight": None, "activation": None} | dict.fromkeys(
         ),
     ],
 )
-def test_what_is_drawn_is_right_on_average(name: str, more: Any, shapes: Any, count: int) -> None:
+def what_is_drawn_is_right_on_average(name: str, more: Any, shapes: Any, count: int) -> None:
     """The products that are drawn: with WIDE operands both backward ones, of int8 all three; not if numbers clip."""
     found = off_by(jc.nn.recipe(name, **more), shapes, count)
     assert len(found) == (2 if more else 3)
@@ -370,3 +375,6 @@ def a_stochastic_weight_is_drawn_once() -> None:
 def test_weights_of_nvfp4(check: Any, request: Any) -> None:
     """A case for each of these checks; the first runs by default."""
     checked(check, request)
+
+
+test_further = further.test()

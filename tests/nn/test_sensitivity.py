@@ -11,9 +11,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
+from further import Further
 from layer_references import checked, each
 
 import jchop as jc
+
+further = Further()
 
 X = np.random.default_rng(1).normal(size=(16, 8)).astype(np.float32)
 FORMATS = ("e4m3fn", "integer8:saturate", "int4(channel=1)")
@@ -42,7 +45,8 @@ def found() -> jc.nn.Sensitivity:
     return jc.nn.sensitivity(model(), [X[:8], X[8:]], ["e4m3fn", "integer8:saturate", "int4(group=all)"])
 
 
-def test_each_row_is_the_ratio_of_one_rounded_layer(found: jc.nn.Sensitivity) -> None:
+@further
+def each_row_is_the_ratio_of_one_rounded_layer(found: jc.nn.Sensitivity) -> None:
     assert [(row.path, row.layer) for row in found.rows[::3]] == [
         ("layers/0", "Linear"),
         ("layers/2", "Linear"),
@@ -55,7 +59,8 @@ def test_each_row_is_the_ratio_of_one_rounded_layer(found: jc.nn.Sensitivity) ->
     assert found.rows[2].snr < found.rows[0].snr
 
 
-def test_it_is_a_table_a_dict_and_a_picture(found: jc.nn.Sensitivity) -> None:
+@further.first
+def it_is_a_table_a_dict_and_a_picture(found: jc.nn.Sensitivity) -> None:
     lines = str(found).splitlines()
     assert lines[0].split() == ["path", "layer", "float8_e4m3fn", "integer8:saturate", "int4(group=all)"]
     read = json.loads(found.to_json())
@@ -78,7 +83,8 @@ def what_is_exact_or_lost_is_said() -> None:
     assert lost.rows[0].snr == -math.inf and "lost" in str(lost)
 
 
-def test_the_last_row_is_the_model_under_one_rule_which_leaves_norms() -> None:
+@further
+def the_last_row_is_the_model_under_one_rule_which_leaves_norms() -> None:
     norm: Any = nnx.RMSNorm(8, rngs=nnx.Rngs(2))
     whole = nnx.Sequential(norm, nnx.Linear(8, 8, rngs=nnx.Rngs(3)))
     norm.scale[...] = jnp.exp(jax.random.normal(jax.random.key(5), (8,)))
@@ -121,3 +127,6 @@ def test_bad_arguments_are_named(given: dict, error: type[Exception], said: str)
     arguments = {"model": model(), "batches": [X], "formats": ["e4m3fn"]} | given
     with pytest.raises(error, match=said):
         jc.nn.sensitivity(**arguments)
+
+
+test_further = further.test()

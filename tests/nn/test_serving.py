@@ -11,12 +11,15 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
+from further import Further
 from jax import export
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 from layer_references import checked
 
 import jchop as jc
+
+further = Further()
 
 RULES = [jc.nn.Rule("norm"), jc.nn.Rule(weight="int4(group=8)", activation="int8(group=all)")]
 X = jnp.asarray(np.random.default_rng(5).normal(size=(16, 16)), "float32")
@@ -101,6 +104,7 @@ def packed_models_are_placed_on_eight_devices() -> None:
     assert [leaf.addressable_shards[0].data.shape[1] for leaf in held] == [8, 16]
 
 
+@further
 @pytest.mark.parametrize(
     "check",
     [
@@ -110,7 +114,7 @@ def packed_models_are_placed_on_eight_devices() -> None:
     ],
     ids=lambda check: check.__name__,
 )
-def test_packed_models_are_models(check: Any, request: Any) -> None:
+def packed_models_are_models(check: Any, request: Any) -> None:
     """Split, saved, placed on devices; the first of these checks runs by default."""
     checked(check, request)
 
@@ -208,12 +212,13 @@ LAYERS = {
 FORMATS = ["int8(group=all)", "int8(group=tensor)", "nf4(group=all)"]
 
 
+@further.first
 @pytest.mark.in_turn(400)
 @pytest.mark.parametrize(
     ("name", "text"),
     [("GroupNorm", FORMATS[0]), *zip(LAYERS, itertools.cycle(FORMATS), strict=False), ("Linear", FORMATS[1]), *PAIRS],
 )
-def test_training_and_serving_give_the_same_bits(name: str, text: str) -> None:
+def training_and_serving_give_the_same_bits(name: str, text: str) -> None:
     """As arguments of a compiled function, a product of a bias and its scale might be contracted with the sum."""
     compile_as_users()
     if name not in LAYERS:
@@ -229,3 +234,6 @@ def test_training_and_serving_give_the_same_bits(name: str, text: str) -> None:
         trained = compiled(jc.nn.quantize(layer, rule), x)
         np.testing.assert_array_equal(compiled(jc.nn.quantize(layer, rule, mode="ptq"), x), trained)
         assert not np.array_equal(trained, compiled(layer, x))
+
+
+test_further = further.test()

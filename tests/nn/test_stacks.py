@@ -11,8 +11,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import linen, nnx
+from further import Further
 
 import jchop as jc
+
+further = Further()
 
 LAYERS = 3
 ROWS = "int8(group=all)"
@@ -72,6 +75,7 @@ def a_scan_of_linen(text: str, tmp_path: Path) -> None:
     same(run(jc.nn.load(tmp_path / "x.safetensors", packed), x), wanted)
 
 
+@further.first
 @pytest.mark.in_turn(12)
 @pytest.mark.parametrize(
     ("kind", "text"),
@@ -85,7 +89,7 @@ def a_scan_of_linen(text: str, tmp_path: Path) -> None:
         ("in a scan of Linen", ROWS),
     ],
 )
-def test_a_packed_stack_serves_the_numbers_of_training(kind: str, text: str, tmp_path: Path) -> None:
+def a_packed_stack_serves_the_numbers_of_training(kind: str, text: str, tmp_path: Path) -> None:
     if kind not in KINDS:
         return layers_in_a_scan(text) if kind == "in a scan" else a_scan_of_linen(text, tmp_path)
     make, shape = KINDS[kind]
@@ -101,3 +105,6 @@ def test_a_packed_stack_serves_the_numbers_of_training(kind: str, text: str, tmp
     jc.nn.save(tmp_path / "x.safetensors", packed)
     loaded = jc.nn.load(tmp_path / "x.safetensors", jc.nn.quantize(stack, rule, "ptq"))
     same(each(loaded, x), wanted)
+
+
+test_further = further.test()

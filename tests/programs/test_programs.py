@@ -11,11 +11,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from further import Further
 
 import jchop as jc
 from programs import PROGRAMS, Program, equations, floats_of
 from programs.numpy_interpreter import Carrier, Format, NotCovered, emulated
 from programs.program import names
+
+further = Further()
 
 pytestmark = [pytest.mark.programs, pytest.mark.filterwarnings("ignore")]  # warnings of other packages
 
@@ -146,8 +149,9 @@ def transformed(found: Program, low: Callable[[Any], Any]) -> dict[str, Transfor
     return out
 
 
+@further.first
 @every
-def test_it_can_be_transformed(name: str) -> None:
+def it_can_be_transformed(name: str) -> None:
     """Traced only: so every rule for a transformation is found. The shapes are those of the plain function."""
     found, spec = program(name), spec_of(name)
     for kind, (fun, args) in transformed(found, lambda f: jc.emulate(f, spec, key=KEY)).items():
@@ -161,8 +165,9 @@ def test_it_can_be_transformed(name: str) -> None:
         assert list(map(jnp.shape, jax.tree.leaves(got))) == list(map(jnp.shape, jax.tree.leaves(want))), kind
 
 
+@further
 @pytest.mark.parametrize("spec", ["bfloat16", pytest.param("binary32", marks=slow)])
-def test_second_derivatives_through_loops(spec: str) -> None:
+def second_derivatives_through_loops(spec: str) -> None:
     """JAX takes a loop apart when it differentiates it by reverse mode; so it drops the rule of a `custom_jvp`."""
 
     def turn(c: Any, v: Any) -> Any:
@@ -289,3 +294,6 @@ def test_the_format_of_the_carrier_changes_nothing(name: str) -> None:
     first = one_of(list(OWN), name)
     if not any(check_own_format(name, spec) for spec in sorted(OWN, key=lambda spec: spec != first)):
         pytest.skip("it has dtypes of its own")
+
+
+test_further = further.test()

@@ -8,10 +8,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from further import Further
 from jax import lax
 
 import jchop as jc
 from tests.ptq.tables import case, some_of
+
+further = Further()
 
 RULE = jc.Rule(weight="int2(group=4)")
 STEPS = [jc.ptq.correct_biases()]
@@ -67,8 +70,9 @@ def check_the_mean_error_vanishes(name: str) -> None:
     np.testing.assert_allclose(row.after - row.before, 10 * np.log10((plain**2).sum() / (error**2).sum()), atol=1e-3)
 
 
+@further
 @some_of(PLACES, 4)
-def test_the_mean_error_vanishes(names: list[str]) -> None:
+def the_mean_error_vanishes(names: list[str]) -> None:
     for name in names:
         with case(name):
             check_the_mean_error_vanishes(name)
@@ -107,7 +111,8 @@ def test_turns_of_a_loop_and_rounded_biases(bias: str | None, bound: float) -> N
     assert bias is None or str(packed["b"].spec) == bias
 
 
-def test_a_bias_takes_the_mean_errors_of_all_products_of_its_sum() -> None:
+@further.first
+def a_bias_takes_the_mean_errors_of_all_products_of_its_sum() -> None:
     def cell(p: Any, x: Any) -> Any:
         return x - x[:, :4] @ p["u"] + x @ p["w"] - p["b"]
 
@@ -152,3 +157,6 @@ def test_the_report_says_why_there_is_no_bias(names: list[str]) -> None:
         assert row.note == (reason and f"correct_biases: {reason}") and (row.bias == "") == bool(reason), name
         assert bool((packed["b"] == params["b"]).all()) == bool(reason), name
         assert row.note in str(report), name
+
+
+test_further = further.test()

@@ -8,9 +8,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from further import Further
 
 import jchop as jc
 from tests.ptq.test_quantize import decibels, dense, outliers
+
+further = Further()
 
 
 def problem(inputs: int, outputs: int) -> tuple[np.ndarray, np.ndarray]:
@@ -56,9 +59,10 @@ SHAPES: dict[str, tuple[str, tuple[int, int]]] = {
 }
 
 
+@further
 @pytest.mark.in_turn(9)
 @pytest.mark.parametrize("name", SHAPES)
-def test_each_group_takes_the_best_share(name: str) -> None:
+def each_group_takes_the_best_share(name: str) -> None:
     text, group = SHAPES[name]
     w, x = problem(20, 6)
     rule, gram = jc.Rule(weight=text), (x.T.astype(np.float64) @ x) / len(x)
@@ -111,9 +115,10 @@ FORMATS = [
 ]
 
 
+@further
 @pytest.mark.in_turn(30)
 @pytest.mark.parametrize("text", FORMATS)
-def test_gains_on_fresh_data(text: str) -> None:
+def gains_on_fresh_data(text: str) -> None:
     """With nothing after it, and before the sweep."""
     params, x, fresh = outliers()
     y, rule, found = dense(params, fresh), jc.Rule(weight=text), []
@@ -147,7 +152,8 @@ def test_powers_of_two_stochastic_rounding_and_sparsity(text: Any, steps: Any, g
         assert int((groups != 0).sum(1).max()) == 2 and row.sparsity >= 0.5
 
 
-def test_bad_arguments() -> None:
+@further.first
+def bad_arguments() -> None:
     with pytest.raises(ValueError, match="points=0 must be"):
         jc.ptq.clip(0)
     for least in (0, 1):
@@ -157,3 +163,6 @@ def test_bad_arguments() -> None:
         jc.ptq.clip(least="a")  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="then one sparse, then one clip or hqq, then one gptq"):
         jc.ptq.quantize(dense, jc.Rule(weight="int4"), {}, [], [jc.ptq.gptq(), jc.ptq.clip()])
+
+
+test_further = further.test()

@@ -11,10 +11,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import linen, nnx
+from further import Further
 from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import jchop as jc
+
+further = Further()
 
 RULE = jc.Rule(weight="int4(group=16)", activation="int8(group=all)")
 STEPS = [jc.ptq.correct_error(), jc.ptq.gptq()]
@@ -41,6 +44,7 @@ def plain(p: Any, x: Any) -> Any:
     return h @ p["second"]["kernel"] + p["second"]["bias"]
 
 
+@further
 @pytest.mark.parametrize(
     "steps, rotation",
     [
@@ -50,7 +54,7 @@ def plain(p: Any, x: Any) -> Any:
     ],
     ids=["inputs in full precision", "layer after layer", "rotated"],
 )
-def test_all_faces_give_the_same_numbers(steps: Any, rotation: jc.Hadamard | None) -> None:
+def all_faces_give_the_same_numbers(steps: Any, rotation: jc.Hadamard | None) -> None:
     rule = replace(RULE, rotation=rotation)
     rng = np.random.default_rng(0)
     w = [jnp.asarray(rng.normal(size=shape) / 5, jnp.float32) for shape in ((32, 24), (24, 8))]
@@ -76,7 +80,8 @@ def test_all_faces_give_the_same_numbers(steps: Any, rotation: jc.Hadamard | Non
         np.testing.assert_allclose([r.after for r in other.weights], [r.after for r in report.weights], atol=1e-3)
 
 
-def test_a_quantized_model_is_refused() -> None:
+@further.first
+def a_quantized_model_is_refused() -> None:
     rng = np.random.default_rng(0)
     w = [jnp.asarray(rng.normal(size=shape), jnp.float32) for shape in ((32, 24), (24, 8))]
     model, x = Module(w, [jnp.zeros(24), jnp.zeros(8)]), jnp.ones((4, 32))
@@ -101,9 +106,10 @@ def test_a_quantized_model_is_refused() -> None:
         jc.nn.quantize_with_data(plain, RULE, [x])  # type: ignore[type-var]
 
 
+@further
 @pytest.mark.skipif(jax.device_count() < 8, reason="needs eight (forced host) devices")
 @pytest.mark.parametrize("layers", [0, pytest.param(3, marks=pytest.mark.slow)])
-def test_data_on_eight_devices_give_the_same_codes(layers: int) -> None:
+def data_on_eight_devices_give_the_same_codes(layers: int) -> None:
     """Sums of rows have another order, so the last bits of statistics may differ, and no code does."""
 
     def network(p: Any, x: Any) -> Any:
@@ -125,3 +131,6 @@ def test_data_on_eight_devices_give_the_same_codes(layers: int) -> None:
         np.testing.assert_array_equal(made[0][name].qvalue, made[1][name].qvalue)
         np.testing.assert_array_equal(made[0][name].scale, made[1][name].scale)
         assert (made[0][name].qvalue != nearest[name].qvalue).any()
+
+
+test_further = further.test()

@@ -8,9 +8,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from further import Further
 
 import jchop as jc
 from tests.ptq.test_quantize import decibels, dense, outliers
+
+further = Further()
 
 
 def check_search() -> None:
@@ -57,14 +60,16 @@ def check_gains() -> None:
     assert found["hqq"] > found["nearest"] + 0.3 and found["hqq, gptq"] > found["nearest"] + 7.5
 
 
+@further
 @pytest.mark.parametrize(
     "check", [check_search, *(pytest.param(check, marks=pytest.mark.slow) for check in (check_patches, check_gains))]
 )
-def test_the_zero_points_are_those_of_the_search(check: Any) -> None:
+def the_zero_points_are_those_of_the_search(check: Any) -> None:
     check()
 
 
-def test_refused() -> None:
+@further.first
+def refused() -> None:
     w, x = {"w": jnp.ones((4, 2))}, jnp.ones((3, 4))
     for fmt, message in (
         ("int4(group=all)", r"hqq\(20, .* of 'w': .*has zero_point=None"),
@@ -77,3 +82,6 @@ def test_refused() -> None:
     for arguments, message in (({"iterations": 0}, "iterations=0"), ({"norm": 1.0}, "norm=1.0 must be a number")):
         with pytest.raises(ValueError, match=message):
             jc.ptq.hqq(**arguments)
+
+
+test_further = further.test()

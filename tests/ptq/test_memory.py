@@ -9,11 +9,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from further import Further
 from jax import lax
 
 import jchop as jc
 from jchop.ptq._run import Data, parts_of
 from jchop.ptq._sites import Stage
+
+further = Further()
 
 RULE = jc.Rule(weight="int4(group=8)", activation="int8(group=all)")
 
@@ -46,6 +49,7 @@ def held_bytes(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return found
 
 
+@further
 @pytest.mark.parametrize(
     ("steps", "memory", "passes"),
     [
@@ -55,7 +59,7 @@ def held_bytes(monkeypatch: pytest.MonkeyPatch) -> list[int]:
         pytest.param([jc.ptq.correct_error(), jc.ptq.gptq()], "40KiB", 7, marks=pytest.mark.slow),
     ],
 )
-def test_the_codes_are_those_of_one_pass(steps: Any, memory: Any, passes: int, monkeypatch: Any) -> None:
+def the_codes_are_those_of_one_pass(steps: Any, memory: Any, passes: int, monkeypatch: Any) -> None:
     params, batches = problem()
     whole, one = jc.ptq.quantize(network, RULE, params, batches, steps)
     found = held_bytes(monkeypatch)
@@ -135,7 +139,8 @@ def test_stages_are_cut_by_their_bytes() -> None:
     assert cut(loop, {0: (10, 5)}, 25) == [((0,), (0, 2), 2), ((0,), (2, 2), 2), ((0,), (3, 2), 1)]
 
 
-def test_bad_arguments() -> None:
+@further.first
+def bad_arguments() -> None:
     params, batches = problem()
     for memory, kind in (
         ("4 giga", ValueError),
@@ -154,7 +159,8 @@ def test_bad_arguments() -> None:
         jc.ptq.quantize(network, RULE, params, batches, memory=3000)
 
 
-def test_an_error_names_the_weight_that_needs_the_most() -> None:
+@further
+def an_error_names_the_weight_that_needs_the_most() -> None:
     """The first one that does not fit is another."""
     params = {"a": jnp.ones((16, 48)), "b": jnp.ones((48, 8))}
     fun = lambda p, x: jax.nn.relu(x @ p["a"]) @ p["b"]  # noqa: E731
@@ -165,3 +171,6 @@ def test_an_error_names_the_weight_that_needs_the_most() -> None:
     ):
         with pytest.raises(ValueError, match=f"less than the {need} bytes .* of 'b' need, the most of all"):
             jc.ptq.quantize(fun, RULE, params, [jnp.ones((4, 16))], steps, memory=100)
+
+
+test_further = further.test()

@@ -8,10 +8,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from further import Further
 from jax import lax
 
 import jchop as jc
 from tests.ptq.tables import case, some_of
+
+further = Further()
 
 
 def decibels(signal: Any, error: Any) -> float:
@@ -37,8 +40,9 @@ FORMATS = ["int4(group=128)", "uint4(group=32,zero_point=float)", "nvfp4", "int2
 SLOW_FORMATS = [pytest.param(text, marks=pytest.mark.slow) for text in FORMATS[1:]]
 
 
+@further
 @pytest.mark.parametrize("text", [FORMATS[0], *SLOW_FORMATS])
-def test_gains_on_fresh_data(text: str) -> None:
+def gains_on_fresh_data(text: str) -> None:
     """And the result is what `pack` gives but for codes."""
     params, x, fresh = outliers()
     y, of_data = dense(params, fresh), dense(params, x)
@@ -100,9 +104,10 @@ SHAPES: dict[str, tuple[Any, tuple[int, ...], str]] = {
 }  # fmt: skip
 
 
+@further
 @pytest.mark.in_turn(30)
 @pytest.mark.parametrize("name", sorted(SHAPES, key=lambda name: name != "left"))  # first a quick one
-def test_every_shape_of_weights(name: str) -> None:
+def every_shape_of_weights(name: str) -> None:
     fun, shape, text = SHAPES[name]
     rng = np.random.default_rng(1)
     x = jnp.asarray(
@@ -136,6 +141,7 @@ def network(seed: int, width: int = 128) -> tuple[list[jax.Array], jax.Array, ja
     return weights, x, fresh
 
 
+@further
 @pytest.mark.parametrize(
     "width, bits, gain, seed",
     [
@@ -143,7 +149,7 @@ def network(seed: int, width: int = 128) -> tuple[list[jax.Array], jax.Array, ja
         *(pytest.param(128, *row, marks=pytest.mark.slow) for row in ((3, 1.3, 0), (3, 1.3, 1), (4, 0.9, 2))),
     ],
 )
-def test_correction_gains_over_inputs_in_full_precision(width: int, bits: int, gain: float, seed: int) -> None:
+def correction_gains_over_inputs_in_full_precision(width: int, bits: int, gain: float, seed: int) -> None:
     weights, x, fresh = network(seed, width)
     rule, y = jc.Rule(weight=f"int{bits}(group=32)"), chain(weights, fresh)
     found = []
@@ -206,6 +212,7 @@ def test_rows_are_compared_in_one_order(names: list[str]) -> None:
             check_rows_are_compared_in_one_order(name)
 
 
+@further
 @pytest.mark.parametrize(
     "steps, depth",
     [
@@ -214,7 +221,7 @@ def test_rows_are_compared_in_one_order(names: list[str]) -> None:
     ],
     ids=["inputs in full precision", "layer after layer"],
 )
-def test_a_loop_is_rounded_as_its_layers_are(steps: Any, depth: int) -> None:
+def a_loop_is_rounded_as_its_layers_are(steps: Any, depth: int) -> None:
     rng = np.random.default_rng(0)
     layers = [
         {
@@ -238,6 +245,7 @@ def test_a_loop_is_rounded_as_its_layers_are(steps: Any, depth: int) -> None:
     np.testing.assert_allclose([r.after for r in one.weights], [r.after for r in two.weights], atol=0.1)
 
 
+@further
 @pytest.mark.parametrize(
     "steps, memory",
     [
@@ -247,7 +255,7 @@ def test_a_loop_is_rounded_as_its_layers_are(steps: Any, depth: int) -> None:
         pytest.param([jc.ptq.correct_error(1.0), jc.ptq.gptq()], "6KiB", marks=pytest.mark.slow),
     ],
 )
-def test_layers_by_a_constant_index_are_rounded_as_a_list(steps: Any, memory: Any) -> None:
+def layers_by_a_constant_index_are_rounded_as_a_list(steps: Any, memory: Any) -> None:
     """Beside the layer that no product takes, which is rounded to nearest."""
     rng = np.random.default_rng(0)
     stack = jnp.asarray(rng.normal(size=(3, 12, 12)) / 4, jnp.float32)
@@ -289,7 +297,8 @@ def test_layers_whose_rows_are_looked_up_are_rounded_as_tables(sequential: bool)
     assert rows["[2]"].method == "sparse, gptq" and not rows["[2]"].note
 
 
-def test_inputs_that_are_shared_are_one_stage() -> None:
+@further
+def inputs_that_are_shared_are_one_stage() -> None:
     def attend(p: Any, x: Any) -> Any:
         q, k, v = (x @ p[name] for name in "qkv")
         return jax.nn.softmax(q @ k.T) @ v @ p["o"]
@@ -304,11 +313,12 @@ def test_inputs_that_are_shared_are_one_stage() -> None:
 ALONE = [jc.ptq.gptq(), jc.ptq.correct_biases()]
 
 
+@further
 @pytest.mark.parametrize(
     "groups, rows, steps",
     [(2, 4, ALONE), *(pytest.param(*n, [jc.ptq.clip(), *ALONE], marks=pytest.mark.slow) for n in ((2, 6), (4, 4)))],
 )
-def test_a_group_of_a_convolution_is_rounded_as_a_convolution_of_its_own(groups: int, rows: int, steps: Any) -> None:
+def a_group_of_a_convolution_is_rounded_as_a_convolution_of_its_own(groups: int, rows: int, steps: Any) -> None:
     def fun(p: Any, x: Any) -> Any:
         numbers, count = ("NHWC", "HWIO", "NHWC"), x.shape[-1] // p["w"].shape[2]
         y = lax.conv_general_dilated(x, p["w"], (1, 1), "SAME", dimension_numbers=numbers, feature_group_count=count)
@@ -373,7 +383,8 @@ def test_all_that_is_left_out_is_in_the_report() -> None:
     assert packed["without"] is params["without"] and np.isfinite(low(packed, *batch)).all()
 
 
-def test_inputs_of_low_rank_are_damped() -> None:
+@further
+def inputs_of_low_rank_are_damped() -> None:
     """And the columns without inputs are counted."""
     params, x, _ = outliers()
     few = x[:3].at[:, 5:12].set(0)
@@ -388,8 +399,9 @@ def test_inputs_of_low_rank_are_damped() -> None:
             assert row.tries > 1 and row.damping > 0
 
 
+@further
 @pytest.mark.parametrize("every", [False, pytest.param(True, marks=pytest.mark.slow)])
-def test_fewer_rows_than_inputs_are_noted(every: bool) -> None:
+def fewer_rows_than_inputs_are_noted(every: bool) -> None:
     few = "fewer rows than inputs"
     rng = np.random.default_rng(0)
     w, x = (jnp.asarray(rng.normal(size=shape), jnp.float32) for shape in ((8, 4), (8, 8)))
@@ -408,7 +420,8 @@ def test_fewer_rows_than_inputs_are_noted(every: bool) -> None:
     assert text == f"no input reached 1 of its 3 matrices; {few} in 1 of its 3 matrices"
 
 
-def test_a_weight_worse_than_nearest_is_noted() -> None:
+@further.first
+def a_weight_worse_than_nearest_is_noted() -> None:
     """By itself: with what `correct_error` makes up for, the output is better."""
     weights, x, _ = network(0, 32)
     rule, steps = jc.Rule(weight="int3(group=32)"), [jc.ptq.correct_error(1.0)]
@@ -420,8 +433,9 @@ def test_a_weight_worse_than_nearest_is_noted() -> None:
     assert [row.note for row in report.weights] == notes and not notes[0] and notes[-1]
 
 
+@further
 @pytest.mark.parametrize("dtype", ["bfloat16", pytest.param("float64", marks=pytest.mark.slow)])
-def test_half_precision_and_float64(dtype: str) -> None:
+def half_precision_and_float64(dtype: str) -> None:
     params, x, _ = outliers()
     with jax.enable_x64(dtype == "float64"):
         low = {"w": jnp.asarray(params["w"], dtype)}
@@ -476,3 +490,6 @@ def test_bad_arguments() -> None:
         jc.ptq.correct_error(damping=0)
     with pytest.raises(ValueError, match="block=0 must be"):
         jc.ptq.gptq(block=0)
+
+
+test_further = further.test()

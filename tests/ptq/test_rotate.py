@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from further import Further
 from jax import lax
 
 import jchop as jc
@@ -20,6 +21,8 @@ from tests.ptq.tables import case, some_of
 from tests.ptq.test_fold import ATTENTION, MLP, Shapes, attention, conv, gated, graph, layer_norm, rms
 from tests.ptq.test_quantize import decibels, outliers
 from tests.ptq.test_smooth import arrays, mapped
+
+further = Further()
 
 
 def test_the_matrix_is_hadamards() -> None:
@@ -227,8 +230,9 @@ def test_scales_that_stay(scale: list[float], reason: str) -> None:
     assert all(found[key] is params[key] for key in params) and reason in notes.note(2, ())
 
 
+@further
 @pytest.mark.parametrize("bits, least, gain", [(4, 15.31, 6.9), pytest.param(8, 40.3, 7.1, marks=pytest.mark.slow)])
-def test_gains_on_fresh_data(bits: int, least: float, gain: float) -> None:
+def gains_on_fresh_data(bits: int, least: float, gain: float) -> None:
     """On such a layer the rotation of a prototype gave 15.5 dB instead of 8.6, and 40.5 instead of 33.2."""
     params, x, fresh = outliers()
     params |= {"turn": jnp.eye(256)}
@@ -261,8 +265,9 @@ def test_online_rotations_gain_as_folded_ones() -> None:
         assert report.weights[0].note == "not by rotate: its inputs are rotated when the function runs"
 
 
+@further
 @pytest.mark.parametrize("sequential", [False, pytest.param(True, marks=pytest.mark.slow)])
-def test_weights_are_rounded_by_rotated_inputs(sequential: bool) -> None:
+def weights_are_rounded_by_rotated_inputs(sequential: bool) -> None:
     """As a weight that is given rotated, by data that are given rotated: the same numbers, and the same errors."""
     rng = np.random.default_rng(0)
     x, mix, w = (rng.normal(size=shape).astype(np.float32) for shape in ((64, 4), (4, 16), (16, 12)))
@@ -288,9 +293,13 @@ def test_weights_are_rounded_by_rotated_inputs(sequential: bool) -> None:
     assert rows[0].after > rows[0].before + 1
 
 
-def test_bad_arguments() -> None:
+@further.first
+def bad_arguments() -> None:
     with pytest.raises(ValueError, match="seed=-1 must be"):
         jc.ptq.rotate(-1)
     with pytest.raises(TypeError, match="seed=True must be"):
         jc.ptq.rotate(True)
     assert str(jc.ptq.rotate(None)) == "rotate(None)"
+
+
+test_further = further.test()

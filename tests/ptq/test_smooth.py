@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import linen, nnx
+from further import Further
 from jax import lax
 
 import jchop as jc
@@ -18,6 +19,8 @@ from jchop.ptq._maps.mapping import map_parameters
 from jchop.ptq._run import Data
 from tests.ptq.test_fold import ATTENTION, attention, heads, rms
 from tests.ptq.test_quantize import decibels, outliers
+
+further = Further()
 
 RULE = jc.Rule(weight="int8(group=all)")
 
@@ -65,7 +68,8 @@ def test_factors_of_attention() -> None:
     np.testing.assert_allclose(fun(found, x), before, rtol=0, atol=4e-7 * np.abs(before).max())
 
 
-def test_each_turn_has_factors_of_its_own() -> None:
+@further
+def each_turn_has_factors_of_its_own() -> None:
     def layer(h: Any, w: Any) -> Any:
         return h + jax.nn.relu(rms(h, w["scale"]) @ w["a"]) @ w["b"], None
 
@@ -85,7 +89,8 @@ def test_each_turn_has_factors_of_its_own() -> None:
     assert sorted(notes.methods.values()) == [["smooth"], ["smooth"]]
 
 
-def test_channels_without_inputs_or_weights() -> None:
+@further
+def channels_without_inputs_or_weights() -> None:
     def fun(p: Any, x: Any) -> Any:
         return (x * p["scale"]) @ p["w"]
 
@@ -101,11 +106,12 @@ def scaled(p: Any, x: Any) -> Any:
     return (x * p["scale"]) @ p["w"]
 
 
+@further
 @pytest.mark.parametrize(
     "text, least, gain",
     [("int8(group=all)", 39.2, 6), pytest.param("int4(group=all)", 11.9, 3.3, marks=pytest.mark.slow)],
 )
-def test_gains_on_fresh_data(text: str, least: float, gain: float) -> None:
+def gains_on_fresh_data(text: str, least: float, gain: float) -> None:
     params, x, fresh = outliers()
     params |= {"scale": jnp.ones(256)}
     rule = jc.Rule(weight=text, activation=text)
@@ -175,7 +181,8 @@ def test_layers_by_a_constant_index_share_factors(step: Any) -> None:
 # -- reports and errors ------------------------------------------------------------------------------------------------
 
 
-def test_what_is_left_alone_is_in_the_report() -> None:
+@further
+def what_is_left_alone_is_in_the_report() -> None:
     def fun(p: Any, x: Any) -> Any:
         h = jax.nn.relu((x * p["scale"]) @ p["a"])
         return jax.nn.softmax(h @ p["b"]) @ p["c"]
@@ -206,10 +213,11 @@ def test_the_equation_that_takes_a_constant_is_named(constant: Any) -> None:
     assert notes.note(0, ()).startswith("no factors by smooth: add at ") and notes.note(0, ()).endswith("a constant")
 
 
+@further
 @pytest.mark.parametrize(
     "between", [[], pytest.param([jc.ptq.correct_error(), jc.ptq.gptq()], marks=pytest.mark.slow)], ids=len
 )
-def test_all_steps_together_and_after_a_kill(between: Any, tmp_path: Path) -> None:
+def all_steps_together_and_after_a_kill(between: Any, tmp_path: Path) -> None:
     def fun(p: Any, x: Any) -> Any:
         return jax.nn.relu((x * p["scale"]) @ p["a"] + p["bias"]) @ p["b"]
 
@@ -254,7 +262,8 @@ def test_batches_of_other_programs(weight: bool) -> None:
     assert any(reason in text for text in notes.notes[1, ()])
 
 
-def test_bad_arguments() -> None:
+@further.first
+def bad_arguments() -> None:
     params, x = {"scale": jnp.ones(4), "w": jnp.ones((4, 3))}, jnp.ones((2, 4))
     with pytest.raises(ValueError, match=r"alpha=1\.5 must be a number from 0 to 1"):
         jc.ptq.smooth(1.5)
@@ -270,3 +279,6 @@ def test_parameters_that_overflow() -> None:
     small = {"scale": jnp.full(4, 6e4, jnp.float16), "w": jnp.full((4, 3), 10, jnp.float16)}
     with pytest.raises(ValueError, match="params: 'scale' of dtype float16 overflows under the factors of smooth"):
         mapped(scaled, small, [jnp.full((2, 4), 1e-5, jnp.float16)], jc.ptq.smooth())
+
+
+test_further = further.test()

@@ -8,9 +8,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from further import Further
 from jax import lax
 
 import jchop as jc
+
+further = Further()
 
 LOSS, MAGNITUDE, INPUTS = (jc.ptq.sparse(2, 4, by=by) for by in ("loss", "magnitude", "inputs"))
 
@@ -69,6 +72,7 @@ def grouped_order(gram: np.ndarray, m: int) -> np.ndarray:
     return np.concatenate(sorted(groups.tolist(), key=lambda group: -max(gram[i, i] for i in group)))
 
 
+@further
 @pytest.mark.in_turn(30)
 @pytest.mark.parametrize(
     ("order", "n", "m", "weight"),
@@ -79,7 +83,7 @@ def grouped_order(gram: np.ndarray, m: int) -> np.ndarray:
         ("plain", 1, 8, "int4"),
     ],
 )
-def test_a_textbook_in_numpy_gives_the_same_numbers(order: Any, n: int, m: int, weight: str) -> None:
+def a_textbook_in_numpy_gives_the_same_numbers(order: Any, n: int, m: int, weight: str) -> None:
     w, x = layer(32, 12, 256)
     with jax.enable_x64(True):
         found, _ = pruned(
@@ -92,8 +96,9 @@ def test_a_textbook_in_numpy_gives_the_same_numbers(order: Any, n: int, m: int, 
     assert most_in_groups(found, m) == n
 
 
+@further
 @pytest.mark.parametrize("every", [False, pytest.param(True, marks=pytest.mark.slow)])
-def test_the_gates_of_a_layer(every: bool) -> None:
+def the_gates_of_a_layer(every: bool) -> None:
     """The gates are those of another such layer: magnitude .350, Wanda .232, SparseGPT .184, and .140 on its mask."""
     w, x = layer()
     y = x @ w
@@ -120,7 +125,8 @@ def test_the_gates_of_a_layer(every: bool) -> None:
     assert bound < made["loss"] < 1.35 * bound
 
 
-def test_masks_of_magnitudes_and_of_inputs() -> None:
+@further
+def masks_of_magnitudes_and_of_inputs() -> None:
     w, x = layer(32, 12, 256)
     norms = np.sqrt((x**2).mean(0))
     for step, score in ((MAGNITUDE, np.abs(w)), (INPUTS, np.abs(w) * norms[:, None])):
@@ -131,6 +137,7 @@ def test_masks_of_magnitudes_and_of_inputs() -> None:
         np.testing.assert_array_equal(again != 0, numbers != 0)
 
 
+@further
 @pytest.mark.parametrize(
     "weight",
     [
@@ -141,7 +148,7 @@ def test_masks_of_magnitudes_and_of_inputs() -> None:
         ),
     ],
 )
-def test_every_format_is_pruned_in_the_sweep(weight: str) -> None:
+def every_format_is_pruned_in_the_sweep(weight: str) -> None:
     w, x = layer(32, 12, 256)
     w, x = single(w + 1), single(x)
     errors = []
@@ -172,7 +179,8 @@ def test_a_last_group_that_is_shorter_and_columns_without_inputs() -> None:
         assert not stays[4:6].any() and stays[6:8].all() and stays[28:].all()
 
 
-def test_other_layouts() -> None:
+@further
+def other_layouts() -> None:
     w, x = map(single, layer(32, 12, 256))
     wanted, _ = pruned(w, x, [LOSS, jc.ptq.gptq()])
 
@@ -207,8 +215,9 @@ def test_a_convolution_is_pruned_along_its_channels() -> None:
     np.testing.assert_allclose(jc.quantize_fn(conv, rule)(packed, image), wanted, rtol=1e-4, atol=1e-4)
 
 
+@further
 @pytest.mark.parametrize("every", [False, pytest.param(True, marks=pytest.mark.slow)])
-def test_it_composes_with_the_other_steps(every: bool) -> None:
+def it_composes_with_the_other_steps(every: bool) -> None:
     keys = jax.random.split(jax.random.key(0), 3)
     params = {"first": jax.random.normal(keys[0], (32, 48)) / 6, "second": jax.random.normal(keys[1], (48, 8)) / 7}
     x = jax.random.normal(keys[2], (256, 8)) @ jax.random.normal(keys[0], (8, 32))
@@ -231,8 +240,9 @@ def test_it_composes_with_the_other_steps(every: bool) -> None:
     assert "zeros" in str(report) and report.as_dict()["weights"][0]["sparsity"] >= 0.5
 
 
+@further
 @pytest.mark.parametrize("every", [False, pytest.param(True, marks=pytest.mark.slow)])
-def test_a_format_that_drops_numbers_is_pruned_in_the_sweep(every: bool) -> None:
+def a_format_that_drops_numbers_is_pruned_in_the_sweep(every: bool) -> None:
     """The text sparse=2:4 is the step and the packed form in one: SparseGPT, Wanda, or magnitudes without data."""
     w, x = layer()
     y, made = x @ w, {}
@@ -290,7 +300,8 @@ def test_formats_that_drop_numbers_in_other_layouts(check: Any) -> None:
     check()
 
 
-def test_bad_arguments() -> None:
+@further.first
+def bad_arguments() -> None:
     rule, w, x = jc.Rule(weight="int4"), jnp.ones((8, 2)), jnp.ones((4, 8))
     with pytest.raises(ValueError, match="n=4 must be an integer from 1 to 3"):
         jc.ptq.sparse(4, 4)
@@ -310,3 +321,6 @@ def test_bad_arguments() -> None:
     for weight in ("uint4(group=4,zero_point=float)", "codebook(-1,-0.5,0.5,1,group=4)"):
         with pytest.raises(ValueError, match=r"makes numbers of '' zero, which .* does not have"):
             jc.ptq.quantize(dense, jc.Rule(weight=weight), w, [x], [MAGNITUDE])
+
+
+test_further = further.test()

@@ -8,10 +8,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from further import Further
 from jax import lax
 
 import jchop as jc
 from tests.ptq.tables import case, some_of
+
+further = Further()
 
 
 def normal(*shape: int, seed: int = 0) -> jax.Array:
@@ -39,8 +42,9 @@ def test_means_are_over_rows_and_not_over_batches() -> None:
     assert found.count.tolist() == [43]
 
 
+@further
 @pytest.mark.parametrize("rows", [120_000, pytest.param(300_000, marks=pytest.mark.slow)])
-def test_many_rows_are_summed_with_compensation(rows: int) -> None:
+def many_rows_are_summed_with_compensation(rows: int) -> None:
     x = normal(rows, 2) + 8
     found = only(lambda p, x: x @ p, normal(2, 2), x)
     np.testing.assert_allclose(found.gram[0], mean_of(x), rtol=2e-7)
@@ -109,7 +113,8 @@ def test_groups_of_rows_and_experts_have_their_own() -> None:
         np.testing.assert_allclose(each.gram[expert], mean_of(x[2 * expert : 2 * expert + 2]), rtol=1e-5, atol=1e-6)
 
 
-def test_parts_that_an_index_chooses_have_one_together() -> None:
+@further
+def parts_that_an_index_chooses_have_one_together() -> None:
     x = np.random.default_rng(7).standard_normal((24, 32)).astype(np.float32)
     experts = {"w": jax.random.normal(jax.random.key(0), (4, 32, 8))}
 
@@ -129,7 +134,8 @@ def by_index(p: Any, x: Any) -> Any:
     return lax.fori_loop(0, 2, lambda _, h: jnp.tanh(h @ p[1, 1].T), h) @ p[0, 0].T
 
 
-def test_each_constant_index_has_its_own() -> None:
+@further
+def each_constant_index_has_its_own() -> None:
     stack, x = normal(2, 2, 4, 4), normal(9, 4, seed=1)
     found = only(by_index, stack, x)
     w, h = np.asarray(stack, np.float64).swapaxes(2, 3), [np.asarray(x, np.float64)]
@@ -231,7 +237,8 @@ def embedded(p: Any, x: Any) -> Any:
     return lax.fori_loop(0, 3, step, x)
 
 
-def test_inputs_that_are_no_data_are_looked_at() -> None:
+@further
+def inputs_that_are_no_data_are_looked_at() -> None:
     params, x = {"t": normal(5, 4), "w": normal(4, 4, seed=1)}, normal(9, 4, seed=2)
     found = jc.ptq.statistics(embedded, params, [x, x])
     rows = np.cos(np.arange(3)[:, None] * np.arange(1.0, 6.0))
@@ -278,7 +285,8 @@ LEFT_OUT: dict[str, tuple[Any, tuple[int, ...], str]] = {
 }
 
 
-def test_others_are_left_out_with_the_reason() -> None:
+@further.first
+def others_are_left_out_with_the_reason() -> None:
     for name, (fun, shape, reason) in LEFT_OUT.items():
         found = jc.ptq.statistics(lambda p, x, fun=fun: fun(p["w"], x), {"w": normal(*shape)}, [normal(10, 6)])
         assert not found and reason in found.left_out["w"] and reason in str(found), name
@@ -315,3 +323,6 @@ def test_one_token_is_an_input() -> None:
     np.testing.assert_allclose(one.gram[0], mean_of(params["table"]), rtol=1e-6)
     np.testing.assert_allclose(one.gram[0], several.gram[0], rtol=1e-6)
     assert one.count.tolist() == several.count.tolist() == [5]
+
+
+test_further = further.test()

@@ -8,11 +8,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from further import Further
 
 import jchop as jc
 from jchop.ptq._columns import element_scales, one_each, with_entries
 from jchop.ptq._sweep import factor, order_of, sweep
 from jchop.storage import QArray
+
+further = Further()
 
 FORMATS = [
     "int4(group=16)",
@@ -66,9 +69,10 @@ def error(w: np.ndarray, q: QArray, gram: np.ndarray) -> float:
     return float(np.einsum("ij,jk,ik->", rest, gram, rest))
 
 
+@further
 @pytest.mark.in_turn(12)
 @pytest.mark.parametrize("text", FORMATS)
-def test_every_format_gains_where_inputs_depend_on_each_other(text: str) -> None:
+def every_format_gains_where_inputs_depend_on_each_other(text: str) -> None:
     """And where they do not, all numbers are rounded to nearest."""
     w, gram = problem()
     order = np.asarray(order_of(jnp.asarray(gram), True))
@@ -102,7 +106,8 @@ def test_the_loss_is_the_damped_error(text: str) -> None:
     np.testing.assert_allclose(loss, np.einsum("ij,jk,ik->i", rest, damped, rest), rtol=1e-12)
 
 
-def test_the_loss_is_bounded_where_nothing_is_clipped() -> None:
+@further
+def the_loss_is_bounded_where_nothing_is_clipped() -> None:
     w, gram = problem()
     wide = np.concatenate([w, np.full((len(w), 1), 40.0)], axis=1)  # a large number of a column makes the scale wide
     gram = np.pad(gram, [(0, 1), (0, 1)])
@@ -140,7 +145,8 @@ def test_the_reversed_order_is_that_of_nearest_planes() -> None:
     np.testing.assert_array_equal(np.rint(numbers(swept) / step), nearest_planes(w, damped, step, -8, 7))
 
 
-def test_a_textbook_in_numpy_gives_the_same_codes() -> None:
+@further.first
+def a_textbook_in_numpy_gives_the_same_codes() -> None:
     """In blocks, after which errors reach the columns of later ones."""
     w, gram = problem()
     order = np.argsort(-np.diag(gram), kind="stable")
@@ -156,7 +162,8 @@ def test_a_textbook_in_numpy_gives_the_same_codes() -> None:
     np.testing.assert_array_equal(np.rint(numbers(swept) / scale)[:, order], codes)
 
 
-def test_all_codes_of_small_matrices() -> None:
+@further
+def all_codes_of_small_matrices() -> None:
     rng = np.random.default_rng(0)
     mix = rng.normal(size=(8, 8))
     x = rng.normal(size=(256, 8)) @ mix
@@ -193,3 +200,6 @@ def test_dead_columns_are_rounded_by_themselves() -> None:
     plain, swept, _, _ = rounded(w, gram, "int4(group=16)", np.asarray(order_of(jnp.asarray(gram), True)))
     np.testing.assert_array_equal(numbers(plain)[:, [3, 7]], numbers(swept)[:, [3, 7]])
     assert (numbers(plain) != numbers(swept)).any()
+
+
+test_further = further.test()

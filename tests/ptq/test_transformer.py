@@ -9,8 +9,11 @@ from typing import Any
 import jax
 import numpy as np
 import pytest
+from further import Further
 
 import jchop as jc
+
+further = Further()
 
 
 @pytest.fixture
@@ -52,6 +55,10 @@ def check_perplexity(example: Any) -> None:
         assert table["float32"]["nearest"] < table[fmt][last] < table[fmt]["nearest"]
 
 
+@further.first
 @pytest.mark.parametrize("check", [check_scores, pytest.param(check_perplexity, marks=pytest.mark.slow)])
-def test_half_of_the_loss_is_avoided(check: Any, example: Any) -> None:
+def half_of_the_loss_is_avoided(check: Any, example: Any) -> None:
     check(example)
+
+
+test_further = further.test()

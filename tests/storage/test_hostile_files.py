@@ -13,6 +13,7 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from further import Further
 from hostile_files import packed, search
 from refusals import assert_refused
 
@@ -20,6 +21,8 @@ import jchop as jc
 from jchop.__main__ import main
 from jchop.storage._files.safetensors import TensorFile
 from jchop.storage._stream import Rule, quantize_file
+
+further = Further()
 
 ROOT = Path(__file__).resolve().parents[2]
 linux = pytest.mark.skipif(sys.platform != "linux", reason="limits and /proc of Linux")
@@ -76,7 +79,8 @@ def test_headers(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert_refused(table)
 
 
-def test_bad_headers_are_not_quantized(tmp_path: Path) -> None:
+@further.first
+def bad_headers_are_not_quantized(tmp_path: Path) -> None:
     path = tmp_path / "x.safetensors"
 
     def quantized(header: Any, data: bytes) -> None:
@@ -259,8 +263,9 @@ def test_a_source_that_shrinks_while_it_is_read(tmp_path: Path) -> None:
         TensorFile(path)
 
 
+@further
 @pytest.mark.parametrize("count", [60, pytest.param(3000, marks=[pytest.mark.slow, linux])])
-def test_mutants(tmp_path: Path, count: int) -> None:
+def mutants(tmp_path: Path, count: int) -> None:
     """Some here, and thousands by a process of little memory."""
     if count == 60:
         assert search(tmp_path, 60, 60) == []
@@ -270,3 +275,6 @@ def test_mutants(tmp_path: Path, count: int) -> None:
     run = subprocess.run(argv, capture_output=True, text=True, env=environment, timeout=1800, check=False)
     assert run.returncode == 0, run.stderr[-2000:]
     assert run.stdout.splitlines()[-1] == "0 faults", run.stdout[-4000:]
+
+
+test_further = further.test()

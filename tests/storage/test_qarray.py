@@ -142,11 +142,12 @@ def test_parts_of_packed_rows() -> None:
         len(q[1, 2, 3])
 
 
+@further
 @pytest.mark.in_turn(5)
 @pytest.mark.parametrize(
     "text", ["int4(group=8)", "int8(group=8,scale=e8m0fnu)", "int4(group=(2,8),zero_point=integer)"]
 )
-def test_parts_with_a_last_group_that_is_shorter(text: str) -> None:
+def parts_with_a_last_group_that_is_shorter(text: str) -> None:
     q = jc.quantize(np.random.default_rng(6).standard_normal((3, 5, 21)).astype(np.float32), text)
     values = decoded(q)
     for index in (np.s_[..., 16:], np.s_[..., 8:21], np.s_[..., :16], np.s_[..., 8:16], np.s_[1, ..., 16:40]):
@@ -229,9 +230,10 @@ def test_shapes_that_leave_groups_whole_and_that_tear_them(stored: Stored, text:
     assert q.reshape(4, 6, 16) is q
 
 
+@further
 @pytest.mark.in_turn(1000)
 @pytest.mark.parametrize("text", ["int3(group=8)", "nf4(group=8,scale=int8(group=256))", "int4(group=8,sparse=2:4)"])
-def test_rows_are_joined_and_split_between_groups(text: str) -> None:
+def rows_are_joined_and_split_between_groups(text: str) -> None:
     q = jc.quantize(np.asarray(numbers((4, 32))), text)
     values = np.asarray(jc.dequantize(q))
     for shape in ((128,), (2, 64), (16, 8), (2, 8, 8)):
@@ -355,6 +357,7 @@ def test_scan_takes_a_layer_at_a_time() -> None:
     jax.tree.map(same, again, weights)
 
 
+@further
 @pytest.mark.parametrize(
     "text",
     [
@@ -367,7 +370,7 @@ def test_scan_takes_a_layer_at_a_time() -> None:
         pytest.param("int4(channel=(0,-1),scale=int8(group=8))", marks=pytest.mark.slow),
     ],
 )
-def test_scan_takes_an_axis_with_own_scales_away(text: str) -> None:
+def scan_takes_an_axis_with_own_scales_away(text: str) -> None:
     """The spec names that axis, and a slice has it no more."""
     whole = jc.quantize(numbers((3, 4, 6, 16)), text)
     values = decoded(whole)

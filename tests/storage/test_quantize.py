@@ -89,9 +89,10 @@ def sized(q: Any, text: str, shape: tuple[int, ...], bits: float) -> None:
         assert (text, fmt.bits_per_element(shape)) == (text, bits)
 
 
+@further
 @pytest.mark.in_turn(1000)
 @pytest.mark.parametrize("part", [2, 0, 1, 3, 4])
-def test_sizes_are_those_of_the_arrays(part: int) -> None:
+def sizes_are_those_of_the_arrays(part: int) -> None:
     for text, shape, bits in SIZES[part::5]:
         q = jc.quantize(jnp.ones(shape), text)
         sized(q, text, shape, bits)
@@ -105,7 +106,8 @@ NF4 = [
 ]
 
 
-def test_the_size_of_scales_that_are_quantized_again() -> None:
+@further
+def the_size_of_scales_that_are_quantized_again() -> None:
     """And of all formats, as the traced program has them."""
     for text, shape, bits in (*SIZES, *NF4):
         q = jax.eval_shape(lambda x, text=text: jc.quantize(x, text), jax.ShapeDtypeStruct(shape, np.float32))
@@ -314,7 +316,8 @@ def other_dtypes_are_rounded_once() -> None:
     same(jc.dequantize(plain, "float16"), jc.round_to_format(jc.dequantize(plain), "binary16").astype(np.float16))
 
 
-def test_adding() -> None:
+@further
+def adding() -> None:
     x = numbers((3, 40))
     q = jc.quantize(jnp.asarray(x), "mxfp4")
     total = jnp.full(x.shape, 0.5, jnp.bfloat16)

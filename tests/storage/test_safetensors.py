@@ -14,6 +14,7 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
+from further import Further
 from refusals import assert_refused
 
 import jchop as jc
@@ -23,6 +24,8 @@ from jchop.storage._checkpoints.public import convert
 from jchop.storage._files.parts import write_together
 from jchop.storage._files.safetensors import DTYPES, Entry, TensorFile, TensorWriter, lay_out
 from jchop.storage._stream import Rule, quantize_file
+
+further = Further()
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -48,7 +51,8 @@ def tree() -> dict[str, Any]:
     }
 
 
-def test_loaded_is_saved(tmp_path: Path) -> None:
+@further
+def loaded_is_saved(tmp_path: Path) -> None:
     path, saved = tmp_path / "model.safetensors", tree()
     jc.save_safetensors(path, saved, metadata={"format": "pt"})
     same(jc.load_safetensors(path, like=saved), saved)
@@ -155,7 +159,8 @@ def test_a_path_of_another_type() -> None:
     assert_refused({f"call {i}": (call, TypeError, f"^{name}{said}") for i, (name, call) in enumerate(calls)})
 
 
-def test_a_file_appears_whole_or_not_at_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@further.first
+def a_file_appears_whole_or_not_at_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "model.safetensors"
     jc.save_safetensors(path, {"x": jnp.ones(3)})
     old = path.read_bytes()
@@ -350,3 +355,6 @@ def test_a_file_that_ends_early(tmp_path: Path) -> None:
         os.truncate(path, path.stat().st_size - 8)
         with pytest.raises(ValueError, match="ends within tensor 'x'"):
             file.read("x")
+
+
+test_further = further.test()

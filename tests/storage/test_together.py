@@ -11,12 +11,15 @@ import jax
 import numpy as np
 import pytest
 from distributed.test_processes import run_processes, start_processes
+from further import Further
 from jax.sharding import AxisType, Mesh
 from storage import together
 
 import jchop as jc
 from jchop.storage._files.parts import runs
 from jchop.storage._files.safetensors import TensorFile
+
+further = Further()
 
 SCRIPT = Path(together.__file__)
 PROC = pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="peak memory is read from Linux's /proc")
@@ -27,7 +30,8 @@ def mesh_of(rows: int, columns: int) -> Mesh:
     return Mesh(devices, ("process", "device"), axis_types=(AxisType.Auto,) * 2)
 
 
-def test_runs_are_the_part(rng: np.random.Generator) -> None:
+@further.first
+def runs_are_the_part(rng: np.random.Generator) -> None:
     for shape in ((), (5,), (3, 4), (2, 3, 4), (4, 0, 2), (1, 6)):
         numbers = np.arange(np.prod(shape, dtype=int)).reshape(shape)
         for _ in range(8):
@@ -120,6 +124,7 @@ SLOW = {
 }
 
 
+@further
 @pytest.mark.parametrize(
     "check",
     [
@@ -130,5 +135,8 @@ SLOW = {
         ),
     ],
 )
-def test_processes_write_the_file_of_one(check: Callable[[Path], None], tmp_path: Path) -> None:
+def processes_write_the_file_of_one(check: Callable[[Path], None], tmp_path: Path) -> None:
     check(tmp_path)
+
+
+test_further = further.test()

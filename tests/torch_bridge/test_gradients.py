@@ -102,7 +102,8 @@ def rows_under_vmap_are_rounded_as_if_alone():
     assert torch.equal(nested[2, 1], rounded(cube[2, 1].clone(), "e5m2:stochastic", seed=1))
 
 
-def test_compiled_functions_follow_their_spec():
+@further
+def compiled_functions_follow_their_spec():
     """Specs, formats and texts are constants of the trace; another one is compiled anew. Errors come when traced."""
     compiled = torch.compile(lambda x, spec: rounded(x + 0, spec), fullgraph=True, backend="aot_eager")
     x, _ = data()

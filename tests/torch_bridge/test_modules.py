@@ -47,7 +47,8 @@ def key_of(*numbers: int) -> jax.Array:
 # -- Quantizer ---------------------------------------------------------------------------------------------------------
 
 
-def test_both_ways_are_rounded_with_the_bits_of_the_call():
+@further
+def both_ways_are_rounded_with_the_bits_of_the_call():
     quantizer = jc.torch.Quantizer("e4m3:stochastic", "e5m2:stochastic", seed=2**33 + 7)
     x, g = inputs(), torch.randn(5, 8, generator=torch.Generator().manual_seed(2))
     with jax.enable_x64(True):

@@ -14,12 +14,15 @@ import ml_dtypes
 import numpy as np
 import oracle_cores
 import pytest
+from further import Further
 from oracle_cores import Core, Target
 
 import jchop as jc
 from jchop import MatmulSpec
 from jchop._core.arithmetic.aligned import doubles, limbs
 from jchop._core.arithmetic.aligned.unit import Unit
+
+further = Further()
 
 F16, BF16, E4M3, E5M2 = np.float16, ml_dtypes.bfloat16, ml_dtypes.float8_e4m3fn, ml_dtypes.float8_e5m2
 E4M3Z, E5M2Z = ml_dtypes.float8_e4m3fnuz, ml_dtypes.float8_e5m2fnuz
@@ -213,7 +216,8 @@ def test_every_sum_is_that_of_integers(rows: list[Row], count: int) -> None:
         check(row, count)
 
 
-def test_every_row_of_the_table_has_a_test() -> None:
+@further.first
+def every_row_of_the_table_has_a_test() -> None:
     tested = {(row.unit, row.dtype) for row in (*ROWS, *MORE)} | {("tpu", "bf16")}
     tested |= {("blackwell", row.dtype) for row in SCALED}
     tested |= {(unit, dtype) for unit in ("cdna1", "cdna2") for dtype in ("fp16", "bf16")}
@@ -295,12 +299,13 @@ def check_scaled(row: ScaledRow, count: int) -> None:
     assert 0.5 < np.isfinite(want.view(F32)).mean() < 1
 
 
+@further
 @pytest.mark.parametrize(
     ("row", "count"),
     [(SCALED[0], 200), *(pytest.param(row, 20_000, marks=pytest.mark.slow) for row in SCALED)],
     ids=str,
 )
-def test_every_sum_of_scaled_elements_is_that_of_integers(row: ScaledRow, count: int) -> None:
+def every_sum_of_scaled_elements_is_that_of_integers(row: ScaledRow, count: int) -> None:
     check_scaled(row, count)
 
 
@@ -353,10 +358,11 @@ def digest(x: Any) -> str:
     return hashlib.sha256(np.asarray(x, F32).tobytes()).hexdigest()[:12]
 
 
+@further
 @pytest.mark.parametrize(
     ("unit", "expected"), [("volta", "4d529eb8c2cf"), pytest.param("ampere", "6bd842b2e484", marks=pytest.mark.slow)]
 )
-def test_published_digests(unit: str, expected: str) -> None:
+def published_digests(unit: str, expected: str) -> None:
     """The digests of runs of MMA-Sim, 16 x 256 x 16."""
     rng = np.random.default_rng(0)
     a, b = (rng.standard_normal(shape).astype(F16).astype(F32) for shape in ((16, 256), (256, 16)))
@@ -376,7 +382,8 @@ def chained(row: Row, k: int, seed: int = 0) -> tuple[np.ndarray, np.ndarray]:
     return near(rng.normal(size=(3, k)) * 4, row.operands), near(rng.normal(size=(k, 5)), row.operands)
 
 
-def test_blocks_follow_each_other_and_are_promoted() -> None:
+@further
+def blocks_follow_each_other_and_are_promoted() -> None:
     """With a rest that is no whole block, and no whole part."""
     row, promote = Row("ada", "fp8", E4M3, 16, 13, CUT13), 32
     a, b = chained(row, 105)
@@ -384,8 +391,9 @@ def test_blocks_follow_each_other_and_are_promoted() -> None:
     np.testing.assert_array_equal(bits(jc.math.matmul(a, b, spec)), bits(dots(row, a, b, promote)))
 
 
+@further
 @pytest.mark.parametrize(("unit", "block", "flush"), [("cdna1", 2, False), ("cdna2", 4, True)])
-def test_pairwise_blocks(unit: str, block: int, flush: bool) -> None:
+def pairwise_blocks(unit: str, block: int, flush: bool) -> None:
     """bfloat16 numbers around the smallest normal ones, whose products are subnormal."""
     rng = np.random.default_rng(1)
     a = near(rng.normal(size=(4, 30)) * 2.0 ** rng.integers(-70, -60, (4, 30)), BF16)
@@ -423,9 +431,10 @@ ACCUMULATORS = ["e5m10", "e8m13:odd:flush", "binary32:down:saturate", "binary32:
                 "e5m10:down:saturate"]  # fmt: skip
 
 
+@further
 @pytest.mark.in_turn(32)
 @pytest.mark.parametrize("accumulate", ACCUMULATORS)
-def test_float64_has_the_bits_of_two_words(accumulate: str) -> None:
+def float64_has_the_bits_of_two_words(accumulate: str) -> None:
     turn = ACCUMULATORS.index(accumulate) % 2
     row = (Row("none", "fp32", F32, 4, 25), Row("cdna3", "fp16", F16, 8, 24))[turn]
     made = computed(row, *problems(row, 2000), replace(row.spec, accumulate=accumulate))
@@ -440,7 +449,8 @@ def test_sums_beyond_the_range_are_infinite_or_saturate() -> None:
     assert jc.math.matmul(-a, b, kept)[0, 0] == -np.finfo(F32).max
 
 
-def test_a_stochastic_accumulator_is_right_on_average() -> None:
+@further
+def a_stochastic_accumulator_is_right_on_average() -> None:
     a, b = np.ones((4096, 2), F32), np.array([[1], [2.0**-12]], F32)
     spec = MatmulSpec("binary16", accumulate="e8m10:stochastic", order="aligned(2, 25)")
     got = np.asarray(jc.math.matmul(a, b, spec, jax.random.key(0)), np.float64)
@@ -451,7 +461,8 @@ def test_a_stochastic_accumulator_is_right_on_average() -> None:
 # -- transforms and refusals -------------------------------------------------------------------------------------------
 
 
-def test_vmap_grad_and_float64() -> None:
+@further
+def vmap_grad_and_float64() -> None:
     row = Row("volta", "fp16", F16, 4, 23)
     a, b = chained(row, 4)
     product = partial(jc.math.matmul, spec=row.spec)
@@ -559,9 +570,10 @@ def rule_of(spec: MatmulSpec) -> Any:
     return jc.Rule(weight="bfloat16", activation="bfloat16", matmul=replace(spec, operands=None))
 
 
+@further
 @pytest.mark.in_turn(64)
 @pytest.mark.parametrize("name", ["conv", "sum", "einsum", "emulate", "rule"])
-def test_other_functions_sum_in_the_same_way(name: str) -> None:
+def other_functions_sum_in_the_same_way(name: str) -> None:
     row = Row("ampere", "bf16", BF16, 8, 24)
     a, b = chained(row, 37)
     want = dots(row, a, np.ones((37, 1), F32) if name == "sum" else b)
@@ -575,3 +587,6 @@ def test_operations_that_are_no_sums_refuse_the_accumulator() -> None:
             function(x, spec)
     with pytest.raises(ValueError, match="accumulate='binary32:toward_zero'"):
         jc.emulate(jnp.cumsum, "binary32", accumulate=spec)(x)
+
+
+test_further = further.test()

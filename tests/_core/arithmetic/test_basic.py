@@ -16,6 +16,7 @@ import numpy as np
 import oracle
 import oracle_arithmetic
 import pytest
+from further import Further
 from jax import lax
 
 import jchop as jc
@@ -25,6 +26,8 @@ from jchop._core.arithmetic.basic import Range, carrier_range, product_range, ra
 from jchop._core.arithmetic.nearest import round_by_adding
 from jchop._core.arithmetic.root import square_root
 from jchop._core.rounding.elements import round_elements
+
+further = Further()
 
 MODES = (*oracle.DETERMINISTIC, *oracle.STOCHASTIC)
 
@@ -144,8 +147,9 @@ ANY_OPERANDS = [
 ]
 
 
+@further
 @pytest.mark.parametrize(("text", "carrier", "count"), [("float8_e5m2", "float32", 25), *ANY_OPERANDS])
-def test_any_operands(text: str, carrier: str, count: int, rng: np.random.Generator) -> None:
+def any_operands(text: str, carrier: str, count: int, rng: np.random.Generator) -> None:
     """Uncompiled: every primitive is compiled once for all formats and modes, and integers are integers."""
     fmt = (RESULTS | cases.DOUBLE)[text]
     modes = list(specs(text, carrier))
@@ -155,11 +159,12 @@ def test_any_operands(text: str, carrier: str, count: int, rng: np.random.Genera
         check(operation, operands, [carrier_range(CARRIERS[carrier])] * arity, modes, fmt, rng)
 
 
+@further
 @pytest.mark.parametrize(
     ("carrier", "count"),
     [("float32", 200), pytest.param("float64", 800, marks=pytest.mark.slow)],
 )
-def test_exact_form(carrier: str, count: int, rng: np.random.Generator) -> None:
+def exact_form_too(carrier: str, count: int, rng: np.random.Generator) -> None:
     """What integer arithmetic hands to a rounding, bit for bit: t, the W bits after it, and whether more follow."""
     kind, width = oracle.CARRIERS[carrier], CARRIERS[carrier].work_width
     for operation in oracle_arithmetic.OPERATIONS:
@@ -182,10 +187,11 @@ def exact_form(v: oracle.Value, carrier: oracle.Carrier, width: int) -> tuple[in
     return low, int(rest), more > 0, nu > 0, False
 
 
+@further
 @pytest.mark.parametrize(
     "texts", [("e8m21",), pytest.param(ACCEPTED["float32"][2:], marks=pytest.mark.slow)], ids=["some", "all"]
 )
-def test_accepted_at_the_edge(texts: tuple[str, ...], rng: np.random.Generator) -> None:
+def accepted_at_the_edge(texts: tuple[str, ...], rng: np.random.Generator) -> None:
     """Formats that leave just two bits, or none but the carrier's own, against the exact results."""
     for text in texts:
         spec = jc.parse(text)
@@ -216,7 +222,8 @@ def test_normal_operands_whose_subnormal_results_become_zero(
         check(operation, operands, [held] * 2, [spec], oracle.describe(spec.format), rng, compiled=True)
 
 
-def test_64_bit_mode_changes_nothing(rng: np.random.Generator) -> None:
+@further
+def of_64_bit_mode_changes_nothing(rng: np.random.Generator) -> None:
     kind, spec, whole = oracle.CARRIERS["float32"], jc.parse("e5m10:stochastic"), carrier_range(CARRIERS["float32"])
     operands = oracle_arithmetic.pairs("multiply_add", oracle.ieee(5, 10), kind, 2000, rng)
     word = words(len(operands[0]), kind, rng)
@@ -477,7 +484,8 @@ def test_division_by_a_poor_divider(monkeypatch: pytest.MonkeyPatch, rng: np.ran
 # --- ranges and refusals ----------------------------------------------------------------------------------------------
 
 
-def test_range_of(rng: np.random.Generator) -> None:
+@further
+def range_of_too(rng: np.random.Generator) -> None:
     """Every value lies within its format's range, and no tighter one holds."""
     for text in (*RESULTS, "ufixed4.4", "integer4(narrow=true)", "codebook(-3.0,-1.0,0.375,5.0)"):
         fmt, carrier = jc.parse(text).format, CARRIERS["float64"]
@@ -529,7 +537,8 @@ def test_require_operation(carrier: str) -> None:
             require_operation(jc.parse(text), CARRIERS[carrier], "accumulate")
 
 
-def test_a_cast_to_float64_needs_x64() -> None:
+@further.first
+def a_cast_to_float64_needs_x64() -> None:
     said = r"cast the operands to float64; JAX arrays are float64 only with jax_enable_x64, which is off$"
     with jax.enable_x64(False), pytest.raises(ValueError, match=said):
         require_operation(jc.parse("e8m22"), CARRIERS["float32"], "accumulate")
@@ -539,9 +548,10 @@ def test_a_cast_to_float64_needs_x64() -> None:
         require_operation(jc.parse("e5m2"), CARRIERS["bfloat16"], "accumulate")
 
 
+@further
 @pytest.mark.in_turn(4)
 @pytest.mark.parametrize("text", ["integer8:wrap", "fixed4.4:wrap:stochastic", "ufixed4.4:wrap:down"])
-def test_wrap(text: str, rng: np.random.Generator) -> None:
+def wrap(text: str, rng: np.random.Generator) -> None:
     spec = jc.parse(text)
     fmt = oracle.describe(spec.format)
     r = range_of(spec, CARRIERS["float32"])
@@ -588,8 +598,12 @@ def test_ties_of_one_bit_of_precision_take_the_even_code() -> None:
     assert out.tolist() == [2.0, 2.0]  # codes 15, 16 and 17 of 1, 2 and 4
 
 
-def test_the_root_of_zero_has_no_further_bits() -> None:
+@further
+def the_root_of_zero_has_no_further_bits() -> None:
     """Which a draw would round away from zero."""
     found = square_root(jnp.array([0.0, -0.0], "float32"), CARRIERS["float32"], whole_rest=True)
     for name in ("magnitude", "rest", "sticky", "inexact"):
         assert not np.asarray(getattr(found, name)).any(), name
+
+
+test_further = further.test()

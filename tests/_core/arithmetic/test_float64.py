@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import oracle
 import pytest
+from further import Further
 
 import jchop as jc
 from jchop._bits import CARRIERS
@@ -19,6 +20,8 @@ from jchop._core.arithmetic.operations import OPERANDS, operation
 from jchop._core.arithmetic.ranges import Range, range_of
 from jchop._kernels.operation import operation_on_device
 from jchop.formats import FloatFormat
+
+further = Further()
 
 CARRIER = CARRIERS["float32"]
 COUNT = 1 << 12
@@ -66,13 +69,14 @@ def words(name: str, spec: jc.Spec, args: list[np.ndarray], rng: np.random.Gener
     return np.where(np.arange(COUNT) % 2, drawn, np.clip(least, 0, (1 << 32) - 1).astype(np.uint32))
 
 
+@further
 @pytest.mark.in_turn(5)
 @pytest.mark.parametrize(
     ("text", "name"),
     [*zip(SPECS, itertools.cycle(["div", "sqrt"])), ("bfloat16", "sqrt"), ("bfloat16:stochastic", "sqrt"),
      ("bfloat16:stochastic:random_bits=5", "div"), ("e4m3:stochastic_b", "div"), ("binary16", "sqrt")],
 )  # fmt: skip
-def test_the_bits_are_those_of_integers(text: str, name: str, rng: np.random.Generator) -> None:
+def the_bits_are_those_of_integers(text: str, name: str, rng: np.random.Generator) -> None:
     spec = jc.parse(text)
     known = (range_of(spec, CARRIER),) * OPERANDS[name]
     assert float64.computes(name, spec, known)
@@ -104,7 +108,8 @@ def test_others_are_refused() -> None:
         assert not float64.computes(name, spec, (range_of(spec, CARRIER),) * OPERANDS[name]), (name, text)
 
 
-def test_operands_may_have_more_bits_than_the_format() -> None:
+@further.first
+def operands_may_have_more_bits_than_the_format() -> None:
     spec, whole = jc.parse("e4m3"), Range(-149, 24, 128)
     assert float64.computes("div", spec, (Range(-20, 19, 20), Range(-20, 19, 20)))
     assert not float64.computes("div", spec, (whole, whole))
@@ -136,3 +141,6 @@ def test_quotients_by_a_constant_are_rounded_once(divisor: str, text: str, rng: 
         got = np.asarray(jax.jit(lambda x, found=found: found(x, over, fmt))(x))
         got = (got.view(np.float32) if got.dtype == np.int32 else got)[inside]
         np.testing.assert_array_equal(got.astype(np.float64), want)
+
+
+test_further = further.test()

@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 import oracle
 import pytest
+from further import Further
 from oracle_matmul import Arithmetic, How, Sum
 
 import jchop as jc
@@ -21,6 +22,8 @@ from jchop._bits import CARRIERS
 from jchop._core.arithmetic.matmul import Plan, matmul_body
 from jchop._core.arithmetic.ranges import Range, carrier_range
 from jchop._core.rounding.random_bits import seed_words
+
+further = Further()
 
 KEYS = (jax.random.key(1), jax.random.key(2))
 
@@ -292,10 +295,11 @@ IN_MODES += [
 ]
 
 
+@further
 @pytest.mark.parametrize(
     ("order", "k", "modes"), IN_MODES, ids=lambda value: "" if isinstance(value, list) else str(value)
 )
-def test_every_order_in_every_mode(order: str, k: int, modes: list[str]) -> None:
+def every_order_in_every_mode(order: str, k: int, modes: list[str]) -> None:
     for mode in modes:
         first, product = ("float8_e4m3fn", None) if "unit" in order else ("e5m10", f"e5m10:{mode}")
         check(Row(first, product, f"e5m10:{mode}", order, k))
@@ -361,7 +365,11 @@ def check_ranges(name: str, block: int, rng: np.random.Generator) -> None:
     assert within(dots, plan.dot)
 
 
-def test_products_that_the_carrier_rounds_may_be_anything() -> None:
+@further.first
+def products_that_the_carrier_rounds_may_be_anything() -> None:
     plan = Plan(MatmulSpec("e8m12"), CARRIERS["float32"], 1)
     assert plan.product == plan.dot == carrier_range(CARRIERS["float32"])
     assert Plan(MatmulSpec("e8m12", "e5m10"), CARRIERS["float32"], 1).product == Range(-24, 11, 16)
+
+
+test_further = further.test()

@@ -15,6 +15,7 @@ import oracle
 import oracle_arithmetic
 import oracle_matmul
 import pytest
+from further import Further
 from oracle import Special, Value
 
 import jchop as jc
@@ -25,6 +26,8 @@ from jchop._core.arithmetic.operations import OPERANDS, check_matmul, check_oper
 from jchop._core.arithmetic.ranges import Range, carrier_range, range_of
 from jchop._core.arithmetic.sums import cumulative, product_along, sum_along
 from jchop._core.rounding.random_bits import seed_words
+
+further = Further()
 
 MODES = (*oracle.DETERMINISTIC, *oracle.STOCHASTIC)
 FORMATS: dict[str, oracle.Set] = {
@@ -287,7 +290,8 @@ def test_a_narrow_quotient_corrects_a_bad_one() -> None:
             np.testing.assert_array_equal(divide(x, y), want)
 
 
-def test_narrow_quotients_to_nearest() -> None:
+@further
+def narrow_quotients_to_nearest() -> None:
     """A half is seen: the bits that are kept are one more than those of the format."""
     x, y = (jnp.asarray(v.ravel(), jnp.float32) for v in np.meshgrid(np.arange(8, 16), np.arange(8, 16)))
     carrier, spec = CARRIERS["float32"], jc.parse("e4m3")
@@ -321,7 +325,8 @@ def test_the_carriers_own_operations() -> None:
         assert operation(name, args, None) == np.float32(want), name
 
 
-def test_odd_leaves_exact_sums() -> None:
+@further
+def odd_leaves_exact_sums() -> None:
     """To the carrier itself: exact sums stay, even ones too; others end in a one."""
     x, y = jnp.float32([2.0, 1.0, 1.0, -1.0]), jnp.float32([2.0, 2.0**-23, 2.0**-30, -(2.0**-30)])
     ranges = (carrier_range(CARRIERS["float32"]),) * 2
@@ -365,7 +370,8 @@ def test_signs_of_formats_that_are_not_symmetric() -> None:
         assert (np.signbit(got)[zeros] == np.signbit(want)[zeros]).all(), (name, text)
 
 
-def test_a_quotient_beyond_the_carriers_range_is_no_infinity() -> None:
+@further
+def a_quotient_beyond_the_carriers_range_is_no_infinity() -> None:
     """Where overflow becomes the largest value, but infinities stay."""
     largest = np.finfo(np.float32).max
     x, y = jnp.array([largest, np.inf, largest], jnp.float32), jnp.array([1 - 2.0**-24, 1, 1], jnp.float32)
@@ -383,7 +389,8 @@ def test_operands_broadcast_and_16_bit_ones_stay_so() -> None:
     assert operation("add", [x, x], None).tolist() == (2 * x).tolist()
 
 
-def test_a_narrow_carrier_is_refused() -> None:
+@further.first
+def a_narrow_carrier_is_refused() -> None:
     rows = (
         ("binary32:up", "float32", "float64"),
         ("bfloat16", "float16", "float32"),
@@ -434,9 +441,10 @@ def test_a_hundred_ones(order: str, want: int) -> None:
     assert run(jnp.ones((2, 100), jnp.float32)).tolist() == [want] * 2
 
 
+@further
 @pytest.mark.in_turn(64)
 @pytest.mark.parametrize("order", ["blocked(4)", "pairwise"])
-def test_sums_follow_the_orders_of_products(order: str, rng: np.random.Generator) -> None:
+def sums_follow_the_orders_of_products(order: str, rng: np.random.Generator) -> None:
     """Over two axes, in C order, kept or not."""
     x = members(FORMATS["e5m2"], "float32", 60, rng)
     x = np.where(np.isfinite(x), np.clip(x, -64, 64), 1).reshape(3, 4, 5).astype(np.float32)
@@ -488,3 +496,6 @@ def test_running_sums_and_products(kind: str, mode: str, rng: np.random.Generato
 
 def test_the_table_says_how_many_operands() -> None:
     assert set(OPERANDS) == set(operations._EXACT) == set(operations._PLAIN)
+
+
+test_further = further.test()

@@ -9,9 +9,12 @@ import jax.numpy as jnp
 import numpy as np
 import oracle
 import pytest
+from further import Further
 
 from jchop._bits import CARRIERS, low_mask
 from jchop._core.arithmetic import quotient
+
+further = Further()
 
 COUNT = 300
 
@@ -92,9 +95,10 @@ def test_what_is_not_plain_stays() -> None:
     assert magnitude.tolist() == bits.tolist() and not rest
 
 
+@further.first
 @pytest.mark.in_turn(4)
 @pytest.mark.parametrize(("name", "bits"), [("float32", 3), ("float64", 64), ("float32", 64), ("float64", 3)])
-def test_divisors_that_are_products(name: str, bits: int, rng: np.random.Generator) -> None:
+def divisors_that_are_products(name: str, bits: int, rng: np.random.Generator) -> None:
     """Integers of 3 bits times powers of two times numbers of a carrier, as a significand and an exponent."""
     carrier = CARRIERS[name]
     wide = quotient.divisor_bits(carrier)
@@ -138,3 +142,6 @@ def test_quotients_by_constants_are_exact(name: str, count: int, rng: np.random.
             low, nu = oracle.neighbours(oracle.ieee(*oracle_parts(name)), exact)
             up = 2 * nu > 1 or (2 * nu == 1 and low & 1)
             assert got == [low + bool(up), low | (nu > 0)], (a, exponent)
+
+
+test_further = further.test()

@@ -13,6 +13,7 @@ import oracle_elementary as exact
 import oracle_math
 import pytest
 from elementary_table import NAMES, arguments, bits, words, wrong
+from further import Further
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 from oracle_matmul import How, rounded
@@ -20,6 +21,8 @@ from oracle_matmul import How, rounded
 import jchop as jc
 from jchop._core.elementary.functions_of_two import FUNCTIONS_OF_TWO
 from jchop._core.elementary.rounded import FUNCTIONS, elementary
+
+further = Further()
 
 EVERY = 61  # of how many arguments the default run takes one
 NONE_WRONG = dict.fromkeys(exact.MODES, 0)
@@ -33,8 +36,9 @@ EVERY_CASE += [
 ]
 
 
+@further
 @pytest.mark.parametrize(("name", "texts", "step"), EVERY_CASE)
-def test_every_result_is_the_true_one_rounded_once(name: str, texts: tuple[str, ...], step: int) -> None:
+def every_result_is_the_true_one_rounded_once(name: str, texts: tuple[str, ...], step: int) -> None:
     for text in texts:
         assert wrong(name, text, step) == NONE_WRONG, text
 
@@ -64,7 +68,8 @@ def test_the_oracle_rounds_as_the_oracle_of_all_formats_does() -> None:
         np.testing.assert_array_equal(bits(got), bits(oracle_math.array(want)), mode)
 
 
-def test_the_exact_values_are_near_those_of_numpy() -> None:
+@further.first
+def the_exact_values_are_near_those_of_numpy() -> None:
     """The integers' formulas, which decide only where float64 cannot, at arguments where it can."""
     for name in exact.EXACT:
         for x in (0.375, 0.8125, 1.0, 1.75, 5.5):
@@ -108,8 +113,9 @@ def test_fixed_point_and_codebooks() -> None:
     assert set(nearest) <= {0.0, 0.25, 0.5, 1.0}
 
 
+@further
 @pytest.mark.parametrize("name", ["exp2", *(pytest.param(name, marks=pytest.mark.slow) for name in ("arcsin", "log"))])
-def test_float64_data_is_rounded_alike(name: str) -> None:
+def float64_data_is_rounded_alike(name: str) -> None:
     """Subnormal numbers of float32 too, which a conversion would lose."""
     x = arguments("bfloat16")[::131]
     key = jax.random.key(3)
@@ -124,7 +130,8 @@ def test_float64_data_is_rounded_alike(name: str) -> None:
             assert held.all()
 
 
-def test_ends_of_the_range_do_not_vanish() -> None:
+@further
+def ends_of_the_range_do_not_vanish() -> None:
     assert jc.math.exp2(np.float32(-126), "bfloat16") == 2.0**-126
     assert jc.math.exp2(np.float32(-133), "bfloat16") == 2.0**-133
     assert jc.math.arcsin(np.float32(2.0**-126), "bfloat16") == 2.0**-126
@@ -153,3 +160,6 @@ def test_one_function_for_each_shape() -> None:
         return len(jax.jit(fun).lower(jnp.ones(5)).as_text().splitlines())  # type: ignore[arg-type]
 
     assert lines(many) < 1.5 * lines(lambda x: jc.math.tanh(x, "bfloat16"))
+
+
+test_further = further.test()

@@ -12,9 +12,12 @@ import oracle_elementary as exact
 import oracle_of_two
 import pytest
 from elementary_table import FORMATS, arguments, bits, words
+from further import Further
 
 import jchop as jc
 from jchop._core.elementary.rounded import FUNCTIONS_OF_TWO, elementary
+
+further = Further()
 
 
 def wrong(name: str, text: str, x: np.ndarray, y: np.ndarray, modes: Sequence[str] = exact.MODES) -> dict[str, int]:
@@ -66,8 +69,9 @@ MANY += [
 ]
 
 
+@further
 @pytest.mark.parametrize(("name", "text", "count"), MANY)
-def test_many_pairs_of_16_bit_formats(name: str, text: str, count: int) -> None:
+def many_pairs_of_16_bit_formats(name: str, text: str, count: int) -> None:
     modes = exact.MODES if count > 1000 else exact.MODES[-2:]
     assert not any(wrong(name, text, *pairs_of(text, count, 1), modes).values())
 
@@ -101,7 +105,8 @@ def test_exact_powers_may_be_ties(mode: str, want: float) -> None:
     assert jc.math.power(np.float32(19), np.float32(2), f"bfloat16:{mode}") == want
 
 
-def test_ends_of_the_range() -> None:
+@further
+def ends_of_the_range() -> None:
     """Products and squares that float32 does not hold."""
     big, small = np.float32(2.0**127), np.float32(2.0**-133)
     assert jc.math.hypot(3 * small, 4 * small, "bfloat16") == 5 * small
@@ -111,11 +116,15 @@ def test_ends_of_the_range() -> None:
     assert jc.math.logaddexp(np.float32(0), np.float32(-88), "bfloat16:down") > 0
 
 
+@further.first
 @pytest.mark.parametrize("name", ["arctan2", pytest.param("power", marks=pytest.mark.slow)])
-def test_emulate_float64_and_the_functions_agree(name: str) -> None:
+def emulate_float64_and_the_functions_agree(name: str) -> None:
     x, y = (np.abs(v[:60]) for v in pairs_of("bfloat16", 240, 5))
     want = getattr(jc.math, name)(x, y, "bfloat16:up")
     got = jc.emulate({"power": jax.lax.pow, "arctan2": jax.lax.atan2}[name], "bfloat16:up")(x, y)
     np.testing.assert_array_equal(bits(np.asarray(got)), bits(want))
     wide = getattr(jc.math, name)(x.astype(float), y.astype(float), "bfloat16:up")
     np.testing.assert_array_equal(bits(wide.astype(np.float32)), bits(want))
+
+
+test_further = further.test()

@@ -14,10 +14,13 @@ from collections.abc import Callable, Iterator
 import jax
 import numpy as np
 import pytest
+from further import Further
 from jax import numpy as jnp
 from jax.sharding import Mesh, PartitionSpec
 
 from jchop._core.rounding.random_bits import _threefry, flat_index, random_bits, random_words, seed_words
+
+further = Further()
 
 WORD = 0xFFFFFFFF
 SINGLE, COMBINED = 5.0, 4.5
@@ -194,14 +197,16 @@ def test_tiles_cover_the_whole() -> None:
         np.testing.assert_array_equal(random_bits(seeds, (60,), start), whole.ravel()[start : start + 60])
 
 
-def test_an_axis_beyond_the_counter_is_refused() -> None:
+@further.first
+def an_axis_beyond_the_counter_is_refused() -> None:
     with pytest.raises(ValueError, match=r"at most 2\*\*32 long"):
         flat_index((2**32 + 1,))
     index = jax.eval_shape(lambda: flat_index((3, 2**32)))
     assert index[1].shape == (3, 2**32)
 
 
-def test_jit_vmap_and_scan_equal_the_plain_call() -> None:
+@further
+def jit_vmap_and_scan_equal_the_plain_call() -> None:
     keys = jax.random.split(jax.random.key(5), 6)
 
     def bits(key: jax.Array) -> jax.Array:
@@ -371,14 +376,16 @@ FULL = pytest.mark.slow
 SIZES = [pytest.param(1, 1 << 17, id="reduced"), pytest.param(20, 1 << 22, id="full", marks=FULL)]
 
 
+@further
 @pytest.mark.parametrize(("keys", "size"), SIZES)
-def test_words_look_random(keys: int, size: int) -> None:
+def words_look_random(keys: int, size: int) -> None:
     results = scores(random_words, keys, size)
     report(results)
     assert not failures(results)
 
 
-def test_statistics_reject_a_poor_generator() -> None:
+@further
+def statistics_reject_a_poor_generator() -> None:
     found = {text.split(":")[0] for text in failures(scores(multiply_counter, 1, 1 << 17))}
     assert {"byte 0", "pairs of byte 1", "lag 1, high half", "pairs of bits in a word", "index avalanche"} <= found
 
@@ -497,3 +504,6 @@ def test_mean_of_stochastic_rounding_is_unbiased(keys: int, size: int) -> None:
 
 def test_rounding_statistics_reject_a_poor_generator() -> None:
     assert failures(rounding_scores(multiply_counter, 2, 1 << 20))
+
+
+test_further = further.test()

@@ -19,6 +19,7 @@ import oracle
 import oracle_scaled
 import pytest
 from cases_scaled import adversarial, blocks, integer_groups, moved, mx, nvfp4, value_of, values_of
+from further import Further
 from oracle import CARRIERS, Special
 from oracle_scaled import Blocks
 
@@ -40,6 +41,8 @@ from jchop._core.scaled.scales import (
 from jchop._core.scaled_bodies import dequantize_body, quantize_body, round_body
 from jchop.formats import FloatFormat, ScaledFormat
 from jchop.spec import Spec
+
+further = Further()
 
 DATA = pathlib.Path(__file__).parents[2] / "data"
 KEY = 5
@@ -225,9 +228,10 @@ MORE: list[Spec] = [
 ]
 
 
+@further
 @pytest.mark.in_turn(64)
 @pytest.mark.parametrize(("spec", "dtype"), SOME, ids=lambda value: str(value))
-def test_against_exact_rationals(spec, dtype):
+def against_exact_rationals(spec, dtype):
     check(spec, dtype, 30)
 
 
@@ -268,7 +272,8 @@ def test_scales_of_every_exponent(spec):
         assert value_of(scale) == oracle_scaled.scale_of([-Fraction(value)], rules), value.hex()
 
 
-def test_scales_are_read_back():
+@further
+def scales_are_read_back():
     """Every code of an 8-bit scale format, NaN among them; and numbers that are stored as such."""
     for spec in (mx("e4m3fn"), blocks("e4m3fn", 4, scale="e4m3fn", rule="absmax")):
         plan = plan_of(spec, "float32")
@@ -282,8 +287,9 @@ def test_scales_are_read_back():
         np.testing.assert_array_equal(bits[~nan], cases.bits(expected[~nan].astype(np.float32)).astype(np.int32))
 
 
+@further
 @pytest.mark.parametrize("dtype", ["float32", pytest.param("float64", marks=pytest.mark.slow)])
-def test_elements_times_powers_of_two_below_the_normal_range(dtype):
+def elements_times_powers_of_two_below_the_normal_range(dtype):
     """The exact way: ties of every depth, either neighbour even."""
     carrier, plan = CARRIERS[dtype], plan_of(mx("e4m3fn"), dtype)
     elements = np.arange(1, 128, dtype=np.uint8)
@@ -315,9 +321,10 @@ def products(spec: Spec, dtype: str) -> tuple[np.ndarray, np.ndarray]:
     return codes, np.asarray(jax.jit(fun)(packed, scales))
 
 
+@further
 @pytest.mark.in_turn(64)
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32", "float16"])
-def test_every_code_under_every_scale(dtype):
+def every_code_under_every_scale(dtype):
     """mxfp4: each product rounded once, overflow and subnormal numbers included."""
     spec, carrier = mx("e2m1fn", block=16), CARRIERS[dtype]
     codes, numbers = products(spec, dtype)
@@ -375,7 +382,8 @@ def test_empty_arrays(shape):
         assert got["scales"].shape == tuple(scales)
 
 
-def test_draws_depend_on_the_flat_index_alone(rng):
+@further
+def draws_depend_on_the_flat_index_alone(rng):
     """An element is rounded by the word of its place in the array, whatever the axis and length of the blocks."""
     x = (rng.integers(-7, 8, (6, 10)) + rng.random((6, 10))).astype(np.float32)
     x = np.clip(x, -7, 7)
@@ -392,12 +400,14 @@ def test_draws_depend_on_the_flat_index_alone(rng):
 CONFORMANCE = [case for case in json.loads((DATA / "exact_cases.json").read_text()) if "mx" in case["spec"]]
 
 
-def test_the_conformance_file_is_covered():
+@further.first
+def the_conformance_file_is_covered():
     assert len(CONFORMANCE) == 75
 
 
+@further
 @pytest.mark.parametrize("part", [0, *(pytest.param(part, marks=pytest.mark.slow) for part in (1, 2, 3))])
-def test_conformance(part):
+def conformance(part):
     """The cases of scaled formats: microxcaling's vectors and the largest magnitudes just below powers of two.
 
     A five-bit scale stands for exponents -15 to 15, and a block that needs a larger one is NaN as a whole.
@@ -530,3 +540,6 @@ def test_powers_beyond_the_largest_number_give_infinities(power: int, want: list
     run = jax.jit(functools.partial(times_power, carrier=_bits.CARRIERS["float32"]))
     bits = run(x.view(np.int32), np.full(3, power, np.int32))
     np.testing.assert_array_equal(np.asarray(bits).view(np.float32), np.array(want, np.float32))
+
+
+test_further = further.test()

@@ -10,8 +10,11 @@ import jax.numpy as jnp
 import numpy as np
 import oracle
 import pytest
+from further import Further
 
 import jchop as jc
+
+further = Further()
 
 SCALES = oracle.FloatSet(6, 2, 48, subnormals=False, inf=False, nan="top", signed=False, zero=False)
 
@@ -45,7 +48,8 @@ def rows() -> np.ndarray:
     return x.astype(np.float32)
 
 
-def test_every_number_and_every_code() -> None:
+@further
+def every_number_and_every_code() -> None:
     x = rows()
     q = jc.quantize(x, "hif4:nearest_away")
     numbers, (fours, eights, scales) = np.asarray(jc.dequantize(q)), q.scale
@@ -79,9 +83,10 @@ def test_the_published_array() -> None:
     assert jc.hif4.bits_per_element() == 4.5
 
 
+@further
 @pytest.mark.in_turn(64)
 @pytest.mark.parametrize("what", ["saved", "cut", "turned"])
-def test_stored_arrays_are_cut_moved_and_saved(what: str, tmp_path: Path) -> None:
+def stored_arrays_are_cut_moved_and_saved(what: str, tmp_path: Path) -> None:
     x = rows()[:, :128]
     q = jc.quantize(jnp.asarray(x), "hif4")
     whole = np.asarray(jc.dequantize(q))
@@ -101,7 +106,8 @@ def test_stored_arrays_are_cut_moved_and_saved(what: str, tmp_path: Path) -> Non
         np.testing.assert_array_equal(jc.dequantize(loaded["w"]), whole)
 
 
-def test_text_and_what_is_refused() -> None:
+@further.first
+def text_and_what_is_refused() -> None:
     assert (str(jc.hif4), str(jc.hif4(axis=0))) == ("hif4", "hif4(axis=0)")
     for fmt in (jc.hif4, jc.hif4(axis=0), jc.hif4(group=8, axis=1), jc.hif4(element="integer4")):
         assert jc.parse(str(fmt)).format == fmt
@@ -110,3 +116,6 @@ def test_text_and_what_is_refused() -> None:
             jc.hif4(scale=scale)
     with pytest.raises(ValueError, match="nan_block"):
         jc.hif4(nan_block=True)
+
+
+test_further = further.test()

@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from further import Further
 
 import jchop as jc
 from jchop._bits import CARRIERS
@@ -14,6 +15,8 @@ from jchop._core.rounding.random_bits import seed_words
 from jchop._core.scaled.scales import make_plan
 from jchop._core.scaled_bodies import quantize_body, round_body
 from jchop._core.scaled_float32 import select
+
+further = Further()
 
 pytestmark = pytest.mark.skipif(jax.default_backend() != "cpu", reason="only programs for CPUs round in float64")
 
@@ -68,8 +71,9 @@ EACH = [
 ]
 
 
+@further
 @pytest.mark.parametrize(("text", "mode", "dtype"), EACH)
-def test_every_bit(text, mode, dtype):
+def every_bit(text, mode, dtype):
     spec, x = jc.parse(text + mode), jnp.asarray(hard_numbers()).astype(dtype)
     if spec.rounding.stochastic and text in ("nf4", "dynamic8") and dtype == "bfloat16":
         pytest.skip("the same numbers as in float32, by the exact way on both sides")
@@ -85,7 +89,8 @@ def test_every_bit(text, mode, dtype):
             np.testing.assert_array_equal(bits(a), bits(b))
 
 
-def test_the_program_is_short():
+@further.first
+def the_program_is_short():
     """A third of the lines of the program of a large array."""
     x, large = (jax.ShapeDtypeStruct(shape, jnp.float32) for shape in ((256, 64), (4096, 256)))
     lines = [
@@ -93,3 +98,6 @@ def test_the_program_is_short():
     ]
     assert large.size > select.MOST_IN_FLOAT64[False] and lines[0] <= 160
     assert lines[0] < lines[1] / 3
+
+
+test_further = further.test()

@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 import oracle
 import pytest
+from further import Further
 from jax import lax
 
 import jchop as jc
@@ -24,6 +25,8 @@ from jchop._core.scaled.scales import SAFE_EXPONENT, Plan, Scales, all_in_safe_r
 from jchop._core.scaled_float32 import codebooks, floats, integers, select, thresholds
 from jchop.formats import ElementFormat, ScaledFormat
 from jchop.spec import Spec
+
+further = Further()
 
 ROWS, ROW = 300, 64
 SPECIAL = np.array([np.nan, -np.nan, np.inf, -np.inf, 0.0, -0.0, 1e-45, -1e-45, 3.4e38, -3.4e38], np.float32)
@@ -301,7 +304,8 @@ def test_levels(mode: str, rows: int) -> None:
         check_levels(jc.CodebookFormat((-1, -0.5, 0, 0.25, 0.75)), mode, 2_000, "bfloat16")
 
 
-def test_the_largest_number_reaches_thresholds_beyond_it() -> None:
+@further
+def the_largest_number_reaches_thresholds_beyond_it() -> None:
     """The largest scale times a threshold below -1 overflows: the largest negative number is above it, -inf below."""
     fmt, most = jc.CodebookFormat((-8, -6, -3, 0, 1)), np.finfo(np.float32).max
     plan = plan_of(fmt, "nearest_even")
@@ -427,7 +431,8 @@ def test_many_levels_that_take_the_exact_way() -> None:
 # -- groups ------------------------------------------------------------------------------------------------------------
 
 
-def test_codes_are_packed_beside_their_groups() -> None:
+@further.first
+def codes_are_packed_beside_their_groups() -> None:
     assert groups.Groups((2, 256), (1, 64)).packed(4) == groups.Groups((2, 128), (1, 32))
     assert groups.Groups((2, 256), (1, 2)).packed(4) is None  # a byte for each group
     assert groups.Groups((2, 250), (1, 64)).packed(4) is None
@@ -442,3 +447,6 @@ def test_bits_of_a_number_below_the_normal_range() -> None:
     expected = [float(v) * 2.0**100 for v in tiny]
     assert np.asarray(moved).tolist() == expected
     assert _bits.CARRIERS["float32"].tiny_exponent == -149
+
+
+test_further = further.test()

@@ -9,11 +9,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from further import Further
 
 import jchop as jc
 from jchop._products.codes import coded, multiply, parts_of
 from jchop._products.sums.weights_alone import _by_kernel, _fits, by_panels
 from jchop.spec import as_spec
+
+further = Further()
 
 INTEGERS = [
     "uint8(group=16,zero_point=integer",
@@ -78,7 +81,8 @@ def test_integers_by_panels(axis: int, left: str, text: str) -> None:
     np.testing.assert_array_equal(*both(x, stored))
 
 
-def test_which_integers_are_multiplied_by_panels() -> None:
+@further.first
+def which_integers_are_multiplied_by_panels() -> None:
     x, w = (jax.ShapeDtypeStruct(shape, jnp.float32) for shape in ((3, 64), (64, 8)))
 
     def chosen(left: str, right: str, stored: bool = True) -> bool:
@@ -109,8 +113,9 @@ FITTING = [
 ]
 
 
+@further
 @pytest.mark.parametrize("texts", [FITTING[:2], pytest.param(FITTING[2:], marks=pytest.mark.slow)], ids=len)
-def test_the_kernel_takes_stored_codes(texts: list[str]) -> None:
+def the_kernel_takes_stored_codes(texts: list[str]) -> None:
     """As other devices multiply them, from the same bytes."""
     x = jax.random.normal(jax.random.key(1), (3, 64))
     for text in texts:
@@ -145,6 +150,7 @@ OPERANDS: list[tuple[Any, tuple[int, ...]]] = [
 ]
 
 
+@further
 @pytest.mark.parametrize(
     ("text", "operands"),
     [
@@ -154,7 +160,7 @@ OPERANDS: list[tuple[Any, tuple[int, ...]]] = [
     ],
     ids=["int4", "int4, two axes", "nf4"],
 )
-def test_training_and_packed_weights_alone_are_equal(text: str, operands: Any) -> None:
+def training_and_packed_weights_alone_are_equal(text: str, operands: Any) -> None:
     """In both layouts, and with two axes that are kept."""
     x = jax.random.normal(jax.random.key(1), (3, 160))
     for fun, shape in operands:
@@ -162,3 +168,6 @@ def test_training_and_packed_weights_alone_are_equal(text: str, operands: Any) -
         low = jc.quantize_fn(fun, jc.Rule(weight=text, product="codes"))
         packed = low.pack(w, x)
         np.testing.assert_array_equal(jax.jit(low)(packed, x), jax.jit(low)(w, x), str(shape))
+
+
+test_further = further.test()
