@@ -56,7 +56,7 @@ class Further:
 
 
 def _cases(check: Callable[..., Any]) -> list[Any]:
-    marks = list(getattr(check, "pytestmark", ()))
+    marks: list[pytest.Mark] = list(getattr(check, "pytestmark", ()))
     own = [mark for mark in marks if mark.name not in ("parametrize", "in_turn", "usefixtures")]
     rows = [_rows(*mark.args, **mark.kwargs) for mark in marks if mark.name == "parametrize"]
     found = []

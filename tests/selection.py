@@ -85,8 +85,7 @@ class _DefaultCases:
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """One of `--parts` parts of those that `-m` has selected."""
-    parts: int = config.getoption("--parts")
-    part: int = config.getoption("--part")
+    parts, part = (int(str(config.getoption(name))) for name in ("--parts", "--part"))
     if not 0 <= part < parts:
         raise pytest.UsageError(f"--part={part} must be from 0 to {parts - 1}, with --parts={parts}")
     left_out = [item for item in items if part_of(item.nodeid, parts) != part]

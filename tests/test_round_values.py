@@ -83,8 +83,8 @@ def by_itself(x: np.ndarray, spec: jc.Spec, word: np.ndarray | None = None) -> n
     """The body of every implementation, operation by operation: no program is compiled for a spec, and few in all."""
     carrier, size = _bits.CARRIERS[x.dtype.name], next(size for size in SIZES if size >= len(x))
     with _bits.types_for(carrier.name):
-        given = [None if part is None else jnp.asarray(np.resize(part, size)) for part in (x, word)]
-        return np.asarray(round_elements(given[0], spec, carrier, given[1]))[: len(x)]
+        words = None if word is None else jnp.asarray(np.resize(word, size))
+        return np.asarray(round_elements(jnp.asarray(np.resize(x, size)), spec, carrier, words))[: len(x)]
 
 
 def check(

@@ -186,7 +186,8 @@ ROWS: dict[str, tuple] = {
 @pytest.mark.in_turn(64)
 @pytest.mark.parametrize("name", ROWS)
 def test_equals_the_body(name: str) -> None:
-    kernel, spec, shape, tiling, dtype, x64 = (*ROWS[name], *(None, "float32", False)[len(ROWS[name]) - 3 :])
+    row: Any = ROWS[name]
+    kernel, spec, shape, tiling, dtype, x64 = (*row, *(None, "float32", False)[len(row) - 3 :])
     with jax.enable_x64(x64):
         assert_equal_to_body(kernel, spec, shape, np.dtype(dtype), tiling)
 
@@ -366,11 +367,12 @@ def test_the_operation_takes_the_kernel_where_it_can() -> None:
 
 
 def test_the_operation_says_why_it_cannot() -> None:
-    for arguments, message in (
+    refused: list[tuple[dict[str, Any], str]] = [
         ({"dtype": "float64"}, "dtype float64, and the TPU kernel takes float32"),
         ({"tiling": SMALL["gpu"]}, r"tiling=MatmulGpuTiling\(.*\) is not a MatmulTpuTiling"),
         ({"k": 1 << 30}, "inner dimension is 1073741824"),
-    ):
+    ]
+    for arguments, message in refused:
         with pytest.raises(NotImplementedError, match=message):
             lowered_for_tpu(impl="pallas", **arguments)
 

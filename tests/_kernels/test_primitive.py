@@ -231,7 +231,8 @@ def test_pallas_says_why_it_cannot_and_auto_does_not_try(monkeypatch):
 
 
 def test_other_impls_are_refused(taken):
-    for wrong in ("cuda", "PALLAS", None, 1):
+    wrongs: tuple[Any, ...] = ("cuda", "PALLAS", None, 1)
+    for wrong in wrongs:
         with pytest.raises(ValueError, match=r"impl=.* must be one of 'auto', 'xla', 'pallas'"):
             times(taken.op, wrong)(X)
 

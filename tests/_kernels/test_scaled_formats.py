@@ -570,12 +570,13 @@ def test_products_are_rounded_before_they_are_summed(text, devices, rng):
 @further.first
 def scales_that_do_not_fit():
     ones, zeros = np.ones((3, 1), np.float32), np.zeros((3, 1), np.int32)
-    for given, message in (
+    refused: list[tuple[dict[str, Any], str]] = [
         ({"zero_point": zeros}, "zero_point is given without scale"),
         ({"scale": ones}, "zero_point has shape and dtype None"),
         ({"scale": ones.T, "zero_point": zeros}, "scale has shape and dtype"),
         ({"scale": ones.astype(np.float16), "zero_point": zeros}, "float16"),
-    ):
+    ]
+    for given, message in refused:
         with pytest.raises(ValueError, match=message):
             quantize_scaled(jnp.ones((3, 4)), spec=jc.parse("uint4(channel=0,zero_point=integer)"), **given)
 

@@ -30,7 +30,8 @@ def main(port: str, processes: int, number: int, devices: int, folder: str, case
     import jax
 
     jax.distributed.initialize(f"127.0.0.1:{port}", num_processes=processes, process_id=number)
-    np.savez(Path(folder) / f"{number}.npz", **shards_of(processes, devices, cases))
+    shards: dict[str, Any] = shards_of(processes, devices, cases)
+    np.savez(Path(folder) / f"{number}.npz", **shards)
 
 
 def shards_of(processes: int, devices: int, cases: str) -> dict[str, np.ndarray]:

@@ -171,7 +171,7 @@ def kept_apart(function: Callable[..., Any], *given: np.ndarray) -> list[str]:
 def test_the_search_of_an_interpolation_is_fused_with_nothing() -> None:
     """Fused with the search, the quotient of float64 takes XLA hours (`long_fusion_compiled_for_minutes`)."""
     text, nodes = "bfloat16:stochastic", np.arange(3.0)
-    apart = kept_apart(lambda *x: jc.math.interp(*x, text, KEY), np.full((3, 32), 0.3), nodes, nodes)
+    apart = kept_apart(lambda x, xp, fp: jc.math.interp(x, xp, fp, text, KEY), np.full((3, 32), 0.3), nodes, nodes)
     assert apart == ["i32[3,32]"]
 
 

@@ -178,9 +178,8 @@ def test_random_keys(tmp_path: Path) -> None:
     """Of optimizers that round stochastically, for example."""
     path = tmp_path / "state.safetensors"
     for kind in ("threefry2x32", "rbg"):
-        keys = jax.random.wrap_key_data(
-            np.arange(8, dtype=np.uint32).reshape(2, 4)[:, : 2 + 2 * (kind == "rbg")], impl=kind
-        )
+        words = jnp.arange(8, dtype=jnp.uint32).reshape(2, 4)[:, : 2 + 2 * (kind == "rbg")]
+        keys = jax.random.wrap_key_data(words, impl=kind)
         jc.save_safetensors(path, {"keys": keys, "x": jnp.ones(3)})
         for like in (
             None,
