@@ -186,8 +186,8 @@ ROWS: dict[str, tuple] = {
 @pytest.mark.in_turn(64)
 @pytest.mark.parametrize("name", ROWS)
 def test_equals_the_body(name: str) -> None:
-    row: Any = ROWS[name]
-    kernel, spec, shape, tiling, dtype, x64 = (*row, *(None, "float32", False)[len(row) - 3 :])
+    row: tuple[Any, ...] = (*ROWS[name], *(None, "float32", False)[len(ROWS[name]) - 3 :])
+    kernel, spec, shape, tiling, dtype, x64 = row
     with jax.enable_x64(x64):
         assert_equal_to_body(kernel, spec, shape, np.dtype(dtype), tiling)
 
