@@ -14,7 +14,8 @@ from digests import face, hashing
 #: Calls of a few milliseconds, one of each kind of result.
 CHEAP = (
     "parse bfloat16", "parse x7", "made FloatFormat bias=10", "codes float8_e4m3fn", "finfo binary16", "shapes nvfp4",
-    "round bfloat16:flush", "round a list", "random_bits (7,) 11 32", "save_safetensors plain", "piquant.quantize uint4 NEAREST",
+    "round bfloat16:flush", "round a list", "random_bits (7,) 11 32", "save_safetensors plain",
+    "piquant.quantize uint4 NEAREST",
     "matlab.chop q52 3", "plot.value_grid e3m2fn", "jchop info e4m3fn",
 )  # fmt: skip
 
@@ -53,5 +54,5 @@ def test_every_public_name_is_covered() -> None:
         pytest.skip("the table was written without torch")
     missing = sorted(face.names().keys() - header["given"].keys() - digests.UNCOVERED)
     assert not missing, (
-        f"no call of tests/digests gives {missing}: add one to the file of its subject there, and write {TABLE.name} anew"
+        f"no call of tests/digests gives {missing}: add one to the file of its subject, and write {TABLE.name} anew"
     )

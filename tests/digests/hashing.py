@@ -23,6 +23,8 @@ import numpy as np
 import jchop
 
 FLOATS = ("float16", "bfloat16", "float32", "float64")
+#: In place of a digest, where a package is missing.
+NEEDED = "needs a package"
 #: Fields that differ from run to run.
 NO_VALUES = ("seconds", "versions")
 NUMBER = re.compile(r"(?<![\w.])[-+−]?\d+\.\d+(?:[eE][-+]?\d+)?")
@@ -152,6 +154,8 @@ def outcome(run: Any, loose: bool) -> tuple[str, set[type]]:
     """The digest of a call, and the types that its result has. An error is digested by its type."""
     try:
         result = run()
+    except ModuleNotFoundError:
+        return NEEDED, set()
     except Exception as error:
         if "DIGESTS_SHOW" in os.environ:
             print("ERR", type(error).__name__, str(error)[:230].replace("\n", " "), flush=True)

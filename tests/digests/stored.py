@@ -31,7 +31,7 @@ LAYOUTS = {
     "gptq": ("int4(group=32,scale=float16)", "int8(group=32,scale=float16)"), "gptq_v2": ("int4(group=32,scale=float16)",),
     "awq": ("int4(group=32,scale=float16)", "uint4(group=32,scale=float16)"), "fp8": ("float8_e4m3fn(group=(128,128))",),
     "bitsandbytes": ("nf4(group=64)",), "torchao": ("int8(group=all)", "int4(group=32,scale=bfloat16)", "float8_e4m3fn(group=all)"),
-    "plain": ("int4(group=32)", "bfloat16"), "gpt-oss": ("mxfp4",), "other": ("mxfp4",),
+    "plain": ("int4(group=32)", "bfloat16"), "mxfp4": ("mxfp4",), "jchop": ("nvfp4", "int8(group=32)"), "other": ("mxfp4",),
 }
 GGUF = ("int8(group=32,scale=float16)", "int4(group=32,scale=float16)", "uint4(group=32,zero_point=float)", "mxfp4", "bfloat16")
 
@@ -90,7 +90,8 @@ def calls() -> Iterator[Call]:
     for layout, specs in LAYOUTS.items():
         for spec in specs:
             yield Call(f"save_checkpoint {layout} {spec}", lambda a=layout, b=spec: checkpoint(a, b))
-    yield Call("save_checkpoint inexact", lambda: checkpoint("gptq", "int4(group=32)", exact=False))
+    for layout, spec in (("gptq", "int4(group=32)"), ("compressed-tensors", "nvfp4"), ("gguf", "int4(group=32)")):
+        yield Call(f"save_checkpoint inexact {layout}", lambda a=layout, b=spec: checkpoint(a, b, exact=False))
     for spec in GGUF:
         yield Call(f"save_checkpoint gguf {spec}", lambda spec=spec: checkpoint("gguf", spec))
     yield Call("save_checkpoint shards", sharded)
