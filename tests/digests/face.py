@@ -95,9 +95,11 @@ def parameters(name: str) -> dict[str, inspect.Parameter]:
 def _differs(value: Any, default: Any) -> bool:
     if value is default:
         return False
+    if value is None or not isinstance(default, bool | int | float | str | tuple):
+        return True
     try:
         return not bool(value == default) or type(value) is not type(default)
-    except Exception:
+    except ValueError:  # of an array
         return True
 
 

@@ -63,7 +63,8 @@ class Digest:
         finite = values[np.isfinite(values)]
         self.rough.update(f"{np.isnan(values).sum()} {np.isinf(values).sum()};".encode())
         weights = 1 + np.arange(finite.size) % 7 / 7
-        sizes = (finite.max(), finite.mean(), (finite * weights).mean()) if finite.size else ()
+        with np.errstate(all="ignore"):
+            sizes = (finite.max(), finite.mean(), (finite * weights).mean()) if finite.size else ()
         self.rough.update("".join(f"{size:.2e};" if size > 1e-6 else "0;" for size in sizes).encode())
 
     def add(self, value: Any, digits: int = 17) -> None:
@@ -163,5 +164,5 @@ def outcome(run: Any, loose: bool) -> tuple[str, set[type]]:
         return f"error {kind.__name__}", set()
     digest = Digest()
     digest.add(result)
-    rough = f"~{digest.rough.hexdigest()[:8]}" if loose else ""
-    return digest.bits.hexdigest()[:12] + rough, digest.types
+    rough = f"~{digest.rough.hexdigest()[:6]}" if loose else ""
+    return digest.bits.hexdigest()[:10] + rough, digest.types

@@ -18,6 +18,7 @@ from digests import Call
 from digests.common import KEY, MODES, STOCHASTIC, cases, files_of, folder, hard, jc, key_for, normal, rng_for, several
 
 NARROW = ("float4", "float6", "float8_e4m3")
+FINE = ("binary16", "e5m10", "e6m9", "fixed3.12")
 
 
 def rounded(spec: str, text: str, carrier: str) -> Any:
@@ -56,7 +57,9 @@ def calls() -> Iterator[Call]:
     overflows = itertools.cycle(["ieee", "saturate", "propagate", "ieee"])
     for text, mode in itertools.product(texts, MODES):
         carrier, spec = next(carriers), f"{text}:{mode}:{next(overflows)}"
-        if text in cases.WIDE or (carrier == "float16" and not text.startswith(NARROW)):
+        if carrier == "bfloat16" and text in FINE:
+            carrier = "float32"
+        if text in (*cases.WIDE, "takum12") or (carrier == "float16" and not text.startswith(NARROW)):
             carrier = "float64"
         yield Call(f"round {spec} {carrier}", lambda s=spec, t=text, c=carrier: rounded(s, t, c))
     for i, text in enumerate(texts):

@@ -38,8 +38,8 @@ def pychop() -> Iterator[Call]:
     p = jc.compat.pychop
     for prec, mode in itertools.product(((5, 2), (4, 3), (8, 7), (5, 10)), range(1, 11)):
         yield Call(f"pychop.Chop {prec} {mode}", lambda a=prec, m=mode: p.Chop(*a, rmode=m)(X))
-    options = {"exp_bits": 5, "sig_bits": 3, "rmode": 5, "subnormal": False, "chunk_size": 8, "random_state": 7, "verbose": 0}
-    yield Call("pychop.Chop options", lambda: [p.Chop(**options)(X) for _ in range(2)])
+    every = {"exp_bits": 5, "sig_bits": 3, "rmode": 5, "subnormal": False, "chunk_size": 8, "random_state": 7, "verbose": 0}
+    yield Call("pychop.Chop options", lambda: [p.Chop(**every)(X) for _ in range(2)])
     yield Call("pychop.Chop verbose", lambda: p.Chop(5, 3, verbose=1)(X))
     yield Call("pychop.Chop jax", lambda: p.Chop(5, 2, rmode=5)(jnp.asarray(X, jnp.float32), key=KEY))
     yield Call("pychop.Chop gradient", lambda: jax.grad(lambda x: p.ChopSTE(5, 2)(x).sum())(jnp.asarray(coarse("g", (8,)))))
@@ -93,13 +93,14 @@ def others() -> Iterator[Call]:
         for dim in (-1, 0):
             yield Call(f"qtorch.block_quantize {rounding} {dim}", lambda r=rounding, d=dim: q.block_quantize(x=coarse("b", (4, 8)), wl=5, dim=d, rounding=r, key=KEY))
         for name, make in {
-            "FloatingPoint": lambda: number.FloatingPoint(exp=5, man=2), "FixedPoint": lambda: number.FixedPoint(wl=5, fl=2, clamp=False, symmetric=True),
+            "FloatingPoint": lambda: number.FloatingPoint(exp=5, man=2), "FixedPoint": lambda: number.FixedPoint(wl=5, fl=2, symmetric=True),
+            "FixedPoint unclamped": lambda: number.FixedPoint(wl=5, fl=2, clamp=False),
             "BlockFloatingPoint": lambda: number.BlockFloatingPoint(wl=5, dim=0),
         }.items():
             for clipped in (False, True):
                 yield Call(f"qtorch.{name} {rounding} {clipped}", lambda make=make, r=rounding, c=clipped: str(make().spec(rounding=r, clipped=c)))
     i, x = jc.compat.piquant, coarse("piquant", (40,))
-    for dtype in ("uint2", "uint4", "uint8", "int4", "int8"):
+    for dtype in ("uint2", "uint4", "uint8", "int8"):
         yield Call(f"piquant.compute_quant_params {dtype}", lambda d=dtype: i.compute_quant_params(array=x, quant_dtype=d))
         for mode in ("NEAREST", "STOCHASTIC"):
             given = {"scale": 0.25, "zero_point": 2, "quant_dtype": dtype}
@@ -107,7 +108,7 @@ def others() -> Iterator[Call]:
             def there(mode: str = mode, given: Any = given) -> Any:
                 codes = i.quantize(array=x, **given, round_mode=getattr(i.RoundMode, mode), key=KEY)
                 total = np.ones(40, np.float32)
-                back = [i.dequantize(codes=codes, **given, shape=(40,)), i.dequantize(codes, "float64", **given, shape=(40,))]
+                back = [i.dequantize(codes=codes, **given, shape=(40,)), i.dequantize(codes, "bfloat16", **given, shape=(40,))]
                 return codes, back, i.dequantize(codes, **given, shape=(40,), reduce_op=i.ReduceOp.ADD, out=total), total
 
             yield Call(f"piquant.quantize {dtype} {mode}", there)
