@@ -160,7 +160,7 @@ def by_id() -> dict[int, str]:
 
 
 def note_types(types: set[type]) -> None:
-    for kind in types:
+    for kind in {base for one in types for base in one.__mro__}:
         if name := by_id().get(id(kind)):
             note(name)
 
@@ -168,6 +168,7 @@ def note_types(types: set[type]) -> None:
 def facts(value: Any) -> dict[str, Any]:
     """All public properties of an object."""
     found = {}
+    note_types({type(value)})
     for name, kind in methods_of(type(value)).items():
         if isinstance(kind, property | functools.cached_property):
             note(by_id().get(id(kind), name))
@@ -180,13 +181,17 @@ def facts(value: Any) -> dict[str, Any]:
 
 def watch() -> None:
     """Lets constructors and methods of public classes note what they are given."""
+    makers: list[tuple[type, str, Any]] = []
     for name, kind in names().items():
         if not isinstance(kind, type) or isinstance(kind, enum.EnumType):
             continue
         maker = "__new__" if issubclass(kind, tuple) else "__init__"
-        if maker in vars(kind):
+        owner = next(base for base in kind.__mro__ if maker in vars(base))
+        if owner.__module__.startswith("jchop") and not getattr(owner, "_is_protocol", False):
             by_another = type(kind) is not type and type(kind).__name__ != "ABCMeta"
-            setattr(kind, maker, _watched_maker(name, vars(kind)[maker], everywhere=by_another))
+            makers.append((kind, maker, _watched_maker(name, vars(owner)[maker], everywhere=by_another)))
+    for kind, maker, function in makers:  # all are wrapped before one is replaced
+        setattr(kind, maker, function)
     for name, value in names().items():
         owner_name, _, method = name.rpartition(".")
         owner = names().get(owner_name)
@@ -195,7 +200,7 @@ def watch() -> None:
         owner = next(kind for kind in owner.__mro__ if method in vars(kind))
         wrap = type(value) if isinstance(value, staticmethod | classmethod) else (lambda function: function)
         function = value.__func__ if isinstance(value, staticmethod | classmethod) else value
-        setattr(owner, method, wrap(_noting(name, function, everywhere=method == "forward")))
+        setattr(owner, method, wrap(_noting(name, function, everywhere=method in ("forward", "step"))))
 
 
 def _watched_maker(name: str, maker: Any, everywhere: bool) -> Any:

@@ -18,7 +18,7 @@ from digests.common import cases, jc
 from digests.face import facts
 
 TEXTS = (*cases.NAMED, *cases.P3109, "e5m10(bias=20)", "e4m3(subnormals=false)", "e4m3(infinities=false)", "e3m2fn",
-         "fixed4.4", "ufixed3.5", "fixed1.7(symmetric=true)", "integer8", "uint4",
+         "fixed4.4", "ufixed3.5", "fixed1.7(symmetric=true)", "integer8", "uinteger4",
          "integer4(narrow=true)", "posit8", "posit16", "takum8", "takum_linear12", "takum_linear8", "hif8",
          "codebook(-3,-1,0,0.5,8)")
 SCALED = ("mxfp8_e4m3", "mxfp8_e5m2", "mxfp6_e3m2", "mxfp6_e2m3", "mxfp4", "mxint8", "nvfp4", "nvfp4_e5m3", "hif4",
@@ -75,7 +75,7 @@ def codes(fmt: Any) -> Any:
     values = fmt.decode(codes=every)
     some = [fmt.value_of(code=int(code)) for code in every[:: max(1, every.size // 32)]]
     back = [None if value is None else fmt.code_of(value=value) for value in some]
-    return values, fmt.encode(values=values), fmt.values() if fmt.bits <= 12 else None, list(map(str, some)), back
+    return values, fmt.encode(values=values[values == values]), fmt.values() if fmt.bits <= 12 else None, list(map(str, some)), back
 
 
 def shapes(fmt: Any) -> Any:
@@ -164,9 +164,9 @@ def specs() -> Iterator[Call]:
         }.items():
             yield Call(f"{name} {case}", lambda n=name, k=kwargs: facts_of(lambda: getattr(jc, n)(**k)))
     yield Call("Hadamard.rotate", lambda: jc.Hadamard(8, products="all").rotate(laid=np.arange(32, dtype=np.float32).reshape(2, 16)))
-    rule = {"layer": "Linear", "operation": "dot", "weight": "int8(group=all)", "activation": "e4m3fn", "output": "bfloat16", "bias": "bfloat16"}
+    rule = {"layer": "Linear", "operation": "dot_general", "weight": "int8(group=all)", "activation": "e4m3fn", "output": "bfloat16", "bias": "bfloat16"}
     backward = {"gradient": "e5m2:stochastic", "input_gradient": "e5m3", "weight_gradient": "binary32", "stochastic_stream": "noise"}
-    more = {"cache": "int8(group=all)", "rotation": jchop.Hadamard(16), "matmul": jchop.MatmulSpec(accumulate="e6m9")}
+    more = {"cache": "int8(group=all)", "rotation": jchop.Hadamard(16), "gradient": "e5m2", "weight": "e4m3", "matmul": jchop.MatmulSpec(accumulate="e6m9")}
     for name, kwargs in {"plain": {}, "forward": rule, "backward": backward, "matmul": {**more}, "scales": {"weight": "int8", "scale_from": jchop.LSQ()},
                          "codes": {"weight": "int8(group=all)", "activation": "int8(group=all)", "product": "codes"},
                          "wrong": {"product": "both"}}.items():
@@ -174,6 +174,6 @@ def specs() -> Iterator[Call]:
     for pattern in ("*", "block", "block/", "!block", "blocks/{0,2}", "/", "b*/mlp", "[ab]"):
         for path in ("block/mlp", "blocks/2", "head", "a"):
             yield Call(f"Rule.matches {pattern} {path}", lambda p=pattern, q=path: (
-                (r := jc.Rule(p, layer="Linear", operation="dot")).matches(path=q, layer="Linear", operation="dot_general"),
-                r.selects(paths=[q, "head"], layer="Linear", operation="dot")))
+                (r := jc.Rule(p, layer="Linear", operation="dot_general")).matches(path=q, layer="Linear", operation="dot_general"),
+                r.selects(paths=[q, "head"], layer="Linear", operation="dot_general")))
     yield Call("Rule replaced", lambda: str(replace(jc.Rule("a", weight="nf4"), weight=None)))

@@ -97,11 +97,12 @@ class Digest:
             self.add(jax.tree.leaves(value))
         elif isinstance(value, Path):
             self.text(value.name)
-        elif kind.__module__.startswith("torch"):
+        elif kind.__module__.startswith("torch") or hasattr(value, "state_dict"):
             self.tensor(value)
         elif kind.__name__ == "Figure":
             self.add(figure(value), 4)
         elif isinstance(value, type):
+            self.types.add(value)
             self.both(value.__name__)
         elif inspect.isroutine(value):
             self.both("function")
@@ -163,6 +164,9 @@ def outcome(run: Any, loose: bool) -> tuple[str, set[type]]:
         kind = next(kind for kind in type(error).__mro__ if kind.__module__ == "builtins")
         return f"error {kind.__name__}", set()
     digest = Digest()
-    digest.add(result)
+    try:
+        digest.add(result)
+    except TypeError as error:
+        return str(error), digest.types
     rough = f"~{digest.rough.hexdigest()[:6]}" if loose else ""
     return digest.bits.hexdigest()[:10] + rough, digest.types

@@ -208,7 +208,7 @@ def ptq() -> Iterator[Call]:
     yield Call("Statistics", lambda: dict(jc.ptq.Statistics(found={}, left_out={"a": "why"})))
     yield Call("InputStatistics", lambda: facts(jc.ptq.statistics(mlp, layers()[0], [layers()[1]])["first"]), loose=True)
     for name in ("gptq", "sign_round", "clip", "hqq", "correct_error", "correct_biases", "smooth", "awq", "rotate"):
-        yield Call(f"ptq.{name}", lambda n=name: str(getattr(jc.ptq, n)()).split("(")[1:])
+        yield Call(f"ptq.{name}", lambda n=name: getattr(jc.ptq, n)())
     yield Call("PtqReport.plot", lambda: jc.ptq.quantize(mlp, jc.Rule(**rule), *layers()[:1], [layers()[1]])[1].plot(title="mine"), loose=True)
 
 

@@ -19,6 +19,7 @@ import numpy as np
 from digests import Call
 from digests.common import coarse, f32, files_of, folder, jc
 from digests.emulated import X, halves
+from digests.face import facts
 from digests.networks import Net
 from digests.programs import layers, mlp
 
@@ -41,7 +42,7 @@ def energy(y):
 def pictures() -> Iterator[Call]:
     p = jc.plot
     x = coarse("histogram", (400,))
-    for text in ("e3m2fn", "fixed2.2", "posit6", "int4", "e2m1fn"):
+    for text in ("e3m2fn", "fixed2.2", "posit6", "integer4", "e2m1fn"):
         yield Call(f"plot.value_grid {text}", lambda t=text: p.value_grid(fmt=t))
         yield Call(f"plot.code_histogram {text}", lambda t=text: p.code_histogram(x=x, fmt=t))
     yield Call("plot.value_grids", lambda: p.value_grids(formats=["e3m2fn", "e2m3fn"], title="mine"))
@@ -74,7 +75,7 @@ def studies() -> Iterator[Call]:
         with folder() as where:
             names = s.save(result=result, folder=where)
             data = {n: b for n, b in files_of(where).items() if n.endswith(".csv")}
-        return result, s.table(result=result), s.figure(result=result), sorted(f.name for f in names), data, result.cell(fmt="e5m2", rounding="stochastic")
+        return result, s.table(result=result), s.figure(result=result), sorted(f.name for f in names), data, result.cell(fmt="e5m2", rounding="stochastic"), facts(result)
 
     def of_function() -> Any:
         result = s.run_function(halves, X, **few, budget_seconds=1e6)

@@ -17,7 +17,7 @@ from digests.face import facts
 LAYERS = ["AdaptiveAvgPool1d", "AdaptiveAvgPool2d", "AdaptiveAvgPool3d", "AvgPool1d", "AvgPool2d", "AvgPool3d", "BatchNorm1d", "BatchNorm2d", "BatchNorm3d", "Conv1d", "Conv2d", "Conv3d", "ConvTranspose1d", "ConvTranspose2d", "ConvTranspose3d", "Dropout", "ELU", "Embedding", "GELU", "GRU", "GroupNorm", "InstanceNorm1d", "InstanceNorm2d", "InstanceNorm3d", "LSTM", "LayerNorm", "LeakyReLU", "Linear", "MaxPool1d", "MaxPool2d", "MaxPool3d", "MultiheadAttention", "PReLU", "RNN", "ReLU", "SiLU", "Sigmoid", "Softmax", "Tanh", "Attention", "AvgPool", "Flatten", "Layer"]
 OPTIMIZERS = ("Adadelta", "Adagrad", "Adam", "AdamW", "RMSprop", "SGD", "RMSProp")
 NEEDED = {"Linear": (6, 3), "Embedding": (5, 3), "LayerNorm": (6,), "GroupNorm": (1, 2), "Softmax": (-1,), "RNN": (6, 3), "LSTM": (6, 3),
-          "GRU": (6, 3), "MultiheadAttention": (6, 2), "Attention": (6, 2), "AvgPool": (2,), "Layer": (6, 3)}
+          "GRU": (6, 3), "MultiheadAttention": (6, 2), "Attention": (6, 2), "AvgPool": (2,)}
 
 
 def tensor(name: str, shape: tuple[int, ...] = (8, 16)) -> Any:
@@ -44,7 +44,7 @@ def stepped(make: Callable[[Any], Any], count: int = 2) -> Any:
     for _ in range(count):
         weight.grad = tensor("grad", (12,)) / 4
         optimizer.step(closure=lambda: 5.0)
-    return weight, {str(k): v for k, v in optimizer.state_dict()["state"].items()}
+    return weight, optimizer.state_dict(), type(optimizer)
 
 
 def bridge() -> Iterator[tuple[str, Callable[[], Any]]]:
@@ -72,19 +72,19 @@ def bridge() -> Iterator[tuple[str, Callable[[], Any]]]:
     yield "torch.matmul options", lambda: t().matmul(tensor("a", (4, 16)), tensor("b", (16, 4)), "e6m9:stochastic", copy=True, generator=__import__("torch").Generator().manual_seed(2))
     yield "torch.as_jax", lambda: (t().as_jax(tensor=tensor("x")), t().as_jax(tensor("x"), copy=True))
     yield "torch.as_tensor", lambda: t().as_tensor(array=t().as_jax(tensor("x")))
-    for mode, how in {"qat": {"0": {"weight": "int4(group=8)", "activation": "bfloat16"}, "*": "e5m2"}, "weight_only": {"*": {"weight": "int4(group=8)"}},
+    for mode, how in {"qat": {"0": {"weight": "int4(group=8)", "activation": "bfloat16"}, "*": {"output": "e5m2"}}, "weight_only": {"*": {"weight": "int4(group=8)"}},
                       "ptq": {"*": {"weight": "int8(group=all)", "activation": "int8(group=all)"}}}.items():
 
         def model(mode: str = mode, how: Any = how) -> Any:
             low = t().quantize(network(), how, mode=mode)
-            return low, low(tensor("x")), whole(t().report(module=low)), facts(t().report(low))
+            return low, low(tensor("x")), whole(t().report(module=low)), facts(t().report(low)), [facts(row) for row in t().report(low).rows]
 
         yield f"torch.quantize model {mode}", model
 
     def packed() -> Any:
         q = t().quantize(tensor("x"), "int4(group=8)")
         module = t().PackedTensor(q=q)
-        return module, module(), module.extra_repr(), module.as_qarray(copy=True), module.get_extra_state()
+        return module, module(), module.extra_repr(), module.as_qarray(copy=True), module.get_extra_state(), facts(module)
 
     yield "torch.PackedTensor", packed
 
@@ -127,7 +127,7 @@ def qtorch() -> Iterator[tuple[str, Callable[[], Any]]]:
                 make = getattr(q().quant, kind)(forward_number=number(), backward_number=number(), clamping_grad_zero=name_is(number, numbers), **options)
                 y = make(x)
                 y.backward(tensor("g"))
-                return y, x.grad, [make.extra_repr(), make.right_inverse(x)] if kind == "Quantizer" else None
+                return y, x.grad, [make.extra_repr(), make.right_inverse(x), facts(make)] if kind == "Quantizer" else None
 
             yield f"qtorch.{kind} {name}", used
     for name in ("lower", "sequential_lower"):
@@ -178,7 +178,7 @@ def ran(prefix: str, name: str) -> Any:
     kind = getattr(p.layers, prefix + name)
     layer = kind(*args, chop=chop) if prefix != "FPQuantized" else kind(*args, ibits=4, fbits=6)
     x = torch.tensor([1, 2]) if name == "Embedding" else x
-    y = layer(x, x, x) if "ttention" in name and name != "Attention" else layer(x)
+    y = layer(x, x, x) if "ttention" in name else layer(x)
     first = y[0] if isinstance(y, tuple) else y
     first.square().sum().backward()
     return first, x.grad, layer
