@@ -41,7 +41,7 @@ class Digest:
         self.rough.update(text.encode())
 
     def text(self, text: str) -> None:
-        text = re.sub(r"0x[0-9a-f]{6,}|/[\w./-]*/(?=[\w-])", "", text)
+        text = re.sub(r"0x[0-9a-f]{6,}|[\w./-]*\w\.py:\d+|/[\w./-]*/(?=[\w-])", "", text)
         self.bits.update(text.encode())
         self.rough.update(NUMBER.sub(lambda m: f"{float(m[0].replace('−', '-')):.1e}", text).encode())
 
