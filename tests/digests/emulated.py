@@ -114,7 +114,7 @@ def whole(report: Any) -> Any:
 
 def reports() -> Iterator[Call]:
     low = lambda p, s="bfloat16": jc.emulate(p, s)
-    for program in (emulate_cases.straight, scanned, network):
+    for program in (emulate_cases.sums, scanned, network):
         yield Call(f"report {program.__name__}", lambda p=program: whole(jc.emulate.report(low(p), X, Y)), loose=True)
         yield Call(f"report {program.__name__} values", lambda p=program: whole(jc.emulate.report(low(p), X, Y, trace_values=True)), loose=True)
         yield Call(f"blame {program.__name__}", lambda p=program: whole(jc.blame(low(lambda *a: jnp.sum(jax.tree.leaves(p(*a))[0])), X, Y)), loose=True)

@@ -162,8 +162,9 @@ def collectives() -> Iterator[Call]:
     }
     for name, (needed, cases) in tables.items():
         for case, options in {"plain": {}, **cases}.items():
-            yield Call(f"distributed.{name} {case}", lambda n=name, o=needed | options: shared(lambda x: fitting(n, x, spec="int8(group=32)", **o)))
-        for spec in ("int4(group=16,scale=bfloat16)", "bfloat16", "nf4(group=16)", "mxfp8_e4m3", "int8(group=16):stochastic", "int8(group=all)"):
+            yield Call(f"distributed.{name} {case}", lambda n=name, o=needed | options: shared(lambda x: fitting(n, x, spec="int8(group=16)", **o)))
+        specs = ("int4(group=16,scale=bfloat16)", "int8(group=16):stochastic", "bfloat16", "nf4(group=16)", "mxfp8_e4m3", "int8(group=all)")
+        for spec in specs[: 6 if name == "psum" else 2]:
             yield Call(f"distributed.{name} vmap {spec}", lambda n=name, s=spec, o=needed: shared(lambda x: fitting(n, x, spec=s, key=key_for(s), **o), vmapped=True))
     yield Call("distributed.psum tree", lambda: shared(lambda x: d.psum({"a": x, "b": x[0]}, "data", "int8(group=16)"), vmapped=True))
     yield Call("distributed.psum gradient", lambda: shared(jax.grad(lambda x: jnp.sum(d.psum(x, "data", "int8(group=16)") ** 2)), vmapped=True))
