@@ -160,10 +160,11 @@ def missing(given: dict[str, str]) -> tuple[list[str], dict[str, list[str]], str
 
     absent, arguments, count = [], {}, 0
     for name, value in face.names().items():
-        if name not in given and not any(other in given for other in overriding(name)):
-            absent.append(name)
+        if name not in given:
+            if not any(other in given for other in overriding(name)):
+                absent.append(name)
             continue
-        got = given.get(name, "()").split()
+        got = given[name].split()
         if isinstance(value, type) and "()" not in got:
             continue  # only results have this type
         wanted = face.parameters(name)

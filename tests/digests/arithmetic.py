@@ -113,7 +113,7 @@ def others(x: np.ndarray) -> Iterator[Call]:
             yield Call(f"math.{name} {case}", lambda n=name, a=args, o=options, s=spec, k=k: getattr(m, n)(*a, spec=s, key=k, **o))
     yield Call("math.cross axes", lambda: m.cross(three[0].T, three[1], "bfloat16", axisa=0, axisb=1, axisc=0))
     yield Call("math.cross axis", lambda: m.cross(three[0].T, three[1].T, "bfloat16", axis=0))
-    image, kernel = normal("image", (2, 5, 6, 3)), normal("kernel", (3, 2, 3, 4))
+    image, kernel = normal("image", (2, 3, 5, 6)), normal("kernel", (4, 3, 3, 2))
     yield from several(
         "math.conv", m.conv, image, kernel, "e5m7", plain={}, stride={"stride": 2}, same={"padding": "SAME"},
         padding={"padding": ((1, 0), (0, 2))}, dilation={"dilation": (1, 2)}, key={"key": KEY},

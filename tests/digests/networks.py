@@ -152,7 +152,7 @@ def whole_models() -> Iterator[Call]:
     for mode in ("qat", "ptq"):
         yield Call(f"nn.quantize equinox {mode}", lambda m=mode: equinox(m), loose=True)
     a8 = {"weight": "int4(group=16)", "activation": "int8"}
-    for method, combine in (("minmax", "widest"), ("percentile(90)", "mean"), ("mse", "mean"), ("entropy", "widest")):
+    for method, combine in (("minmax", "widest"), ("percentile(90)", "mean"), ("mse", "widest"), ("entropy", "widest")):
         options = {"method": method, "combine": combine, "run": lambda m, x: m(x * 2), "progress": lambda done: None}
         yield Call(f"nn.calibrate {method}", lambda o=options: (lambda m: (m(x), m))(n.calibrate(model=n.quantize(Net(), jc.Rule(**a8)), batches=[x, 2 * x], **o)), loose=True)
     yield Call("nn.calibrate plain", lambda: n.calibrate(n.quantize(Net(), jc.Rule(**a8)), [x]), loose=True)

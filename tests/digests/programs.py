@@ -93,7 +93,7 @@ def methods() -> Iterator[Call]:
     yield Call("QuantizedFunction.pack scales", lambda: lsq().pack(params, x, scales=lsq().start(params, x)), loose=True)
     yield Call("QuantizedFunction.pack_more", lambda: made("w4").pack_more(params, x, scales=None, key=KEY))
     yield Call("QuantizedFunction.report h200", lambda: str(made("codes").report(params, x, platform="h200")))
-    for method, combine in (("minmax", "widest"), ("percentile(90)", "mean"), ("mse", "widest"), ("entropy", "mean")):
+    for method, combine in (("minmax", "widest"), ("percentile(90)", "mean"), ("mse", "widest"), ("entropy", "widest")):
         options = {"method": method, "combine": combine, "key": KEY, "progress": lambda done: None}
         yield Call(f"QuantizedFunction.calibrate {method}", lambda o=options: jc.quantize_fn(mlp, jc.Rule(weight="int8", activation="int8")).calibrate(
             layers()[0], [layers()[1], 2 * layers()[1]], **o), loose=True)
@@ -215,7 +215,7 @@ def ptq() -> Iterator[Call]:
 def calls() -> Iterator[Call]:
     for name in RULES:
         for what in ("call", "grad", "pack", "update", "report"):
-            if what != "update" or "scale_from" in RULES[name]:
+            if (what != "update" or "scale_from" in RULES[name]) and (name != "nothing" or what == "call"):
                 yield Call(f"quantize_fn {name} {what}", lambda n=name, w=what: used(n, w), loose=True)
     yield from methods()
     yield from products()

@@ -19,7 +19,7 @@ import jchop
 from digests import Call
 from digests.common import KEY, coarse, f32, jc, key_for
 from digests.emulated import whole
-from digests.face import facts
+from digests.face import facts, note_types
 
 NAMED = ("adam8bit", "adamw8bit", "adamw4bit", "adamw_fp8", "lion8bit", "sgd8bit")
 
@@ -78,7 +78,7 @@ def chains() -> dict[str, Callable[[], Any]]:
         "low_precision options": lambda: o.low_precision(optax.sgd(0.125, momentum=0.5), **everything),
         "quantize_state": lambda: o.quantize_state(inner=adam, spec="dynamic8"),
         "quantize_state options": lambda: o.quantize_state(adam, {"0.mu": "int8(group=64)", "0.nu": noisy}, key=KEY, min_size=16, nonfinite="propagate", chunks=2),
-        "offload_state": lambda: o.offload_state(inner=adam, memory_kind="pinned_host", min_size=8),
+        "offload_state": lambda: o.offload_state(inner=adam, memory_kind="unpinned_host", min_size=8),
         "QuantizedState flat": lambda: o.quantize_state(adam, "float8_e4m3fn(group=256)", min_size=2),
     }
 
@@ -187,6 +187,7 @@ def collectives() -> Iterator[Call]:
             tx = make()
             params = x[0] * 0
             state = tx.init(params)
+            note_types({type(state), *(type(part) for part in state)})
             for i in range(3):
                 updates, state = tx.update(x[i], state, params)
                 params = params + updates

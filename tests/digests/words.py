@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+import jchop
 from digests import Call
 from digests.common import KEY, coarse, hard, jc
 from digests.emulated import attempt
@@ -47,7 +48,8 @@ def pychop() -> Iterator[Call]:
     for name, make in {"Chop": lambda: p.Chop(5, 4), "Chopf": lambda: p.Chopf(4, 4), "FaultChop": lambda: p.FaultChop("q52")}.items():
         yield Call(f"pychop.{name} methods", lambda make=make: (
             make().quantize(x=operands[0], key=KEY), str(make().spec_for(dtype="float32")),
-            make().compute(function=__import__("jchop").math.add, operands=operands, key=KEY, exponents=())))
+            make().compute(function=jchop.math.ldexp, operands=operands[:1], key=KEY, exponents=(np.full((4, 8), 2),)),
+            make().compute(jchop.math.add, operands)))
     for prec, mode in itertools.product(("h", "b", "s", "q43", "q52"), ("nearest", "plus_inf", "stoc_prop", 4)):
         yield Call(f"pychop.FaultChop {prec} {mode}", lambda a=prec, m=mode: p.FaultChop(prec=a, rmode=m)(X))
     for case, given in {
