@@ -12,6 +12,7 @@ import hashlib
 import inspect
 import os
 import re
+from collections.abc import Mapping
 from fractions import Fraction
 from pathlib import Path
 from typing import Any
@@ -82,7 +83,7 @@ class Digest:
             self.array(np.asarray(jax.random.key_data(value)))
         elif isinstance(value, np.ndarray | np.generic | jax.Array):
             self.array(np.array(value))
-        elif isinstance(value, dict):
+        elif isinstance(value, Mapping):
             for key in sorted(value, key=str):
                 self.text(f"{key}:")
                 self.add(value[key], digits)
@@ -106,12 +107,12 @@ class Digest:
             self.both(value.__name__)
         elif inspect.isroutine(value):
             self.both("function")
+        elif hasattr(value, "get_value") and "nnx" in kind.__module__ + str(kind.__mro__):
+            self.add(value.get_value())
         elif re.match(r"flax\.nnx|jchop\.nn", kind.__module__) and hasattr(value, "__call__"):  # noqa: B004
             from flax import nnx
 
             self.add({"/".join(map(str, path)): leaf for path, leaf in nnx.to_flat_state(nnx.state(value))})
-        elif hasattr(value, "get_value") and "nnx" in kind.__module__ + str(kind.__mro__):
-            self.add(value.get_value())
         elif isinstance(value, jchop.ElementFormat | jchop.ScaledFormat | jchop.Spec | jchop.MatmulSpec | jchop.Order):
             self.text(str(value))
         elif dataclasses.is_dataclass(value):

@@ -193,7 +193,7 @@ def ptq() -> Iterator[Call]:
         yield Call(f"ptq.quantize {name}", lambda m=make: run(m), loose=True)
     hqq = {"weight": "uint4(group=8,zero_point=float)"}
     yield Call("ptq.quantize hqq", lambda: run(lambda p: [p.hqq(iterations=5, norm=0.5, weight=4.0, growth=1.1, whole_start=True), p.gptq()], hqq), loose=True)
-    for weight in ("nvfp4", "e4m3fn(group=all)", "nf4(group=8)", "int4(group=8,sparse=2:4)", "bfloat16", "uint4(group=8)", "int4(group=8):stochastic"):
+    for weight in ("nvfp4", "e4m3fn(group=all)", "nf4(group=8)", "int4(group=8,sparse=2:4)", "int4(group=8):stochastic"):
         yield Call(f"ptq.quantize {weight}", lambda w=weight: run(None, {"weight": w}, **({"key": KEY} if "stochastic" in w else {})), loose=True)
     for case, options in {"sequential": {"sequential": True}, "memory": {"memory": "40KiB"}, "progress": {"progress": lambda n: None}}.items():
         yield Call(f"ptq.quantize {case}", lambda o=options: run(None, {"weight": "int4(group=8)", "activation": "int8(group=all)"}, **o), loose=True)
