@@ -167,7 +167,7 @@ def outcome(run: Any, loose: bool) -> tuple[str, set[type]]:
     digest = Digest()
     try:
         digest.add(result)
-    except TypeError as error:
-        return str(error), digest.types
+    except Exception as error:
+        return f"no digest: {error}", digest.types
     rough = f"~{digest.rough.hexdigest()[:6]}" if loose else ""
     return digest.bits.hexdigest()[:10] + rough, digest.types

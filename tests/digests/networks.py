@@ -37,7 +37,7 @@ def rules() -> dict[str, Any]:
         "w4": jc.Rule(weight="int4(group=16)"), "w8a8": jc.Rule(weight="int8(group=all)", activation="int8(group=all)"),
         "bf16": jc.Rule(weight="bfloat16", activation="bfloat16", output="bfloat16", bias="bfloat16"),
         "matmul": jc.Rule(weight="e5m2", matmul=jchop.MatmulSpec(accumulate="e6m9", order="pairwise")),
-        "lsq": jc.Rule(weight="int4(group=16)", activation="int8", scale_from=jchop.LSQ()),
+        "lsq": jc.Rule(weight="int4(group=16)", scale_from=jchop.LSQ()),
         "moving": jc.Rule(activation="int8", scale_from=jchop.MovingAverage(0.9)),
         "delayed": jc.Rule(weight="e4m3fn(group=tensor)", activation="e4m3fn(group=tensor)", scale_from=jchop.DelayedScaling(2)),
         "noisy": jc.Rule(weight="int4(group=16):stochastic", activation="e5m2:stochastic"),
@@ -147,7 +147,7 @@ def whole_models() -> Iterator[Call]:
 
         model = eqx.nn.MLP(32, 4, width_size=16, depth=1, key=KEY)
         low = n.quantize(model, jc.Rule(weight="int4(group=8):stochastic"), mode, **(by_inputs | {"inputs": (x[0],)}))
-        return jax.vmap(lambda v: low(v, rounding_key=KEY))(x) if mode == "qat" else jax.tree.leaves(low), whole(n.report(low, inputs=(x[0],)))
+        return jax.vmap(lambda v: low(v, rounding_key=KEY))(x) if mode == "qat" else jax.tree.leaves(low), whole(n.report(model, jc.Rule(weight="int4(group=8)"), inputs=(x[0],)))
 
     for mode in ("qat", "ptq"):
         yield Call(f"nn.quantize equinox {mode}", lambda m=mode: equinox(m), loose=True)
@@ -252,7 +252,7 @@ def adapters() -> Iterator[Call]:
             n.save_lora(where, adapted)
             again = n.load_lora(where, low.pack(params, x), fun=low, inputs=(x,))
         one = adapted["w"]
-        return low(adapted, x), jax.tree.leaves(again), n.lora_mask(model=adapted), n.merge_lora(adapted), [str(k) for k in facts(one)], jax.tree.leaves(one)
+        return low(adapted, x), jax.tree.leaves(again), jax.tree.leaves(n.lora_mask(model=adapted)), n.merge_lora(adapted), [str(k) for k in facts(one)], jax.tree.leaves(one)
 
     yield Call("nn.lora function", function, loose=True)
     yield Call("nn.AdaptedParam", lambda: jax.tree.leaves(n.AdaptedParam(base=jnp.ones((2, 2)), adapter=None)))
