@@ -5,7 +5,8 @@ Parameters are dictionaries of arrays. Layers of both interfaces have the same, 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import inspect
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -360,6 +361,40 @@ LAYERS: dict[str, Layer] = {
     ),
     "Network": Layer(lambda r: Network(rngs=r), LinenNetwork(), network, (2, 6, 4, 2)),
 }
+
+
+def drawn(shapes: Any, seed: int = 0) -> Any:
+    """Parameters of these shapes, none of which is at the zero or one that layers start from; nothing is compiled."""
+    draw = np.random.default_rng(seed)
+    return jax.tree.map(lambda v: jnp.asarray(draw.normal(0.1, v.size**-0.25, v.shape), v.dtype), shapes)
+
+
+def each(names: str | tuple[str, ...], table: Iterable[Any]) -> Callable[[Any], Any]:
+    """As `pytest.mark.parametrize`, in one test: for many cases that take no time. A failure names its case."""
+    names = (names,) if isinstance(names, str) else names
+
+    def decorate(test: Callable[..., None]) -> Callable[..., None]:
+        def run(**fixtures: Any) -> None:
+            for case in table:
+                values = (case,) if len(names) == 1 else case
+                try:
+                    test(**dict(zip(names, values, strict=True)), **fixtures)
+                except BaseException as error:
+                    error.add_note(f"in the case {values}")
+                    raise
+
+        signature = inspect.signature(test)
+        kept = [parameter for name, parameter in signature.parameters.items() if name not in names]
+        run.__signature__ = signature.replace(parameters=kept)  # type: ignore[attr-defined]
+        run.__name__, run.__doc__, run.__module__ = test.__name__, test.__doc__, test.__module__
+        return run
+
+    return decorate
+
+
+def checked(check: Callable[..., None], request: Any) -> None:
+    """Call one of several checks that are the cases of one test, with the fixtures that it names."""
+    check(**{name: request.getfixturevalue(name) for name in inspect.signature(check).parameters})
 
 
 def products_of_size(jaxpr: Any, sizes: set[int]) -> int:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import collections
+import runpy
 import subprocess
 import sys
 import zlib
@@ -84,8 +85,7 @@ class _DefaultCases:
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """One of `--parts` parts of those that `-m` has selected."""
-    parts: int = config.getoption("--parts")
-    part: int = config.getoption("--part")
+    parts, part = (int(str(config.getoption(name))) for name in ("--parts", "--part"))
     if not 0 <= part < parts:
         raise pytest.UsageError(f"--part={part} must be from 0 to {parts - 1}, with --parts={parts}")
     left_out = [item for item in items if part_of(item.nodeid, parts) != part]
@@ -95,15 +95,6 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 # -- the turns of CI ---------------------------------------------------------------------------------------------------
-
-
-def turn_in(file: Path) -> int:
-    """The number in `.ci/turn`, by which CI chooses the part of each submission."""
-    text = file.read_text("utf-8").strip() if file.is_file() else None
-    if text is None or not (text.isascii() and text.isdigit()):
-        found = "is missing" if text is None else f"holds {text[:40]!r}"
-        raise SystemExit(f"{file} {found}: write one integer from 0 on into it, such as 0")
-    return int(text)
 
 
 def collected(marks: str) -> list[str]:
@@ -121,7 +112,7 @@ def main() -> int:
     parser.add_argument("--parts", type=int, default=8, help="into how many parts CI divides the tests; default 8")
     parser.add_argument("-m", dest="marks", default="slow and not programs", help="which tests")
     options = parser.parse_args()
-    last = turn_in(ROOT / ".ci" / "turn")
+    last = runpy.run_path(str(ROOT / ".ci" / "next_turn.py"))["read"]()
     tests = collected(options.marks)
     by_part = collections.defaultdict(list)
     for test in tests:

@@ -6,6 +6,7 @@ import dataclasses
 from typing import Any
 
 import pytest
+from each_case import each
 
 import jchop as jc
 from jchop import MatmulSpec, Order
@@ -36,7 +37,7 @@ def test_equal_specs_are_one_key() -> None:
         one.fused = True  # type: ignore[misc]
 
 
-@pytest.mark.parametrize(
+@each(
     ("text", "order"),
     [
         ("sequential", Order("sequential")),
@@ -52,7 +53,7 @@ def test_orders_are_read_and_printed(text: str, order: Order) -> None:
     assert MatmulSpec(order=text).order == order
 
 
-@pytest.mark.parametrize("text", ["", "random", "blocked()", "blocked(-1)", "blocked(1.5)", "pairwise(2", "blocked 8"])
+@each("text", ["", "random", "blocked()", "blocked(-1)", "blocked(1.5)", "pairwise(2", "blocked 8"])
 def test_other_texts_are_no_orders(text: str) -> None:
     with pytest.raises(ValueError, match=r"order=.*allowed: 'sequential', 'blocked\(b\)'"):
         MatmulSpec(order=text)
@@ -64,13 +65,13 @@ def test_specs_print_what_they_round() -> None:
     assert str(spec) == "operands=float8_e4m3, accumulate=e5m10:stochastic, order=blocked(8), fused"
 
 
-@pytest.mark.parametrize("field", ["operands", "product", "accumulate"])
+@each("field", ["operands", "product", "accumulate"])
 def test_any_stochastic_field_makes_it_stochastic(field: str) -> None:
     assert not spec_of(**{field: "e5m10"}).stochastic
     assert spec_of(**{field: "e5m10:stochastic_equal"}).stochastic
 
 
-@pytest.mark.parametrize("order", ["sequential", "blocked(8)"])
+@each("order", ["sequential", "blocked(8)"])
 def test_the_stepwise_orders_can_be_fused(order: str) -> None:
     assert MatmulSpec("e5m10", None, "e5m10", order, fused=True).fused
 
@@ -110,7 +111,7 @@ REFUSED = {
 }
 
 
-@pytest.mark.parametrize("name", REFUSED)
+@each("name", REFUSED)
 def test_what_says_nothing_is_refused(name: str) -> None:
     make, error, message = REFUSED[name]
     with pytest.raises(error, match=message):

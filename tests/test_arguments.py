@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from each_case import each
 
 from jchop._arguments import as_operands, carrier_of, checked_keys, run, run_numpy, stream_offset
 from jchop._core.rounding.stream_offset import AT_START
@@ -15,7 +16,7 @@ KEY, OTHER = jax.random.split(jax.random.key(3))
 BOTH_DRAW = parse("e5m2:stochastic:gradient=[e5m2:stochastic]")
 
 
-@pytest.mark.parametrize("name", ["float16", "bfloat16", "float32", "float64"])
+@each("name", ["float16", "bfloat16", "float32", "float64"])
 def test_carriers(name: str) -> None:
     assert carrier_of(jnp.dtype(name)).name == name
 

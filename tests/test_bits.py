@@ -11,6 +11,7 @@ import ml_dtypes
 import numpy as np
 import oracle
 import pytest
+from each_case import each
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -20,7 +21,7 @@ from jchop._bits import CARRIERS
 NAMES = list(CARRIERS)
 
 
-@pytest.mark.parametrize("name", NAMES)
+@each("name", NAMES)
 def test_a_carrier_is_what_its_dtype_is(name: str) -> None:
     carrier, info = CARRIERS[name], ml_dtypes.finfo(name)
     width = np.dtype(name).itemsize * 8 if name != "bfloat16" else 16
@@ -33,7 +34,7 @@ def test_a_carrier_is_what_its_dtype_is(name: str) -> None:
     assert [carrier.inf, carrier.nan, carrier.sign_bit % (1 << width)] == bits
 
 
-@pytest.mark.parametrize("name", NAMES)
+@each("name", NAMES)
 def test_bits_of_exact_numbers(name: str) -> None:
     carrier, exact = CARRIERS[name], oracle.CARRIERS[name]
     tiny, ulp = Fraction(2) ** carrier.tiny_exponent, Fraction(1, 1 << carrier.fraction)
@@ -89,8 +90,7 @@ def test_counts(name: str) -> None:
         assert jax.jit(partial(_bits.compose, carrier=carrier))(n, e).tolist() == expected
 
 
-@pytest.mark.in_turn(2)
-@pytest.mark.parametrize("width", [32, 64])
+@each("width", [32, 64])
 def test_words(width: int) -> None:
     with jax.enable_x64(True):
         each = jnp.array([0, 1, 5, width - 2], f"int{width}")

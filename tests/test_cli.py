@@ -13,6 +13,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from each_case import each
 
 import jchop as jc
 from jchop.__main__ import main
@@ -20,6 +21,7 @@ from jchop._round.round_to_format import round_to_format
 from jchop.formats import CATALOGUE
 
 ROOT = Path(__file__).resolve().parents[1]
+EXTRAS = {"flax", "optax", "torch", "matplotlib", "sklearn", "dask", "treescope", "equinox"}
 PNG = b"\x89PNG\r\n\x1a\n"
 
 
@@ -72,7 +74,7 @@ def test_info_shows_facts_fields_and_codes(capsys: pytest.CaptureFixture[str]) -
         assert line in text.splitlines()
 
 
-@pytest.mark.parametrize(
+@each(
     "name",
     [
         *CATALOGUE,
@@ -128,7 +130,7 @@ def test_round_takes_fields_from_the_spec_and_from_options(capsys: pytest.Captur
     assert spec[-1].split()[1] == "57344"
 
 
-@pytest.mark.parametrize(
+@each(
     ("spec", "option", "said"),
     [
         ("e4m3:up", "--rounding=down", "'e4m3:up:down' gives rounding twice"),
@@ -152,7 +154,7 @@ def test_round_starts_from_the_carrier(capsys: pytest.CaptureFixture[str]) -> No
     assert lines(capsys, "round", value, "--to", "e4m3", "--carrier", "bfloat16")[0].endswith("bfloat16")
 
 
-@pytest.mark.parametrize(
+@each(
     ("word", "options", "row"),
     [
         ("70000", "--to e5m10 --carrier float16", "70000 inf 0x7c00 inf inf"),
@@ -193,7 +195,7 @@ def test_round_draws_the_same_for_the_same_seed(capsys: pytest.CaptureFixture[st
     assert {row.split()[1] for row in draw(0)} == {"1", "1.25"}
 
 
-@pytest.mark.parametrize("values", [[], ["-"]])
+@each("values", [[], ["-"]])
 def test_round_reads_standard_input(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, values: list[str]
 ) -> None:
@@ -202,7 +204,7 @@ def test_round_reads_standard_input(
     assert [row.split()[:3] for row in rows] == [["0.3", "0.5", "0x1"], ["7", "6", "0x7"], ["100", "6", "0x7"]]
 
 
-@pytest.mark.parametrize("dtype", [np.float16, np.float32, np.float64, np.complex64])
+@each("dtype", [np.float16, np.float32, np.float64, np.complex64])
 def test_round_keeps_the_type_of_a_file(capsys: pytest.CaptureFixture[str], tmp_path: Path, dtype: type) -> None:
     source, target = tmp_path / "x.npy", tmp_path / "y.npy"
     array = np.array([[0.1, -3.0, 1e4], [1e-4, 0.0, np.nan]]).astype(dtype)
@@ -281,7 +283,7 @@ def test_a_failed_write_leaves_the_old_file(
     assert list(tmp_path.iterdir()) == [target]
 
 
-@pytest.mark.parametrize("value", ["1.1", "{tmp}/x.npy"])
+@each("value", ["1.1", "{tmp}/x.npy"])
 def test_round_replaces_a_file_only_with_force(capsys: pytest.CaptureFixture[str], tmp_path: Path, value: str) -> None:
     out = tmp_path / "x.npy"
     np.save(out, np.array([1.1]))
@@ -292,25 +294,34 @@ def test_round_replaces_a_file_only_with_force(capsys: pytest.CaptureFixture[str
     assert np.load(out).tolist() == [1.0]
 
 
-@pytest.mark.slow
-@pytest.mark.skipif(os.name != "posix", reason="measures a process")
-def test_round_takes_a_file_in_pieces(tmp_path: Path) -> None:
+@pytest.mark.parametrize("count", [1 << 11, pytest.param(1 << 24, marks=pytest.mark.slow)])
+def test_round_takes_a_file_in_pieces(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path, count: int
+) -> None:
     """Progress is shown, the whole is never in memory, and the bytes are those of the array rounded whole."""
-    x = np.random.default_rng(0).standard_normal(1 << 24).astype(np.float32)
+    x = np.random.default_rng(0).standard_normal(count).astype(np.float32)
     np.save(tmp_path / "x.npy", x)
-    code = (
-        "import resource, sys; from jchop.__main__ import main\n"
-        "peak = lambda: resource.getrusage(resource.RUSAGE_SELF).ru_maxrss >> 10\n"
-        "assert main(['round', '1.1', '--to', 'bf16', '--carrier', 'float32']) == 0\n"
-        "before = peak(); assert main(sys.argv[1:]) == 0; print(peak() - before)"
-    )
     argv = ("round", str(tmp_path / "x.npy"), "--to", "bf16", "--out", str(tmp_path / "y.npy"))
-    done = python("-c", code, *argv, text=True)
-    assert done.returncode == 0, done.stderr
-    assert done.stderr.splitlines()[-1].split()[:4] == ["round", f"[{'#' * 24}]", "100/100", "x.npy"]
-    assert int(done.stdout.splitlines()[-1]) < 192  # MiB; the array has 64
+    if count < 1 << 24:
+        monkeypatch.setattr("jchop._cli._round._CHUNK", 512)
+        assert main(argv) == 0
+        out, said = capsys.readouterr()
+    else:
+        if os.name != "posix":
+            pytest.skip("measures a process")
+        code = (
+            "import resource, sys; from jchop.__main__ import main\n"
+            "peak = lambda: resource.getrusage(resource.RUSAGE_SELF).ru_maxrss >> 10\n"
+            "assert main(['round', '1.1', '--to', 'bf16', '--carrier', 'float32']) == 0\n"
+            "before = peak(); assert main(sys.argv[1:]) == 0; print(peak() - before)"
+        )
+        done = python("-c", code, *argv, text=True)
+        assert done.returncode == 0, done.stderr
+        out, said = done.stdout, done.stderr
+        assert int(out.splitlines()[-1]) < 192  # MiB; the array has 64
+    assert said.splitlines()[-1].split()[:4] == ["round", f"[{'#' * 24}]", "100/100", "x.npy"]
     np.testing.assert_array_equal(np.load(tmp_path / "y.npy"), round_to_format(x, "bf16"))
-    assert f"  elements            {1 << 24}, shape ({1 << 24},)" in done.stdout.splitlines()
+    assert f"  elements            {count}, shape ({count},)" in out.splitlines()
 
 
 def test_a_summary_is_of_all_pieces(
@@ -342,7 +353,7 @@ def test_compare_shows_progress_on_a_terminal(
 
 
 # -- errors ----------------------------------------------------------------------------------------------------------
-@pytest.mark.parametrize(
+@each(
     ("argv", "said"),
     [
         ([], "COMMAND"),
@@ -398,7 +409,6 @@ def test_compare_shows_progress_on_a_terminal(
         (["study", "--seeds", "0", "--out", "{tmp}"], "seeds"),
         (["study", "--epochs", "0", "--out", "{tmp}"], "epochs"),
     ],
-    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )
 def test_errors_are_one_line(capsys: pytest.CaptureFixture[str], tmp_path: Path, argv: list[str], said: str) -> None:
     for name in ("numbers.txt", "broken.npz"):
@@ -413,7 +423,7 @@ def test_a_seed_may_be_as_large_as_jax_takes(capsys: pytest.CaptureFixture[str])
         lines(capsys, "round", "1.1", "--to", "e5m2:sr", "--seed", str(seed))
 
 
-@pytest.mark.parametrize(
+@each(
     ("fault", "said"),
     [
         (MemoryError("no room"), "not enough memory. no room"),
@@ -461,7 +471,7 @@ def test_no_values_in_standard_input_is_an_error(
         assert error(capsys, "round", "--to", "e5m2") == "no values: standard input is empty"
 
 
-@pytest.mark.parametrize(
+@each(
     ("package", "argv", "extra"),
     [
         ("matplotlib", ["info", "e4m3", "--plot", "x.png"], "plot"),
@@ -483,8 +493,9 @@ def test_a_missing_extra_is_named(
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.slow
-def test_python_names_a_missing_extra_in_one_line() -> None:
+@pytest.mark.smoke
+def test_extras_load_on_first_use_and_a_missing_one_is_named_in_one_line() -> None:
+    """Light commands and the names of modules load none; pyplot stays out where a picture is drawn."""
     cases = {
         "jc.nn": ("flax", "flax"),
         "jc.optim": ("optax", "optax"),
@@ -495,20 +506,24 @@ def test_python_names_a_missing_extra_in_one_line() -> None:
         "jc.study.run()": ("flax, optax, sklearn", "study"),
         "jc.to_qwix(None)": ("qwix", "qwix"),
     }
-    program = "import sys, jchop as jc\n"
+    names = ("formats", "math", "plot", "storage", "study")
+    program = f"import contextlib, io, sys, jchop as jc; extras = {EXTRAS}\n"
+    program += "print(extras & set(sys.modules), 'jchop.plot' in sys.modules, 'plot' in dir(jc))\n"
+    program += f"print(*(getattr(jc, name).__name__ for name in {names}))\n"
+    program += "from jchop.__main__ import main\n"
+    program += "with contextlib.redirect_stdout(io.StringIO()): main(['formats']); main(['info', 'e4m3'])\n"
+    program += "names = jc.plot.Panel.__name__, jc.study.Row.__name__\n"
+    program += "print(*names, extras & set(sys.modules))\n"
+    program += "jc.plot.value_grid('e2m1fn'); print('matplotlib.pyplot' in sys.modules)\n"
     program += "sys.modules |= dict.fromkeys(('flax', 'optax', 'torch', 'matplotlib', 'sklearn', 'qwix'))\n"
     for code in cases:
         program += f"try: {code}\nexcept ModuleNotFoundError as error: print(error)\n"
     done = python("-c", program, text=True)
-    for said, (packages, extra) in zip(done.stdout.splitlines(), cases.values(), strict=True):
+    imported, modules, light, pyplot, *errors = done.stdout.splitlines()
+    assert imported == "set() False True" and modules.split() == [f"jchop.{name}" for name in names], done.stderr
+    assert (light, pyplot) == ("Panel Row set()", "False")
+    for said, (packages, extra) in zip(errors, cases.values(), strict=True):
         assert f'needs {packages}: pip install ".[{extra}]" in a clone of jchop' in said
-
-
-@pytest.mark.slow
-def test_modules_with_extras_load_on_first_use() -> None:
-    heavy = "{'flax', 'optax', 'matplotlib', 'sklearn', 'torch'}"
-    code = f"import sys, jchop as jc; print({heavy} & set(sys.modules), jc.plot.Panel.__name__, jc.study.Row.__name__)"
-    assert python("-c", code, text=True).stdout == "set() Panel Row\n"
 
 
 def test_every_page_installs_extras_in_the_same_way() -> None:
@@ -528,78 +543,47 @@ def test_every_page_installs_extras_in_the_same_way() -> None:
 
 
 # -- as a process ----------------------------------------------------------------------------------------------------
-def test_as_a_process(capsys: pytest.CaptureFixture[str]) -> None:
-    good = python("-m", "jchop", "round", "--to", "e5m2", input=b"0.1\n")
-    assert (good.returncode, good.stderr) == (0, b"")
-    assert b"0.09375  0x2e  0 01011 10" in good.stdout
+#: Shell commands of `jchop`, their status, the beginning of what they say, and words of what they print.
+PROCESSES = [
+    ("echo 0.1 | jchop round --to e5m2", 0, "", "0.09375  0x2e  0 01011 10"),
+    ("jchop round abc --to e5m2", 2, "jchop: error: bad number 'abc'", ""),
+    ("jchop formats >&-", 2, "jchop: error: standard output is closed\n", ""),
+    ("jchop --help 1</dev/null", 2, "jchop: error: Bad file descriptor\n", ""),
+    ("jchop formats >/dev/full", 2, "jchop: error: No space left on device\n", ""),
+    ("PYTHONUNBUFFERED=1 jchop formats >/dev/full", 2, "jchop: error: No space left on device\n", ""),
+    ("jchop -V >/dev/full", 2, "jchop: error: No space left on device\n", ""),
+    # More than one piece, so there is progress to show.
+    ("jchop round x.npy --to e5m2 2>&-", 0, "", "elements"),
+    ("jchop round abc --to e5m2 2>&-", 2, "", ""),
+    # A reader that leaves is no error.
+    ("set -o pipefail; jchop round $(yes 0.1 | head -5000) --to e5m2 | head -1", 141, "", "float8_e5m2"),
+]
+
+
+@pytest.mark.skipif(os.name != "posix", reason="needs a POSIX shell")
+@pytest.mark.in_turn(1000)
+@pytest.mark.parametrize(("command", "status", "said", "printed"), PROCESSES, ids=[row[0] for row in PROCESSES])
+def test_as_a_process(tmp_path: Path, command: str, status: int, said: str, printed: str) -> None:
+    if "/dev/full" in command and not Path("/dev/full").exists():
+        pytest.skip("no /dev/full")
+    if "x.npy" in command:
+        np.save(tmp_path / "x.npy", np.zeros(3 << 20, np.float32))
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
+    # jaxlib writes to standard error if it loads a compiled program on some machines.
+    environment |= {"PYTHONPATH": str(ROOT), "JAX_ENABLE_COMPILATION_CACHE": "false"}
+    shell = command.replace("jchop", f"{sys.executable} -m jchop", 1)
+    done = subprocess.run(
+        ["bash", "-c", shell], cwd=tmp_path, capture_output=True, text=True, timeout=120, env=environment
+    )
+    assert done.returncode == status, done.stderr
+    assert done.stderr.startswith(said) and done.stderr.count("\n") == bool(said)
+    assert printed in done.stdout and bool(done.stdout) == bool(printed)
+
+
+def test_the_help_names_no_table_of_commands(capsys: pytest.CaptureFixture[str]) -> None:
     assert not any("{formats" in line for line in lines(capsys, "--help"))
 
 
-@pytest.mark.slow
-def test_a_mistake_in_a_process() -> None:
-    bad = python("-m", "jchop", "round", "abc", "--to", "e5m2")
-    assert (bad.returncode, bad.stdout) == (2, b"")
-    assert bad.stderr.startswith(b"jchop: error: bad number 'abc'") and bad.stderr.count(b"\n") == 1
-
-
-@pytest.mark.parametrize("option", ["-V", "--version"])
+@each("option", ["-V", "--version"])
 def test_the_version(capsys: pytest.CaptureFixture[str], option: str) -> None:
     assert lines(capsys, option)[0].startswith("jchop ")
-
-
-@pytest.mark.skipif(os.name != "posix", reason="needs a POSIX shell")
-@pytest.mark.parametrize(
-    ("command", "redirection", "said"),
-    [
-        ("formats", ">&-", b"standard output is closed"),
-        ("--help", "1</dev/null", b"Bad file descriptor"),
-        ("formats", ">/dev/full", b"No space left on device"),
-        ("-V", ">/dev/full", b"No space left on device"),
-    ],
-)
-@pytest.mark.slow
-def test_an_output_that_cannot_be_written_is_one_line(command: str, redirection: str, said: bytes) -> None:
-    if redirection.endswith("full") and not Path("/dev/full").exists():
-        pytest.skip("no /dev/full")
-    shell = f"{sys.executable} -m jchop {command} {redirection}"
-    environment = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
-    for more in ({}, {"PYTHONUNBUFFERED": "1"}):
-        environment |= more | {"PYTHONPATH": str(ROOT)}
-        done = subprocess.run(shell, shell=True, capture_output=True, env=environment, timeout=120)
-        assert (done.returncode, done.stderr) == (2, b"jchop: error: " + said + b"\n")
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(os.name != "posix", reason="needs a POSIX shell")
-def test_a_closed_standard_error_changes_nothing(tmp_path: Path) -> None:
-    np.save(tmp_path / "x.npy", np.zeros(3 << 20, np.float32))  # more than one piece, so there is progress to show
-    for command, status in ((f"round {tmp_path / 'x.npy'} --to e5m2", 0), ("round abc --to e5m2", 2)):
-        shell = f"{sys.executable} -m jchop {command} 2>&-"
-        done = subprocess.run(shell, shell=True, capture_output=True, env=os.environ | {"PYTHONPATH": str(ROOT)})
-        assert (done.returncode, done.stderr, b"error" in done.stdout) == (status, b"", status == 0)
-
-
-@pytest.mark.slow
-def test_light_commands_load_no_extra() -> None:
-    code = (
-        "import sys; from jchop.__main__ import main; main(['formats']); main(['info', 'e4m3']);"
-        "print(sorted({'flax', 'optax', 'matplotlib', 'sklearn'} & set(sys.modules)))"
-    )
-    assert python("-c", code, text=True).stdout.splitlines()[-1] == "[]"
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(os.name != "posix", reason="pipes of another kind")
-def test_a_reader_that_leaves_is_no_error() -> None:
-    process = subprocess.Popen(
-        [sys.executable, "-m", "jchop", "round", *["0.1"] * 5000, "--to", "e5m2"],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        env=os.environ | {"PYTHONPATH": str(ROOT)},
-    )
-    assert process.stdout is not None and process.stderr is not None
-    process.stdout.readline()
-    process.stdout.close()
-    said = process.stderr.read()
-    process.stderr.close()
-    assert (process.wait(60), said) == (141, b"")

@@ -9,6 +9,7 @@ from pathlib import Path
 import jax
 import numpy as np
 import pytest
+from each_case import each
 from html_check import check_html
 from test_cli import PNG, error, lines
 
@@ -94,6 +95,7 @@ def test_json_is_that_of_blame(folder: Path, capsys: pytest.CaptureFixture[str])
     assert rows == [(row.primitive, row.contribution) for row in found.rows]
 
 
+@pytest.mark.in_turn(1000)
 @pytest.mark.parametrize(
     ("command", "field"),
     [
@@ -116,7 +118,6 @@ def test_arguments_by_keyword_alone(folder: Path, command: str, field: str, caps
     assert "keyword_loss() takes 1 positional argument but 2" in said
 
 
-@pytest.mark.slow
 def test_files_and_text(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     command = ["blame", "blamed_model:spread", "--data", "x.npz", "--to", "e4m3:stochastic", "--seed", "3"]
     printed = lines(capsys, *command, "--output", "blamed_model:first", "--plot", "blame.png", "--html", "blame.html")
@@ -133,7 +134,7 @@ def test_files_and_text(folder: Path, capsys: pytest.CaptureFixture[str]) -> Non
     assert f"error {found.error:.4g}," in "\n".join(printed)
 
 
-@pytest.mark.parametrize(
+@each(
     ("options", "message"),
     [
         (["blamed_model:loss", "--data", "data.npz", "--to", "e4m9x"], "e4m9x"),

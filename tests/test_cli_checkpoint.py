@@ -8,6 +8,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import tracemalloc
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ import jax
 import numpy as np
 import pytest
 from checkpoint_layouts import CASES, write_folder
+from further import Further
 from test_cli import error
 from test_cli_quantize import ROOT, run
 
@@ -22,12 +24,15 @@ import jchop as jc
 from jchop.storage import load_checkpoint, save_checkpoint
 from jchop.storage._checkpoints.public import convert
 
+further = Further()
+
 
 def contents(folder: Path) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in folder.iterdir()}
 
 
-def test_convert_and_inspect(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+@further.first
+def convert_and_inspect(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     case, source, target = CASES["gptq_v2"], tmp_path / "in", tmp_path / "out"
     write_folder(source, case.make(np.random.default_rng(0)) | {"norm.weight": np.ones(8, np.float32)}, case)
     (source / "tokenizer.json").write_text("{}")
@@ -162,16 +167,36 @@ def child(target: Path, *argv: Any, kill_at: int | None = None) -> int:
     return int(out.split()[-1])
 
 
-@pytest.mark.slow
-@pytest.mark.skipif(sys.platform != "linux", reason="/proc of Linux")
-@pytest.mark.parametrize("layout", ["plain", "gptq"])
-def test_a_folder_is_converted_in_little_memory_and_survives_kills(tmp_path: Path, layout: str) -> None:
-    """64 MiB as float32, 9 MiB as int4: in memory are tensors of 8 MiB, and one array with copies of it."""
-    rng, mebibyte = np.random.default_rng(0), 1 << 20
-    tree: Any = {
+def packed(count: int) -> dict[str, Any]:
+    rng = np.random.default_rng(0)
+    return {
         f"l{i}.weight": jc.quantize(rng.standard_normal((512, 512)).astype(np.float32), "int4(group=32,scale=float16)")
-        for i in range(64)
+        for i in range(count)
     }
+
+
+@further
+@pytest.mark.parametrize(
+    ("layout", "process"),
+    [("plain", False), *(pytest.param(layout, True, marks=pytest.mark.slow) for layout in ("plain", "gptq"))],
+)
+def a_folder_is_converted_in_little_memory_and_survives_kills(tmp_path: Path, layout: str, process: bool) -> None:
+    """64 MiB as float32, 9 MiB as int4: in memory are tensors of 8 MiB, and one array with copies of it.
+
+    Within this process half of that is converted, and what NumPy takes is counted.
+    """
+    if not process:
+        save_checkpoint(packed(32), tmp_path / "in", "awq", shard_bytes=1 << 20)
+        tracemalloc.start()
+        convert(tmp_path / "in", tmp_path / "out", layout, shard_bytes=1 << 20)
+        most = tracemalloc.get_traced_memory()[1]
+        tracemalloc.stop()
+        assert sum(map(len, contents(tmp_path / "out").values())) > 32 << 20
+        assert most < 20 << 20
+        return
+    if sys.platform != "linux":
+        pytest.skip("/proc of Linux")
+    tree, mebibyte = packed(64), 1 << 20
     target, whole = tmp_path / "out", tmp_path / "whole"
     for name, part in (("small", {"l.weight": tree["l0.weight"]}), ("in", tree)):
         save_checkpoint(part, tmp_path / name, "awq", shard_bytes=8 * mebibyte)
@@ -186,3 +211,6 @@ def test_a_folder_is_converted_in_little_memory_and_survives_kills(tmp_path: Pat
             shutil.rmtree(target)
     assert child(target, *argv, target, *options) < 40 * mebibyte
     assert contents(target) == files
+
+
+test_further = further.test()

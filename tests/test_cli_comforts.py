@@ -11,6 +11,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from each_case import each
 
 import jchop as jc
 from jchop.__main__ import _parser, main
@@ -86,7 +87,6 @@ def test_round_as_json_has_exact_numbers(capsys: pytest.CaptureFixture[str]) -> 
     assert isinstance(found, dict) and found["numbers"][0]["code"] is None
 
 
-@pytest.mark.slow
 def test_quantize_and_inspect_as_json(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     source, target = str(tmp_path / "a.safetensors"), str(tmp_path / "b.safetensors")
     jc.save_safetensors(source, {"7": np.ones((4, 64), np.float32)})
@@ -97,7 +97,7 @@ def test_quantize_and_inspect_as_json(capsys: pytest.CaptureFixture[str], tmp_pa
     assert isinstance(rows, list) and rows[0]["tensor"] == "7" and rows[-1]["tensor"] == "all"
 
 
-@pytest.mark.parametrize(
+@each(
     ("argv", "near"),
     [
         (["rond", "1", "--to", "e5m2"], "close: round"),
@@ -127,7 +127,7 @@ def test_a_wrong_word_gets_its_neighbours_or_the_way_out(
     assert near in error and error.count("\n") == 1
 
 
-@pytest.mark.parametrize(
+@each(
     ("words", "wanted"),
     [
         (["jchop", "comp"], {"compare", "completion"}),

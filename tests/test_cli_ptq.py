@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import signal
@@ -13,10 +14,13 @@ from typing import Any
 import jax
 import numpy as np
 import pytest
+from further import Further
 from test_cli import error
 
 import jchop as jc
 from jchop.__main__ import main
+
+further = Further()
 
 ROOT = Path(__file__).resolve().parents[1]
 MODEL = """
@@ -45,7 +49,6 @@ def words(*more: str, data: str = "data.npz") -> list[str]:
     return [*named, "--rule", "layers=int4(group=8)", *more]
 
 
-@pytest.mark.slow
 def test_it_writes_what_quantize_gives(capsys: pytest.CaptureFixture[str], work: Path) -> None:
     pytest.importorskip("matplotlib")
     assert main(words("--method", "nearest", "--batch", "20", "--report", "json", "--plot", "r.png")) == 0
@@ -66,7 +69,8 @@ def test_it_writes_what_quantize_gives(capsys: pytest.CaptureFixture[str], work:
     jax.tree.map(np.testing.assert_array_equal, jc.load_safetensors(work / "out.safetensors", nested=True), packed)
 
 
-def test_what_it_refuses(capsys: pytest.CaptureFixture[str], work: Path) -> None:
+@further.first
+def what_it_refuses(capsys: pytest.CaptureFixture[str], work: Path) -> None:
     x = np.ones((4, 8), np.float32)
     np.savez(work / "names.npz", y=x)
     np.savez(work / "lengths.npz", x=x, scale=x[:3, 0])
@@ -109,24 +113,53 @@ def test_what_it_refuses(capsys: pytest.CaptureFixture[str], work: Path) -> None
     assert "exists; --force replaces it" in error(capsys, *words())
 
 
-@pytest.mark.slow
-def test_a_killed_process_continues(work: Path) -> None:
-    def command(*more: str) -> dict[str, Any]:
-        given = [sys.executable, "-m", "jchop", *words("--method", "correct_error, gptq, correct_biases", *more)]
-        return {"args": given, "cwd": work, "env": {**os.environ, "PYTHONPATH": str(ROOT)}, "text": True}
+class Killed(BaseException):
+    """Ends a run as a signal does."""
 
-    with subprocess.Popen(**command(), stdout=subprocess.DEVNULL, stderr=subprocess.PIPE) as first:
-        assert first.stderr is not None
-        for line in first.stderr:
-            if line.startswith("stage 1 of 2"):
-                break
-        first.send_signal(signal.SIGKILL)
+
+class Killer(io.StringIO):
+    def write(self, text: str) -> int:
+        if text.startswith("stage 1 of 2"):
+            raise Killed
+        return len(text)
+
+
+@further
+@pytest.mark.parametrize("signalled", [False, pytest.param(True, marks=pytest.mark.slow)])
+def a_killed_run_continues(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, work: Path, signalled: bool
+) -> None:
+    steps = ("--method", "correct_error, gptq, correct_biases" if signalled else "correct_error")
+
+    def command(*more: str) -> tuple[int, str]:
+        if not signalled:
+            return main(words(*steps, *more)), capsys.readouterr().err
+        done = subprocess.run([sys.executable, "-m", "jchop", *words(*steps, *more)], **options, capture_output=True)
+        return done.returncode, done.stderr
+
+    options: dict[str, Any] = {"cwd": work, "env": {**os.environ, "PYTHONPATH": str(ROOT)}, "text": True}
+    if signalled:
+        argv = [sys.executable, "-m", "jchop", *words(*steps)]
+        with subprocess.Popen(argv, **options, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE) as first:
+            assert first.stderr is not None
+            for line in first.stderr:
+                if line.startswith("stage 1 of 2"):
+                    break
+            first.send_signal(signal.SIGKILL)
+    else:
+        with monkeypatch.context() as patch, pytest.raises(Killed):
+            patch.setattr(sys, "stderr", Killer())
+            main(words(*steps))
+        capsys.readouterr()
     assert (work / "out.safetensors.run").is_dir() and not (work / "out.safetensors").exists()
-    refused = subprocess.run(**command("--batch", "7"), capture_output=True)
-    assert "holds a run with other batches; it continues" in refused.stderr and refused.returncode == 2
-    again = subprocess.run(**command(), capture_output=True)
-    assert again.returncode == 0, again
-    assert again.stderr.index("stage 1 of 2") < again.stderr.index("data: batch")
+    status, said = command("--batch", "7")
+    assert "holds a run with other batches; it continues" in said and status == 2
+    status, said = command()
+    assert status == 0, said
+    assert said.index("stage 1 of 2") < said.index("data: batch")
     one = (work / "out.safetensors").read_bytes()
-    assert subprocess.run(**command("--force"), capture_output=True).returncode == 0
+    assert command("--force")[0] == 0
     assert (work / "out.safetensors").read_bytes() == one and not (work / "out.safetensors.run").exists()
+
+
+test_further = further.test()

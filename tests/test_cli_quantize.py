@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import jax
 import numpy as np
 import pytest
+from each_case import each
 from test_cli import error
 
 import jchop as jc
 from jchop.__main__ import main
+from jchop.storage._files.safetensors import TensorWriter
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -54,6 +58,7 @@ def test_quantize_reports_and_writes(capsys: pytest.CaptureFixture[str], source:
     jax.tree.map(np.testing.assert_array_equal, out["mlp.kernel"], jc.quantize(x, "int4(group=32,scale=bfloat16)"))
 
 
+@pytest.mark.in_turn(1000)
 @pytest.mark.parametrize(
     ("spec", "mixed", "whole"),
     [
@@ -90,6 +95,7 @@ def test_an_array_without_elements_has_no_bits(capsys: pytest.CaptureFixture[str
     assert [row["bits"] for row in rows] == [None] * 4
 
 
+@pytest.mark.in_turn(1000)
 @pytest.mark.parametrize("dtype", [np.float32, np.float64])
 def test_compare_unpacks_quantized_arrays(capsys: pytest.CaptureFixture[str], tmp_path: Path, dtype: type) -> None:
     """Their codes and scales are no arrays of their own."""
@@ -101,7 +107,6 @@ def test_compare_unpacks_quantized_arrays(capsys: pytest.CaptureFixture[str], tm
     assert "\n".join(text) == f"a: {tables[0]}\n\nb: {tables[1]}\n\nstep: {tables[2]}"
 
 
-@pytest.mark.slow
 def test_inspect_lists_arrays(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     path = tmp_path / "x.safetensors"
     x = np.ones((4, 64), np.float32)
@@ -124,7 +129,7 @@ def test_an_existing_file_stays(capsys: pytest.CaptureFixture[str], source: Path
     assert jc.load_safetensors(target)["mlp.bias"].dtype.name == "bfloat16"
 
 
-@pytest.mark.parametrize(
+@each(
     ("rules", "said"),
     [
         ([], "--rule"),
@@ -212,10 +217,24 @@ print(json.dumps(found))
 """
 
 
-@pytest.mark.slow
-@pytest.mark.skipif(os.name != "posix", reason="needs fork and SIGKILL")
-def test_a_kill_leaves_the_old_file(source: Path) -> None:
+@pytest.mark.parametrize("signalled", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_a_kill_leaves_the_old_file(source: Path, monkeypatch: pytest.MonkeyPatch, signalled: bool) -> None:
     target = source.with_name("out.safetensors")
+    if not signalled:  # an end that nothing catches, after the first tensor
+        write = TensorWriter.write
+
+        def once(self: TensorWriter, *arguments: Any) -> None:
+            write(self, *arguments)
+            raise KeyboardInterrupt
+
+        monkeypatch.setattr(TensorWriter, "write", once)
+        target.write_bytes(b"old")
+        with contextlib.suppress(KeyboardInterrupt):
+            assert main(["quantize", str(source), str(target), "--rule", "*=bfloat16", "--force"])
+        assert target.read_bytes() == b"old"
+        return
+    if os.name != "posix":
+        pytest.skip("needs fork and SIGKILL")
     argv, environment = [sys.executable, "-c", KILLS, str(source), str(target)], os.environ | {"PYTHONPATH": str(ROOT)}
     run = subprocess.run(argv, capture_output=True, text=True, env=environment, check=True)
     *killed, (_, last_killed, whole) = json.loads(run.stdout)

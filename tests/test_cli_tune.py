@@ -7,10 +7,14 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from each_case import each
+from further import Further
 from html_check import check_html
 from test_cli import PNG, error, lines
 
 import jchop as jc
+
+further = Further()
 
 CODE = """
 import jax
@@ -44,8 +48,8 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 COMMAND = ("tune", "tuned_model:apart", "--data", "a.npz", "--tolerance", "0.01", "--menu", "e4m3,bfloat16,carrier")
 
 
-@pytest.mark.slow
-def test_json_is_that_of_tune(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+@further
+def json_is_that_of_tune(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     metric = ["--metric", "tuned_model:worst", "--held-out", "b.npz"]
     printed = json.loads("\n".join(lines(capsys, *COMMAND, *metric, "--json", "--plot", "tune.png")))
     import tuned_model  # type: ignore[import-not-found]
@@ -57,7 +61,8 @@ def test_json_is_that_of_tune(folder: Path, capsys: pytest.CaptureFixture[str]) 
     assert (folder / "tune.png").read_bytes().startswith(PNG)
 
 
-def test_files_and_text(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+@further.first
+def files_and_text(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     printed = lines(capsys, *COMMAND, "--by", "equation", "--html", "tune.html")
     assert printed[0].split()[:3] == ["site", "format", "bits"]
     assert printed[-1] == "wrote tune.html" and any("tolerance 0.01" in line for line in printed)
@@ -66,7 +71,7 @@ def test_files_and_text(folder: Path, capsys: pytest.CaptureFixture[str]) -> Non
     assert "data:image/png;base64," in text and "product/mul" in text
 
 
-@pytest.mark.parametrize(
+@each(
     ("options", "message"),
     [
         (["--menu", "e4m9x,e5m2"], "e4m9x"),
@@ -82,3 +87,6 @@ def test_files_and_text(folder: Path, capsys: pytest.CaptureFixture[str]) -> Non
 @pytest.mark.usefixtures("folder")
 def test_errors_are_one_line(options: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert message in error(capsys, *COMMAND, *options)
+
+
+test_further = further.test()

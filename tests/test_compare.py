@@ -13,12 +13,15 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
+from further import Further
 from html_check import check_html
 from test_cli import error, lines
 
 import jchop as jc
 from jchop.__main__ import main
 from jchop._compare import default_formats
+
+further = Further()
 
 X = np.random.default_rng(0).standard_t(3, size=(16, 128)).astype(np.float32)
 X[0, :3] = 0, 500, -1e-9
@@ -32,7 +35,6 @@ def exact(x: np.ndarray, y: np.ndarray) -> tuple[float, Fraction, Fraction]:
     return 10 * math.log10(ratio), max(errors), max(e / abs(a) for e, (a, _) in zip(errors, pairs, strict=True) if a)
 
 
-@pytest.mark.slow
 def test_the_figures_are_those_of_the_rounded_array() -> None:
     formats = ["bfloat16", "float8_e4m3fn:saturate", "int4(group=32)", "nvfp4"]
     seen = jc.compare(X, formats)
@@ -66,7 +68,7 @@ def test_overflow_and_clipping_are_told_apart() -> None:
     assert "2 numbers are infinite or NaN" in str(jc.compare(x, ["binary16"]))
 
 
-@pytest.mark.slow
+@pytest.mark.in_turn(20)
 @pytest.mark.parametrize("zero_point", ["", ",zero_point=integer", ",zero_point=float"])
 def test_clipping_under_scales(zero_point: str) -> None:
     """A percentile leaves the largest number beyond the range; the largest magnitude does not."""
@@ -80,7 +82,6 @@ def test_clipping_under_scales(zero_point: str) -> None:
         assert jc.compare([7.9, 6.9, 1.0], ["mxfp4"]).rows[0].clipped == 1 / 3
 
 
-@pytest.mark.slow
 def test_fitted_range() -> None:
     x = X * np.float32(2.0**-30)
     plain, fitted = (jc.compare(x, ["float8_e4m3fn", "int8"], scale=scale).rows for scale in ("none", "fit"))
@@ -93,14 +94,13 @@ def test_fitted_range() -> None:
     assert f"float8_e4m3fn · 2^{-k}" in str(jc.compare(x, ["float8_e4m3fn"], scale="fit"))
 
 
-@pytest.mark.parametrize("top", [5e-324, 1.0, 448.0, 449.0, 1.7e308])
-@pytest.mark.parametrize("fmt", ["float8_e4m3fn", "integer8", "binary64", "float8_e8m0fnu"])
-def test_every_range_can_be_fitted(top: float, fmt: str) -> None:
-    row = jc.compare(np.array([top]), [fmt], scale="fit").rows[0]
-    assert row.overflow == row.clipped == 0 and row.snr >= 10
+def test_every_range_can_be_fitted() -> None:
+    formats = ["float8_e4m3fn", "integer8", "binary64", "float8_e8m0fnu"]
+    for top in (5e-324, 1.0, 448.0, 449.0, 1.7e308):
+        for row in jc.compare(np.array([top]), formats, scale="fit").rows:
+            assert row.overflow == row.clipped == 0 and row.snr >= 10, (top, row.format)
 
 
-@pytest.mark.slow
 def test_extremes_of_float64_have_a_ratio() -> None:
     for size in (1e-300, 1e300):
         assert jc.compare(np.array([1.0, 0.3]) * size, ["e11m4"]).rows[0].snr == pytest.approx(
@@ -108,12 +108,12 @@ def test_extremes_of_float64_have_a_ratio() -> None:
         )
 
 
-@pytest.mark.slow
-def test_the_default_formats_fit_any_array() -> None:
-    for x in (X[:2, :64], 3):
-        seen = jc.compare(x)
-        assert len(seen.rows) == len(default_formats(np.ndim(x)))
-        assert len(str(seen).splitlines()) == len(seen.rows) + 2
+@further
+@pytest.mark.parametrize("x", [X, pytest.param(3, marks=pytest.mark.slow)], ids=["matrix", "number"])
+def the_default_formats_fit_any_array(x: Any) -> None:
+    seen = jc.compare(x)
+    assert len(seen.rows) == len(default_formats(np.ndim(x)))
+    assert len(str(seen).splitlines()) == len(seen.rows) + 2
     assert jc.compare([[True, False]], ["e5m2"]).rows[0].snr == math.inf
     assert len(default_formats(2)) == len(default_formats(1)) + 2
 
@@ -168,13 +168,13 @@ def test_one_format_is_a_list_of_it(one: Any) -> None:
         jc.compare(X, jnp.bfloat16)  # type: ignore[arg-type]
 
 
-def test_a_traced_array_is_refused() -> None:
+@further.first
+def a_traced_array_is_refused() -> None:
     with pytest.raises(TypeError, match="traced"):
         jax.jit(jc.compare)(jnp.ones(3))
 
 
 # -- the command -------------------------------------------------------------------------------------------------------
-@pytest.mark.slow
 def test_the_command_shows_the_table(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     file = tmp_path / "x.npy"
     np.save(file, X)
@@ -202,7 +202,6 @@ def test_the_command_takes_integers_and_names_what_it_leaves(
     assert capsys.readouterr().err == ""
 
 
-@pytest.mark.slow
 def test_the_command_reads_tensors_by_pattern(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     file = tmp_path / "w.safetensors"
     jc.save_safetensors(file, {"mlp": {"w": X, "b": X[0]}, "head": {"w": X}, "steps": np.arange(3)})
@@ -211,6 +210,10 @@ def test_the_command_reads_tensors_by_pattern(capsys: pytest.CaptureFixture[str]
     told = json.loads("\n".join(lines(capsys, "compare", str(file), "--json", "--tensor", "mlp/b", "--formats", "nf4")))
     assert told == {"mlp.b": jc.compare(X[0], ["nf4"]).as_dict()}
     assert "matches no tensor" in error(capsys, "compare", str(file), "--tensor", "nlp")
-    assert "choose one by --tensor" in error(capsys, "compare", str(file), "--plot", str(tmp_path / "x.png"))
+    picture = str(tmp_path / "x.png")
+    assert "choose one by --tensor" in error(capsys, "compare", str(file), "--plot", picture, "--formats", "e5m2")
     assert error(capsys, "compare", str(file), "--formats", "e5m2(channel=1)", "--tensor", "b").startswith("mlp.b: ")
     assert "must end in .npy or .safetensors" in error(capsys, "compare", "x.txt")
+
+
+test_further = further.test()

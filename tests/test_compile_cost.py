@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -15,8 +16,11 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
+from further import Further
 
 import jchop as jc
+
+further = Further()
 
 
 def lines_of(function: Any, *args: Any) -> int:
@@ -47,28 +51,33 @@ def lines_of_training(rule: jc.nn.Rule | None) -> int:
 INT8 = jc.nn.Rule(weight="int8(group=all)", activation="int8(group=all)", gradient="int8(group=all)")
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(("rule", "most"), [(INT8, 3_300), (jc.nn.recipe("nvfp4"), 7_200)], ids=["int8", "nvfp4"])
-def test_a_training_step(rule: jc.nn.Rule, most: int) -> None:
-    assert lines_of_training(rule) - lines_of_training(None) <= most
-
-
-@pytest.mark.slow
-def test_an_optimizer_of_equal_and_unequal_leaves() -> None:
+def lines_of_optimizer(tx: Any) -> int:
+    """Of an update of equal and unequal leaves."""
     params = {str(i): jnp.ones((32, 256)) for i in range(6)} | {"head": jnp.ones((16, 512)), "bias": jnp.ones(16)}
+    return lines_of(tx.update, params, jax.eval_shape(tx.init, params), params)
 
-    def lines(tx: Any) -> int:
-        return lines_of(tx.update, params, jax.eval_shape(tx.init, params), params)
 
-    assert lines(jc.optim.adamw8bit(1e-3)) - lines(optax.adamw(1e-3)) <= 1_700
+@further.first
+@pytest.mark.parametrize(
+    ("lines", "own", "plain", "most"),
+    [
+        (lines_of_optimizer, jc.optim.adamw8bit(1e-3), optax.adamw(1e-3), 1_700),
+        pytest.param(lines_of_training, INT8, None, 3_300, marks=pytest.mark.slow),
+        pytest.param(lines_of_training, jc.nn.recipe("nvfp4"), None, 7_200, marks=pytest.mark.slow),
+    ],
+    ids=["optimizer", "int8", "nvfp4"],
+)
+def a_training_step(lines: Callable[[Any], int], own: Any, plain: Any, most: int) -> None:
+    assert lines(own) - lines(plain) <= most
 
 
 WRAPPERS = [jc.optim.skip_nonfinite, partial(jc.optim.quantize_state, spec="bfloat16", min_size=1)]
 
 
+@further
 @pytest.mark.parametrize("wrap", WRAPPERS, ids=["skip_nonfinite", "quantize_state"])
 @pytest.mark.in_turn(2)
-def test_leaves_cost_as_much_as_each(wrap: Any) -> None:
+def leaves_cost_as_much_as_each(wrap: Any) -> None:
     """Whether all leaves are finite is computed once. XLA fuses a test of n leaves with the n arrays it selects."""
 
     def optimized(count: int) -> int:
@@ -88,7 +97,7 @@ def chain(x: Any, y: Any) -> Any:
     return x
 
 
-@pytest.mark.slow
+@pytest.mark.in_turn(20)
 @pytest.mark.parametrize(("spec", "most"), [("e4m3", 4), ("bfloat16", 8), ("bfloat16:stochastic", 17)])
 def test_an_emulated_chain(spec: str, most: int) -> None:
     """The functions of four operations are most of it; another hundred equations are a call each, or two that draw."""
@@ -99,11 +108,14 @@ def test_an_emulated_chain(spec: str, most: int) -> None:
     assert lines_of(twice, x, x) - once <= 3.3 * plain
 
 
-@pytest.mark.slow
-def test_a_shared_operation_has_its_derivatives() -> None:
+@further
+def a_shared_operation_has_its_derivatives() -> None:
     x, y = jnp.linspace(0.5, 1, 7), jnp.linspace(1, 2, 7)
     low = jc.emulate(lambda x, y: jnp.sum(x * y + x * y), "bfloat16")
     np.testing.assert_array_equal(jax.jit(jax.grad(low))(x, y), jax.grad(low)(x, y))
     many = jax.vmap(jax.grad(low), in_axes=(None, 0))(x, jnp.stack([y, 2 * y]))
     np.testing.assert_array_equal(many[0], jax.grad(low)(x, y))
     assert math.isfinite(float(many.sum()))
+
+
+test_further = further.test()

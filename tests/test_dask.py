@@ -62,7 +62,6 @@ def test_all_kinds_of_arrays_and_keys() -> None:
     np.testing.assert_array_equal(threads, jc.round_to_format(wide, "e5m2:stochastic", KEY))
 
 
-@pytest.mark.slow
 def test_groups_within_chunks() -> None:
     x = numbers(8, 12)
     for text, chunks in (

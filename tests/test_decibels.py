@@ -3,11 +3,12 @@
 import math
 
 import pytest
+from each_case import each
 
 from jchop._decibels import decibels
 
 
-@pytest.mark.parametrize(
+@each(
     ("signal", "error", "wanted"),
     [
         (100.0, 1.0, 20.0),

@@ -16,6 +16,7 @@ import oracle_matmul
 import oracle_program
 import pytest
 from emulate_cases import KEY, X, Y, loops, low, straight, sums
+from further import Further
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax import lax
@@ -26,6 +27,8 @@ from jchop._core.rounding.random_bits import seed_words
 from jchop._emulate._rules import make_settings
 from jchop._emulate._trace import trace
 
+further = Further()
+
 MODES = (*oracle.DETERMINISTIC, *oracle.STOCHASTIC)
 
 
@@ -35,7 +38,7 @@ pytestmark = pytest.mark.usefixtures("neighbours_kept")
 # -- values ------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.in_turn(20)
+@pytest.mark.in_turn(100)
 @pytest.mark.parametrize("mode", MODES)
 def test_programs_in_every_mode(mode: str) -> None:
     """Straight lines, loops, branches and sums: every operation is the exact one rounded once, at draws of its own."""
@@ -90,11 +93,12 @@ def hard(dtype: Any) -> tuple[np.ndarray, np.ndarray]:
     return x, y
 
 
-@pytest.mark.slow
+@further
+@pytest.mark.in_turn(20)
 @pytest.mark.parametrize(("text", "dtype"), [("binary16", np.float16), ("bfloat16", ml_dtypes.bfloat16)])
 @settings(max_examples=40, deadline=None, derandomize=True)
 @given(tree=TREES)
-def test_expressions_are_those_of_numpy(text: str, dtype: Any, tree: Any) -> None:
+def expressions_are_those_of_numpy(text: str, dtype: Any, tree: Any) -> None:
     x, y = hard(dtype)
     zero = np.zeros_like(x)
     with np.errstate(all="ignore"):
@@ -106,8 +110,7 @@ def test_expressions_are_those_of_numpy(text: str, dtype: Any, tree: Any) -> Non
     assert same.all(), [(x[i], y[i], got[i], want[i]) for i in np.flatnonzero(~same)[:3]]
 
 
-@pytest.mark.slow
-def test_a_hundred_ones() -> None:
+def a_hundred_ones() -> None:
     fmt, ones = jc.FloatFormat(5, 2), jnp.ones(100)
     total = lambda order: jc.emulate(jnp.sum, fmt, accumulate=jc.MatmulSpec(accumulate=fmt, order=order))(ones)  # noqa: E731
     assert float(total("sequential")) == 8
@@ -115,16 +118,15 @@ def test_a_hundred_ones() -> None:
     assert float(jc.emulate(jnp.sum, fmt)(ones)) == 96  # the carrier's sum
 
 
-@pytest.mark.slow
-def test_elementary_functions_are_rounded_once() -> None:
+@pytest.mark.parametrize("mode", ["up", pytest.param("nearest_even", marks=pytest.mark.slow)])
+def test_elementary_functions_are_rounded_once(mode: str) -> None:
     given = np.asarray(jc.round_to_format(X, "e5m3"))
-    for name, fun in (("exp", jnp.exp), ("tanh", jnp.tanh), ("sin", jnp.sin), ("logistic", jax.nn.sigmoid)):
-        for mode in ("nearest_even", "up"):
-            rounding = partial(
-                exact.round_array, exponent_bits=5, fraction_bits=3, mode=mode, word=np.zeros(given.shape)
-            )
-            want = rounding(exact.values(name, given.astype(float), lambda y: rounding(y)[None]))  # noqa: B023
-            np.testing.assert_array_equal(jc.emulate(fun, f"e5m3:{mode}")(jnp.asarray(given)), want)
+    functions = {"exp": jnp.exp, "tanh": jnp.tanh, "sin": jnp.sin, "logistic": jax.nn.sigmoid}
+    got = jax.jit(jc.emulate(lambda x: {name: fun(x) for name, fun in functions.items()}, f"e5m3:{mode}"))(given)
+    for name in functions:
+        rounding = partial(exact.round_array, exponent_bits=5, fraction_bits=3, mode=mode, word=np.zeros(given.shape))
+        want = rounding(exact.values(name, given.astype(float), lambda y: rounding(y)[None]))  # noqa: B023
+        np.testing.assert_array_equal(got[name], want, name)
 
 
 def test_other_functions_are_the_carriers_rounded_once() -> None:
@@ -134,17 +136,19 @@ def test_other_functions_are_the_carriers_rounded_once() -> None:
 
 
 @pytest.mark.in_turn(4)
-@pytest.mark.parametrize("exponent", [0, 1, 2, 3, 5, 7, -1, -3])
-def test_powers_are_made_of_products(exponent: int) -> None:
+@pytest.mark.parametrize("exponents", [(0, 2), (1, 3, 5, 7, -1, -3)])
+def test_powers_are_made_of_products(exponents: tuple[int, ...]) -> None:
     low = jc.round_to_format(X, "e5m3:up")
     mul = lambda a, b: jc.emulate(lambda a, b: a * b, "e5m3:up")(a, b)  # noqa: E731
     square = mul(low, low)
     powers = {0: jnp.ones(4), 1: low, 2: square, 3: mul(low, square), 5: mul(low, mul(square, square))}
     powers[7] = mul(mul(low, square), mul(square, square))
-    want = powers[abs(exponent)]
-    if exponent < 0:
-        want = jc.emulate(lambda v: 1 / v, "e5m3:up")(want)
-    np.testing.assert_array_equal(jc.emulate(lambda x: lax.integer_pow(x, exponent), "e5m3:up")(X), want)
+    got = jc.emulate(lambda x: [lax.integer_pow(x, exponent) for exponent in exponents], "e5m3:up")(X)
+    for exponent, value in zip(exponents, got, strict=True):
+        want = powers[abs(exponent)]
+        if exponent < 0:
+            want = jc.emulate(lambda v: 1 / v, "e5m3:up")(want)
+        np.testing.assert_array_equal(value, want, str(exponent))
 
 
 def test_integers_become_floats_once() -> None:
@@ -156,7 +160,8 @@ def test_integers_become_floats_once() -> None:
     assert jc.emulate(lambda x: x > 1.0, "e5m2")(jnp.array([1.1, 1.2])).tolist() == [False, True]
 
 
-def test_constants_are_rounded_where_they_are_moved() -> None:
+@further.first
+def constants_are_rounded_where_they_are_moved() -> None:
     """But not the infinity that a maximum starts from, in a format that has none."""
     fun = lambda x: jnp.where(x > 1, x, 0.3).at[0].set(1.1)  # noqa: E731
     assert jc.emulate(fun, "e5m2")(X).tolist() == [1.0, 0.3125, 2.0, 5.0]
@@ -164,7 +169,6 @@ def test_constants_are_rounded_where_they_are_moved() -> None:
     assert jc.emulate(lambda x: jnp.maximum(x, 1.1), "e5m2")(X).tolist() == [1.0, 1.0, 2.0, 5.0]
 
 
-@pytest.mark.slow
 @pytest.mark.smoke
 def test_16_bit_dtypes_carry_narrower_formats() -> None:
     for dtype in (jnp.float16, jnp.bfloat16):
@@ -179,8 +183,7 @@ def test_16_bit_dtypes_carry_narrower_formats() -> None:
 SUM = jc.MatmulSpec("e5m3", "e5m3", "e5m3")
 
 
-@pytest.mark.slow
-def test_products_of_matrices_are_those_of_math() -> None:
+def products_of_matrices_are_those_of_math() -> None:
     a, b = low((2, 3, 5), 0), low((2, 5, 4), 1)
     got = jc.emulate(lambda a, b: jnp.einsum("bik,bkj->bji", a, b), "e5m3", accumulate=SUM)(a, b)
     np.testing.assert_array_equal(got, jnp.swapaxes(jc.math.matmul(a, b, SUM), 1, 2))
@@ -194,7 +197,7 @@ def test_products_of_matrices_are_those_of_math() -> None:
         (1, 1, {}),
     ],
 )
-@pytest.mark.slow
+@pytest.mark.in_turn(20)
 def test_convolutions(features: int, batches: int, options: dict[str, Any]) -> None:
     """In the carrier they are the carrier's but for the order; of small integers exactly so."""
     image = jnp.round(4 * low((4, 7, 6, 4), 0))
@@ -207,8 +210,7 @@ def test_convolutions(features: int, batches: int, options: dict[str, Any]) -> N
     np.testing.assert_array_equal(jc.emulate(fun, None, accumulate=jc.MatmulSpec())(image, kernel), fun(image, kernel))
 
 
-@pytest.mark.slow
-def test_a_convolution_is_a_product_of_its_windows() -> None:
+def a_convolution_is_a_product_of_its_windows() -> None:
     image, kernel = low((2, 5, 3), 0), low((2, 3, 4), 1)
     fun = lambda x, w: lax.conv_general_dilated(x, w, (1,), "VALID", dimension_numbers=("NHC", "HIO", "NHC"))  # noqa: E731
     got = jc.emulate(fun, "e5m3", accumulate=SUM)(image, kernel)
@@ -216,8 +218,7 @@ def test_a_convolution_is_a_product_of_its_windows() -> None:
     np.testing.assert_array_equal(got, jc.math.matmul(windows, jnp.swapaxes(kernel, 0, 1).reshape(6, 4), SUM))
 
 
-@pytest.mark.slow
-def test_windows_and_running_sums() -> None:
+def windows_and_running_sums() -> None:
     x = jnp.abs(low((1, 6), 2))
     total = lambda v: lax.reduce_window(v, 0.0, lax.add, (1, 3), (1, 2), "VALID")  # noqa: E731
     got = jc.emulate(total, "e5m3", accumulate=SUM)(x)
@@ -233,13 +234,13 @@ def test_windows_and_running_sums() -> None:
     ]  # fmt: skip
 
 
-@pytest.mark.slow
-def test_an_accumulator_of_its_own_is_rounded_to_the_format_at_the_end() -> None:
+def an_accumulator_of_its_own_is_rounded_to_the_format_at_the_end() -> None:
     wide = jc.emulate(jnp.sum, "e5m2", accumulate=jc.MatmulSpec(accumulate="e6m9"))
     assert float(wide(jnp.ones(100))) == 96
     assert float(jc.emulate(jnp.sum, None, accumulate=jc.MatmulSpec(accumulate="e6m9"))(jnp.ones(100))) == 100
 
 
+@pytest.mark.in_turn(100)
 @pytest.mark.parametrize("spec", ["e5m2:up", "posit16:up"])
 def test_roots_and_quotients_with_results_that_meet_again_are_compiled(spec: str) -> None:
     """Quirk `long_fusion_compiled_for_minutes`: of directed modes, on JAX 0.12."""
@@ -251,3 +252,25 @@ def test_roots_and_quotients_with_results_that_meet_again_are_compiled(spec: str
     points = jnp.array([[0, 0, -3.0], [0.3, 0.2, -4], [2, 0.5, -2]])
     low = jc.emulate(jax.vmap(lambda o: scene(o + jnp.array([0.1, -0.2, 1.0]))), spec)
     np.testing.assert_array_equal(jax.jit(low)(points), low(points))
+
+
+@pytest.mark.parametrize(
+    "check",
+    [
+        a_hundred_ones,
+        *(
+            pytest.param(check, marks=pytest.mark.slow)
+            for check in (
+                products_of_matrices_are_those_of_math,
+                a_convolution_is_a_product_of_its_windows,
+                windows_and_running_sums,
+                an_accumulator_of_its_own_is_rounded_to_the_format_at_the_end,
+            )
+        ),
+    ],
+)
+def test_sums(check: Callable[[], None]) -> None:
+    check()
+
+
+test_further = further.test()

@@ -14,6 +14,7 @@ import oracle_matmul
 import oracle_program
 import pytest
 from emulate_cases import KEY
+from further import Further
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -25,6 +26,8 @@ from jchop._emulate import _chain
 from jchop._emulate._rules import make_settings
 from jchop._emulate._trace import trace
 from jchop._kernels.chain import LEAST_TRIED
+
+further = Further()
 
 #: Those that make chains under a format with the carrier's exponents.
 MODES = [mode for mode in (*oracle.DETERMINISTIC, *oracle.STOCHASTIC) if mode != "stochastic_c"]
@@ -73,14 +76,21 @@ def bits(tree: Any) -> list[np.ndarray]:
     return [np.where(np.isnan(x), np.float32(np.nan), x).view(np.int32) for x in leaves]
 
 
-@pytest.mark.slow
+@further
+@pytest.mark.in_turn(20)
 @pytest.mark.usefixtures("always")
-@pytest.mark.parametrize("kind", ["plain", "wild"])
 @pytest.mark.parametrize("mode", MODES)
-def test_every_mode_against_exact_rationals(mode: str, kind: str) -> None:
+def every_mode_against_exact_rationals(mode: str) -> None:
+    """Of moderate numbers, which the try keeps, and of others in a program of the same shape."""
     spec = jc.Spec("bfloat16", rounding=mode)
-    x, y = (numbers(kind, seed).ravel()[:40] for seed in (1, 2))
-    x[:2], y[:2] = [2.0**-126, 3.0], [-(2.0**-127), 0.0]
+    low = jax.jit(jc.emulate(chain, spec, key=KEY))
+    for kind in ("plain", "wild"):
+        x, y = (numbers(kind, seed).ravel()[:40] for seed in (1, 2))
+        x[:2], y[:2] = [2.0**-126, 3.0], [-(2.0**-127), 0.0]
+        np.testing.assert_array_equal(low(x, y), by_the_oracle(spec, mode, x, y), kind)
+
+
+def by_the_oracle(spec: jc.Spec, mode: str, x: np.ndarray, y: np.ndarray) -> Any:
     machine = oracle_program.Machine(
         oracle_matmul.How(oracle.ieee(8, 7), mode),
         lambda seeds, shape, number: np.asarray(words(seeds, jnp.zeros(shape, jnp.float32), number)),
@@ -90,9 +100,7 @@ def test_every_mode_against_exact_rationals(mode: str, kind: str) -> None:
     assert sizes_of(program.plan) == [12]
     entry = fold_seeds(seed_words(KEY), 0)
     entered = [machine.rounded(oracle_program.values(v), v.shape, entry, i) for i, v in enumerate(program.values)]
-    want = machine.run(program.plan, fold_seeds(seed_words(KEY), 1), entered)
-    got = jax.jit(jc.emulate(chain, spec, key=KEY))(x, y)
-    np.testing.assert_array_equal(got, want[0])
+    return machine.run(program.plan, fold_seeds(seed_words(KEY), 1), entered)[0]
 
 
 @pytest.mark.in_turn(5)
@@ -112,7 +120,6 @@ def test_what_is_tried_is_what_stands_alone(text: str, never: Callable[[], None]
             np.testing.assert_array_equal(one, other, kind)
 
 
-@pytest.mark.slow
 @pytest.mark.usefixtures("always")
 def test_a_chain_has_one_result() -> None:
     """Where several values are wanted later every operation stands alone."""
@@ -137,29 +144,32 @@ def test_a_chain_has_one_result() -> None:
         np.testing.assert_array_equal(one, other)
 
 
-@pytest.mark.slow
-def test_derivatives_are_those_of_the_operations(never: Callable[[], None]) -> None:
+DERIVATIVES: dict[str, Callable[[Any, Any, Any], Any]] = {
+    "forward": lambda low, x, y: jax.jvp(low, (x, y), (y, x)),
+    "reverse": lambda low, x, y: jax.value_and_grad(lambda x: jnp.sum(low(x, y) * y))(x),
+    "batch": lambda low, x, y: jax.vmap(low, (0, None))(jnp.stack([x, y]), y),
+    "second": lambda low, x, y: jax.grad(lambda x: jnp.sum(low(jax.grad(lambda x: jnp.sum(low(x, y) * y))(x), y) * y))(
+        x
+    ),
+}
+
+
+@pytest.mark.in_turn(100)
+@pytest.mark.parametrize("kind", DERIVATIVES)
+def test_derivatives_are_those_of_the_operations(kind: str, never: Callable[[], None]) -> None:
     x, y = numbers("plain", 1), numbers("plain", 2)
-
-    def run() -> list[np.ndarray]:
-        low = jc.emulate(chain, "bfloat16")
-        total = lambda x: jnp.sum(low(x, y) * y)  # noqa: E731
-        of_both = jax.jvp(low, (x, y), (y, x))
-        mapped = jax.vmap(low, (0, None))(jnp.stack([x, y]), y)
-        return bits(
-            [jax.jit(jax.value_and_grad(total))(x), of_both, jax.grad(lambda x: total(jax.grad(total)(x)))(x), mapped]
-        )
-
+    run = lambda: bits(jax.jit(partial(DERIVATIVES[kind], jc.emulate(chain, "bfloat16")))(x, y))  # noqa: E731
     got = run()
     never()
     for one, other in zip(got, run(), strict=True):
         np.testing.assert_allclose(one.view(np.float32), other.view(np.float32), rtol=1e-5, atol=1e-4)
 
 
+@further.first
 @pytest.mark.skipif(jax.device_count() < 8, reason="needs eight (forced host) devices")
 @pytest.mark.parametrize("text", ["bfloat16", pytest.param("bfloat16:stochastic", marks=pytest.mark.slow)])
-@pytest.mark.slow
-def test_partitioned_programs_do_not_try(text: str) -> None:
+@pytest.mark.in_turn(20)
+def partitioned_programs_do_not_try(text: str) -> None:
     mesh = jax.make_mesh((8,), ("rows",), axis_types=(AxisType.Auto,))
     x, y = numbers("wild", 1), numbers("plain", 2)
     run = jax.jit(jc.emulate(chain, text, key=KEY))
@@ -175,8 +185,8 @@ def test_partitioned_programs_do_not_try(text: str) -> None:
         jax.tree.map(np.testing.assert_array_equal, bits(jax.jit(mapped)(*split)), bits(want))
 
 
-@pytest.mark.slow
-def test_a_try_says_where_it_may_be_wrong() -> None:
+@further
+def a_try_says_where_it_may_be_wrong() -> None:
     """NaN where what enters or a product is neither zero nor moderate, and nowhere else."""
     spec = jc.Spec("bfloat16")
     x = np.asarray(jc.round_to_format(numbers("wild", 1), spec)).copy()
@@ -212,8 +222,8 @@ def test_a_try_says_where_it_may_be_wrong() -> None:
     assert (many >= 2.0**56).mean() > 0.5 and np.isnan(three[many >= 2.0**56]).all() and (three[many == 0] == 0).all()
 
 
-@pytest.mark.slow
-def test_a_sum_is_as_deep_as_the_deeper_of_its_terms() -> None:
+@further
+def a_sum_is_as_deep_as_the_deeper_of_its_terms() -> None:
     """Twice a number and one more, again and again: of sums of so many turns one is looked at."""
     spec, links, last = jc.Spec("bfloat16"), [], 0
     for turn in range(6):
@@ -223,3 +233,6 @@ def test_a_sum_is_as_deep_as_the_deeper_of_its_terms() -> None:
     run = partial(chain_body, x, y, links=tuple(links), shape=(2,), result=last, spec=spec)
     got = try_chain(*run.args, **run.keywords)
     assert got.tolist()[0] == run().tolist()[0] == 127 and np.isnan(got[1])
+
+
+test_further = further.test()

@@ -10,12 +10,14 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
+from further import Further
 from jax import lax, random
 
 import jchop as jc
 
+further = Further()
+
 KEY, N = random.key(7), (3000,)
-SPECS = ("bfloat16", "e4m3", "e5m2:toward_zero")
 #: Results are those of the carrier, rounded once. Arguments are values of every format.
 DRAWS: dict[str, Callable[[jax.Array], Any]] = {
     "normal": lambda key: random.normal(key, N),
@@ -59,23 +61,30 @@ def check_rounded_once(draws: dict[str, Callable[[jax.Array], Any]], spec: str) 
         np.testing.assert_array_equal(got[name], value, name)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("spec", SPECS)
-def test_draws_are_the_carriers_rounded_once(spec: str) -> None:
-    check_rounded_once(DRAWS, spec)
+@further
+@pytest.mark.parametrize(
+    ("draws", "spec"),
+    [
+        ({name: DRAWS[name] for name in ("normal", "bernoulli", "half")}, "bfloat16"),
+        pytest.param(DRAWS, "e4m3", marks=pytest.mark.slow),
+        pytest.param(SLOW, "e5m2:toward_zero", marks=pytest.mark.slow),
+    ],
+    ids=["few", "all", "by loops"],
+)
+def draws_are_the_carriers_rounded_once(draws: dict[str, Callable[[jax.Array], Any]], spec: str) -> None:
+    fun = lambda key: {name: draw(key) for name, draw in draws.items()}  # noqa: E731
+    got, want = jax.jit(jc.emulate(fun, spec))(KEY), jax.jit(fun)(KEY)
+    for name, value in want.items():
+        value = jc.round_to_format(value, spec) if jnp.issubdtype(value.dtype, jnp.floating) else value
+        np.testing.assert_array_equal(got[name], value, name)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("spec", SPECS)
-def test_draws_by_loops_are_the_carriers_rounded_once(spec: str) -> None:
-    check_rounded_once(SLOW, spec)
-
-
+@further
 @pytest.mark.parametrize(
     ("spec", "below_one", "above"), [("bfloat16", 1 - 2**-8, 1 + 2**-7), ("e4m3", 1 - 2**-4, 1.125)]
 )
-@pytest.mark.slow
-def test_ends_that_are_excluded(spec: str, below_one: float, above: float) -> None:
+@pytest.mark.in_turn(20)
+def ends_that_are_excluded(spec: str, below_one: float, above: float) -> None:
     """What would be an end is the value next to it; all else is what rounding gives."""
     n = (20000,)
 
@@ -125,13 +134,7 @@ EXACT: dict[str, tuple[Callable[[jax.Array, tuple[int, ...]], Any], str, tuple[f
     "beta": (lambda key, n: random.beta(key, 1.5, 3.0, n), "beta", (1.5, 3), False),
     "t": (lambda key, n: random.t(key, 3.0, n), "t", (3,), False),
 }
-DTYPES = {
-    "bfloat16": ml_dtypes.bfloat16,
-    "binary16": np.float16,
-    "float8_e4m3": ml_dtypes.float8_e4m3,
-    "float8_e5m2": ml_dtypes.float8_e5m2,
-    "float8_e3m4": ml_dtypes.float8_e3m4,
-}
+DTYPES = {"float8_e4m3": ml_dtypes.float8_e4m3, "bfloat16": ml_dtypes.bfloat16, "float8_e5m2": ml_dtypes.float8_e5m2}
 
 
 def exact_distribution(law: Any, excluded: bool, dtype: Any) -> tuple[np.ndarray, np.ndarray]:
@@ -151,14 +154,19 @@ def exact_distribution(law: Any, excluded: bool, dtype: Any) -> tuple[np.ndarray
     return values, chance
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("spec", DTYPES)
-def test_moments_and_ends_of_the_exact_distributions(spec: str) -> None:
+@pytest.mark.parametrize(
+    ("spec", "names"),
+    [
+        ("float8_e4m3", ["uniform", "exponential"]),
+        *(pytest.param(spec, [*EXACT], marks=pytest.mark.slow) for spec in DTYPES),
+    ],
+)
+def test_moments_and_ends_of_the_exact_distributions(spec: str, names: list[str]) -> None:
     """Moments of x / (1 + |x|), as some laws have none of x, and both ends, within four standard deviations."""
     from scipy import stats  # which takes a second
 
     number = 100_000
-    fun = lambda key: {name: draw(key, (number,)) for name, (draw, *_) in EXACT.items()}  # noqa: E731
+    fun = lambda key: {name: EXACT[name][0](key, (number,)) for name in names}  # noqa: E731
     for name, draws in jax.jit(jc.emulate(fun, spec))(KEY).items():
         _, law, parameters, excluded = EXACT[name]
         values, chance = exact_distribution(getattr(stats, law)(*parameters), excluded, DTYPES[spec])
@@ -180,7 +188,6 @@ def test_moments_and_ends_of_the_exact_distributions(spec: str) -> None:
 
 
 @pytest.mark.smoke
-@pytest.mark.slow
 def test_moments() -> None:
     """Of dropout, and of rare events: a uniform number rounded to 0 or 1 would show."""
     rate = jax.jit(jc.emulate(lambda key: random.bernoulli(key, 0.001, (10**6,)), "bfloat16"))(KEY).mean()
@@ -190,16 +197,33 @@ def test_moments() -> None:
     assert np.isfinite(jc.emulate(lambda key: random.normal(key, (10**5,)), "e4m3")(KEY)).all()
 
 
-@pytest.mark.slow
-def test_keys_of_every_kind_and_rules() -> None:
-    """Old keys, closed-over keys, other generators, loops, branches and functions compiled apart; rules find a draw."""
-    draw = lambda key: random.uniform(key, (40,))  # noqa: E731
+def draw(key: jax.Array) -> jax.Array:
+    return random.uniform(key, (40,))
+
+
+@further
+@pytest.mark.parametrize(
+    "fun",
+    [
+        jax.jit(draw),
+        pytest.param(lambda key: lax.cond(True, draw, draw, key), marks=pytest.mark.slow),
+        pytest.param(lambda key: lax.map(draw, key[None])[0], marks=pytest.mark.slow),
+    ],
+    ids=["call", "branch", "loop"],
+)
+def keys_within_other_functions(fun: Callable[[jax.Array], jax.Array]) -> None:
+    """Given and closed over."""
+    got = jax.jit(lambda: (jc.emulate(fun, "e4m3")(KEY), jc.emulate(lambda: fun(KEY), "e4m3")()))()
+    want = jc.emulate(draw, "e4m3")(KEY)
+    for one in got:
+        np.testing.assert_array_equal(one, want)
+
+
+def keys_of_every_kind_and_rules() -> None:
+    """Old keys and other generators; rules find a draw."""
     want = jc.emulate(draw, "e4m3")(KEY)
     assert float(want.max()) < 1 and float(want.min()) > 0.01
     old = random.key_data(KEY)
-    for fun in (jax.jit(draw), lambda key: lax.cond(True, draw, draw, key), lambda key: lax.map(draw, key[None])[0]):
-        np.testing.assert_array_equal(jc.emulate(fun, "e4m3")(KEY), want)
-        np.testing.assert_array_equal(jc.emulate(lambda fun=fun: fun(KEY), "e4m3")(), want)
     np.testing.assert_array_equal(jc.emulate(draw, "e4m3")(old), want)
     rbg = random.key(1, impl="rbg")
     np.testing.assert_array_equal(
@@ -210,8 +234,7 @@ def test_keys_of_every_kind_and_rules() -> None:
     assert (row.scope, row.spec, row.results) == ("_uniform", "float8_e4m3", 40)
 
 
-@pytest.mark.slow
-def test_arguments_and_results_of_draws_are_rounded() -> None:
+def arguments_and_results_of_draws_are_rounded() -> None:
     """So are those of a draw from a draw, and of a function that JAX traced within a draw before."""
     scale = jnp.float32(0.3)
     fun = lambda key, scale: random.rayleigh(key, random.rayleigh(key, scale, N), N)  # noqa: E731
@@ -224,15 +247,21 @@ def test_arguments_and_results_of_draws_are_rounded() -> None:
     np.testing.assert_array_equal(got[0], random.categorical(KEY, jc.round_to_format(logits, "e4m3"), shape=N))
 
 
-@pytest.mark.slow
-def test_the_derivative_of_a_draw_is_the_carriers() -> None:
+def the_derivative_of_a_draw_is_the_carriers() -> None:
     fun = lambda scale: random.rayleigh(KEY, scale, (4,)).sum()  # noqa: E731
-    np.testing.assert_allclose(jax.grad(jc.emulate(fun, "bfloat16"))(1.5), jax.grad(fun)(1.5), rtol=1e-6)
-    low = jc.emulate(jax.grad(fun), "bfloat16")(1.5)
-    np.testing.assert_array_equal(low, jc.round_to_format(low, "bfloat16"))
-    np.testing.assert_allclose(low, jax.grad(fun)(1.5), rtol=0.02)
     bound = lambda top: random.uniform(KEY, (4,), maxval=top).sum()  # noqa: E731
-    np.testing.assert_allclose(jax.grad(jc.emulate(bound, "bfloat16"))(2.0), jax.grad(bound)(2.0), rtol=1e-6)
+
+    @jax.jit
+    def slopes(x: Any, top: Any) -> Any:
+        of_draws = [jax.grad(f)(x) for f in (fun, jc.emulate(fun, "bfloat16"))]
+        of_bounds = [jax.grad(f)(top) for f in (bound, jc.emulate(bound, "bfloat16"))]
+        return of_draws, of_bounds, jc.emulate(jax.grad(fun), "bfloat16")(x)
+
+    (plain, outside), (plain_bound, outside_bound), inside = slopes(1.5, 2.0)
+    np.testing.assert_allclose(outside, plain, rtol=1e-6)
+    np.testing.assert_allclose(outside_bound, plain_bound, rtol=1e-6)
+    np.testing.assert_array_equal(inside, jc.round_to_format(inside, "bfloat16"))
+    np.testing.assert_allclose(inside, plain, rtol=0.02)
 
 
 # -- other primitives that draw, and neighbours ------------------------------------------------------------------------
@@ -258,7 +287,29 @@ def test_neighbours_are_those_of_the_format(spec: str) -> None:
     assert np.isnan(low(np.float32(np.nan), 1.0))
 
 
-def test_neighbours_of_numbers_that_a_device_takes_for_zero() -> None:
+@further.first
+def neighbours_of_numbers_that_a_device_takes_for_zero() -> None:
     low = jc.emulate(jnp.nextafter, "bfloat16")
     assert low(jnp.float32(2.0**-133), 0.0).view(jnp.int32) == 0
     assert low(jnp.float32(0.0), -1.0).view(jnp.int32) == jnp.float32(-(2.0**-133)).view(jnp.int32)
+
+
+@further
+@pytest.mark.parametrize(
+    "check",
+    [
+        keys_of_every_kind_and_rules,
+        *(
+            pytest.param(check, marks=pytest.mark.slow)
+            for check in (
+                arguments_and_results_of_draws_are_rounded,
+                the_derivative_of_a_draw_is_the_carriers,
+            )
+        ),
+    ],
+)
+def more_of_draws(check: Callable[[], None]) -> None:
+    check()
+
+
+test_further = further.test()

@@ -11,10 +11,13 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
+from further import Further
 from jax import lax
 
 import jchop as jc
 from jchop.math import linalg
+
+further = Further()
 
 KEY = jax.random.key(0)
 BF16 = np.dtype(ml_dtypes.bfloat16)
@@ -29,20 +32,22 @@ def matrix(n: int, seed: int = 0) -> np.ndarray:
 # -- linear algebra ----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("fun", "shapes"),
-    [
-        (jnp.linalg.solve, ((2, 2), (2, 0))),
-        (jnp.linalg.solve, ((3, 0, 0), (3, 0, 2))),
-        (jnp.linalg.inv, ((0, 3, 3),)),
-        (jnp.linalg.det, ((0, 0),)),
-        (jnp.linalg.cholesky, ((0, 0),)),
-        (jnp.linalg.qr, ((3, 0),)),
-    ],
-)
-def test_matrices_of_size_zero(fun: Callable[..., Any], shapes: tuple[tuple[int, ...], ...]) -> None:
+def test_matrices_of_size_zero() -> None:
     """As without emulation."""
-    args = [np.zeros(shape, np.float32) + (np.eye(2) if shape == (2, 2) else 0) for shape in shapes]
+
+    def fun(one: Any, none: Any, rows: Any, batch: Any, matrices: Any, empty: Any, tall: Any) -> Any:
+        solve = jnp.linalg.solve
+        return [
+            solve(one, none),
+            solve(rows, batch),
+            jnp.linalg.inv(matrices),
+            jnp.linalg.det(empty),
+            jnp.linalg.cholesky(empty),
+            jnp.linalg.qr(tall),
+        ]
+
+    shapes = [(2, 0), (3, 0, 0), (3, 0, 2), (0, 3, 3), (0, 0), (3, 0)]
+    args = [np.eye(2, dtype=np.float32), *(np.zeros(shape, np.float32) for shape in shapes)]
     got, want = (jax.tree.leaves(f(*args)) for f in (jc.emulate(fun, "e5m2"), fun))
     for x, y in zip(got, want, strict=True):
         np.testing.assert_array_equal(x, y)
@@ -60,8 +65,7 @@ def substituted(a: np.ndarray, b: np.ndarray, lower: bool, unit: bool) -> np.nda
     return x.astype(np.float32)
 
 
-@pytest.mark.slow
-def test_triangular_systems_of_every_form() -> None:
+def triangular_systems_of_every_form() -> None:
     """Which side, which triangle, transposed or not, with a diagonal of ones or not; two right-hand sides."""
     a, b = matrix(4), matrix(4, 1)[:, :2]
     forms = list(itertools.product((True, False), repeat=4))
@@ -81,8 +85,7 @@ def test_triangular_systems_of_every_form() -> None:
         np.testing.assert_array_equal(x if left else x.T, np.stack(columns, 1), str((left, lower, transposed, unit)))
 
 
-@pytest.mark.slow
-def test_factorizations_are_those_of_the_library() -> None:
+def factorizations_are_those_of_the_library() -> None:
     spec = "e5m10:up"
     a = matrix(4)
     symmetric = np.asarray(jc.round_to_format(a + a.T + 8 * np.eye(4, dtype=np.float32), spec))
@@ -102,7 +105,8 @@ def test_factorizations_are_those_of_the_library() -> None:
     np.testing.assert_array_equal(root, linalg.cholesky(symmetric, spec))
 
 
-def test_one_matrix_costs_the_algorithm_of_the_library(caplog: pytest.LogCaptureFixture) -> None:
+@further
+def one_matrix_costs_the_algorithm_of_the_library(caplog: pytest.LogCaptureFixture) -> None:
     """No batch of one, under which both sides of a branch on values would run; no trace in a second call."""
     low = jc.emulate(jnp.linalg.cholesky, "bfloat16")
     whole = jnp.eye(64) + 0.1
@@ -118,8 +122,7 @@ def test_one_matrix_costs_the_algorithm_of_the_library(caplog: pytest.LogCapture
     np.testing.assert_array_equal(root, linalg.cholesky(whole, "bfloat16"))
 
 
-@pytest.mark.slow
-def test_solvers_of_other_packages() -> None:
+def solvers_of_other_packages() -> None:
     a, b = matrix(4), np.ones(4, np.float32)
     solved = jax.jit(jc.emulate(lambda a, b: (jnp.linalg.solve(a, b), jnp.linalg.inv(a)), "e5m10"))(a, b)
     np.testing.assert_array_equal(solved[0], linalg.lu_solve(linalg.lu(a, "e5m10"), b, "e5m10"))
@@ -128,8 +131,7 @@ def test_solvers_of_other_packages() -> None:
     np.testing.assert_array_equal(exact, jnp.linalg.solve(a, b))
 
 
-@pytest.mark.slow
-def test_matrices_of_a_batch_draw_apart() -> None:
+def matrices_of_a_batch_draw_apart() -> None:
     batch = np.stack([matrix(3)] * 4).reshape(2, 2, 3, 3)
     low = jax.jit(jc.emulate(jnp.linalg.inv, "e5m10:stochastic", key=KEY))
     out = np.asarray(low(batch)).reshape(4, 9)
@@ -138,8 +140,7 @@ def test_matrices_of_a_batch_draw_apart() -> None:
     np.testing.assert_allclose(out, np.tile(np.linalg.inv(batch[0, 0]).ravel(), (4, 1)), atol=0.01)
 
 
-@pytest.mark.slow
-def test_the_derivative_of_a_solution_is_the_carriers() -> None:
+def the_derivative_of_a_solution_is_the_carriers() -> None:
     a, b = matrix(3), np.ones(3, np.float32)
     fun = lambda a: jnp.linalg.solve(a, b).sum()  # noqa: E731
     np.testing.assert_allclose(jax.grad(jc.emulate(fun, "e8m15"))(a), jax.grad(fun)(a), rtol=1e-3, atol=1e-5)
@@ -183,7 +184,8 @@ def of_ml_dtypes(z: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     return np.real(z).astype(BF16), np.imag(z).astype(BF16)
 
 
-def test_complex_numbers_are_pairs_of_real_ones(rng: np.random.Generator) -> None:
+@further.first
+def complex_numbers_are_pairs_of_real_ones(rng: np.random.Generator) -> None:
     z, w = rng.normal(size=(2, 50, 2)).astype(np.float32).view(np.complex64)[..., 0]
 
     def fun(z: jax.Array, w: jax.Array) -> list[jax.Array]:
@@ -200,8 +202,8 @@ def test_complex_numbers_are_pairs_of_real_ones(rng: np.random.Generator) -> Non
         np.testing.assert_array_equal(np.imag(value), imag.astype(np.float32), str(i))
 
 
-@pytest.mark.slow
-def test_complex_numbers_draw_and_differentiate() -> None:
+@further
+def complex_numbers_draw_and_differentiate() -> None:
     z = jnp.asarray([0.1 + 0.2j, 1.7 - 0.3j], jnp.complex64)
     low = jc.emulate(lambda z: z * z, "bfloat16:stochastic", key=KEY)
     many = np.asarray(jax.jit(jax.vmap(lambda key: low(z, key=key)))(jax.random.split(KEY, 500)))
@@ -211,8 +213,8 @@ def test_complex_numbers_draw_and_differentiate() -> None:
     assert float(jax.grad(jc.emulate(fun, "bfloat16"))(1.5)) == 3.0
 
 
-@pytest.mark.slow
-def test_other_complex_operations_are_the_carriers_by_parts(rng: np.random.Generator) -> None:
+@further
+def other_complex_operations_are_the_carriers_by_parts(rng: np.random.Generator) -> None:
     z, w = rng.normal(size=(2, 8, 2)).astype(np.float32).view(np.complex64)[..., 0]
     fun = lambda z, w: [z / w, jnp.abs(z), lax.exp(z), lax.sqrt(z), lax.fft(z, "FFT", (8,)), lax.pow(z, w), z, 0.1j]  # noqa: E731
     z_low, w_low = rounded_parts(z), rounded_parts(w)
@@ -238,3 +240,25 @@ def test_sums_of_complex_numbers_are_sums_of_their_parts() -> None:
     assert complex(jc.emulate(jnp.sum, "e5m2")(ones)) == 96 + 96j
     with pytest.raises(NotImplementedError, match=r"'reduce_prod'.*rules="):
         jc.emulate(jnp.prod, "e5m2", accumulate=how)(ones)
+
+
+@pytest.mark.parametrize(
+    "check",
+    [
+        solvers_of_other_packages,
+        *(
+            pytest.param(check, marks=pytest.mark.slow)
+            for check in (
+                triangular_systems_of_every_form,
+                factorizations_are_those_of_the_library,
+                matrices_of_a_batch_draw_apart,
+                the_derivative_of_a_solution_is_the_carriers,
+            )
+        ),
+    ],
+)
+def test_linear_algebra(check: Callable[[], None]) -> None:
+    check()
+
+
+test_further = further.test()

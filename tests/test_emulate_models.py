@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -10,14 +11,14 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
+from further import Further
 from jax.scipy.sparse.linalg import cg
 
 import jchop as jc
 
+further = Further()
+
 KEY = jax.random.key(0)
-SPECS = ("e5m10", "e5m10:stochastic")
-#: Of programs that take long to compile where every operation draws.
-LARGE = [SPECS[0], pytest.param(SPECS[1], marks=pytest.mark.slow)]
 SUM = jc.MatmulSpec(accumulate="e6m12")
 
 
@@ -52,9 +53,7 @@ def assert_low(got: Any, want: Any, atol: float) -> None:
             assert not np.array_equal(one, other)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("spec", SPECS)
-def test_a_cnn(spec: str) -> None:
+def a_cnn(spec: str) -> None:
     graph, state = nnx.split(Cnn(nnx.Rngs(0)))
     run = lambda state, x: nnx.merge(graph, state)(x)  # noqa: E731
     x = jax.random.normal(KEY, (2, 4, 4, 1))
@@ -62,9 +61,7 @@ def test_a_cnn(spec: str) -> None:
     assert_low(got, run(state, x), 0.01)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("spec", LARGE)
-def test_a_transformer_block(spec: str) -> None:
+def a_transformer_block(spec: str) -> None:
     graph, state = nnx.split(Block(nnx.Rngs(0)))
     run = lambda state, x: nnx.merge(graph, state)(x)  # noqa: E731
     x = jax.random.normal(KEY, (1, 3, 8))
@@ -72,20 +69,17 @@ def test_a_transformer_block(spec: str) -> None:
     assert_low(got, run(state, x), 0.02)
 
 
-@pytest.mark.slow
-def test_the_derivative_of_a_block() -> None:
+def the_derivative_of_a_block(spec: str) -> None:
     """Straight-through it is near the carrier's; as a module that is called, too."""
     block = Block(nnx.Rngs(0))
     x = jax.random.normal(KEY, (1, 3, 8))
-    got = jax.jit(jax.grad(lambda x: (jc.emulate(block, "e6m12")(x) ** 2).sum()))(x)
+    got = jax.jit(jax.grad(lambda x: (jc.emulate(block, spec)(x) ** 2).sum()))(x)
     want = jax.grad(lambda x: (block(x) ** 2).sum())(x)
     np.testing.assert_allclose(got, want, atol=0.05)
     assert not np.array_equal(got, want)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("spec", LARGE)
-def test_an_adam_step(spec: str) -> None:
+def an_adam_step(spec: str) -> None:
     optimizer = optax.adam(0.25)
     params = {"w": jc.round_to_format(jax.random.normal(KEY, (4,)), "e5m10")}
     loss = lambda p: jnp.sum(p["w"] ** 2)  # noqa: E731
@@ -104,9 +98,7 @@ def test_an_adam_step(spec: str) -> None:
         np.testing.assert_allclose(moments[0].mu["w"], by_hand, rtol=2e-3)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("spec", LARGE)
-def test_conjugate_gradients(spec: str) -> None:
+def conjugate_gradients(spec: str) -> None:
     a = jnp.diag(jnp.arange(1.0, 5.0)) + 0.1
     b = jnp.ones(4)
     solve = lambda a, b: cg(lambda v: a @ v, b, maxiter=8)[0]  # noqa: E731
@@ -117,10 +109,8 @@ def test_conjugate_gradients(spec: str) -> None:
         np.testing.assert_allclose(slope, jnp.linalg.solve(a, jnp.ones(4)), atol=1e-3)
 
 
-@pytest.mark.slow
-def test_conjugate_gradients_by_hand() -> None:
+def conjugate_gradients_by_hand(spec: str) -> None:
     """Two turns of the method, every operation rounded where `jax.scipy` does it."""
-    spec = "e5m10"
     how = jc.MatmulSpec(accumulate=spec)
     r = lambda v: jc.round_to_format(v, spec)  # noqa: E731
     dot = lambda x, y: r(jc.math.matmul(x, y, how))  # noqa: E731
@@ -135,3 +125,29 @@ def test_conjugate_gradients_by_hand() -> None:
         p = r(residual + r(r(gamma / before) * p))
     got = jc.emulate(lambda a, b: cg(lambda v: a @ v, b, maxiter=2)[0], spec, accumulate=how)(a, b)
     np.testing.assert_array_equal(got, x)
+
+
+@further.first
+@pytest.mark.parametrize(
+    ("check", "spec"),
+    [
+        (an_adam_step, "e5m10"),
+        *(
+            pytest.param(check, spec, marks=pytest.mark.slow)
+            for check, spec in (
+                (an_adam_step, "e5m10:stochastic"),
+                (a_cnn, "e5m10:stochastic"),
+                (a_transformer_block, "e5m10"),
+                (the_derivative_of_a_block, "e6m12"),
+                (conjugate_gradients, "e5m10"),
+                (conjugate_gradients, "e5m10:stochastic"),
+                (conjugate_gradients_by_hand, "e5m10"),
+            )
+        ),
+    ],
+)
+def programs_that_people_have(check: Callable[[str], None], spec: str) -> None:
+    check(spec)
+
+
+test_further = further.test()

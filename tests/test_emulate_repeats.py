@@ -14,6 +14,7 @@ import oracle_matmul
 import oracle_program
 import pytest
 from emulate_cases import KEY
+from further import Further
 from jax import lax
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -25,6 +26,8 @@ from jchop._emulate import _chain, _interpret
 from jchop._emulate._rules import make_settings
 from jchop._emulate._trace import trace
 from jchop._program.repeats import Turns, with_turns
+
+further = Further()
 
 X = np.linspace(0.5, 1.5, 12, dtype=np.float32).reshape(3, 4)
 WEIGHTS = [np.float32(np.random.default_rng(i).normal(size=(4, 4)) / 3) for i in range(12)]
@@ -188,7 +191,16 @@ def algebra(x: Any, weights: Any) -> Any:
     return x
 
 
+def short(x: Any, weights: Any) -> Any:
+    """Few and cheap equations."""
+    for w in weights[:8]:
+        x = (x * w[0] + 0.5) * 0.75 - w[1] * x
+        x = jnp.maximum(x, 0.25 - x) * 0.5 + w[2]
+    return x
+
+
 FOUND: dict[str, tuple[Callable[..., Any], tuple[Any, ...], list[int]]] = {
+    "short": (short, (X, WEIGHTS), [4]),
     "shared": (shared, (X, WEIGHTS[0]), [8]),
     "from a number": (from_a_number, (X,), [8]),
     "all results": (all_results, (X, WEIGHTS), [8]),
@@ -260,7 +272,8 @@ def test_large_weights_are_not_copied() -> None:
     assert lengths(1 << 24) == [8] and lengths(1 << 26) == []
 
 
-def test_effects_and_their_order_stay() -> None:
+@further.first
+def effects_and_their_order_stay() -> None:
     def printing(x: Any, weights: Any) -> Any:
         for w in weights:
             x = layer(x, w)
@@ -274,32 +287,31 @@ def test_effects_and_their_order_stay() -> None:
 
 SPECS = ["bfloat16", "e4m3:saturate", "e5m10:stochastic", "bfloat16:stochastic"]
 LAYERS = (layers, (X, WEIGHTS[:6]), [6])  # enough for a loop; compiling them one by one takes seconds
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("spec", SPECS)
-@pytest.mark.parametrize("name", ["layers", *FOUND])
-def test_the_same_numbers_as_one_by_one(name: str, spec: str) -> None:
-    fun, args, _ = FOUND.get(name, LAYERS)
-    low = jc.emulate(fun, spec, key=KEY)
-    assert_same(jax.jit(low)(*args), low(*args))
-
-
-ACCUMULATIONS = [
+HOWS = [
     jc.MatmulSpec(accumulate="bfloat16:stochastic", order="sequential"),
     jc.MatmulSpec(accumulate="e8m9:stochastic", product="bfloat16:stochastic", order="pairwise"),
 ]
+#: All formats for one program, one for each of the others, and two rules of sums that draw.
+NUMBERS = [
+    *(("layers", spec, None) for spec in SPECS),
+    *((name, SPECS[i % 4], None) for i, name in enumerate(FOUND) if name != "short"),
+    *(("layers", "bfloat16:stochastic", how) for how in HOWS),
+]
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("how", ACCUMULATIONS, ids=["sequential", "pairwise"])
-def test_sums_that_draw(how: jc.MatmulSpec) -> None:
-    low = jc.emulate(layers, "bfloat16:stochastic", accumulate=how, key=KEY)
-    assert_same(jax.jit(low)(X, WEIGHTS[:6]), low(X, WEIGHTS[:6]))
+@further
+@pytest.mark.parametrize(
+    ("name", "spec", "how"),
+    [("short", "bfloat16", None), *(pytest.param(*row, marks=pytest.mark.slow) for row in NUMBERS)],
+)
+def the_same_numbers_as_one_by_one(name: str, spec: str, how: jc.MatmulSpec | None) -> None:
+    fun, args, _ = FOUND.get(name, LAYERS)
+    low = jc.emulate(fun, spec, accumulate=how, key=KEY)
+    assert_same(jax.jit(low)(*args), low(*args))
 
 
-@pytest.mark.slow
-def test_against_exact_rationals() -> None:
+@further
+def against_exact_rationals() -> None:
     """The oracle's interpreter walks the plan equation by equation, and draws under the number of each."""
 
     def steps(x: Any, ys: Any) -> Any:
@@ -327,8 +339,8 @@ def test_against_exact_rationals() -> None:
     np.testing.assert_array_equal(jax.jit(jc.emulate(steps, spec, key=KEY))(x, ys), want[0])
 
 
-@pytest.mark.slow
-def test_chains_of_a_loop_draw_their_own_words(monkeypatch: pytest.MonkeyPatch) -> None:
+@further
+def chains_of_a_loop_draw_their_own_words(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(_chain, "LEAST_TRIED", 1)
 
     def chained(x: Any, ys: Any) -> Any:
@@ -355,52 +367,71 @@ def loss_of(name: str, spec: str) -> tuple[Callable[..., Any], tuple[Any, ...]]:
     return loss, args
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("spec", ["bfloat16", "bfloat16:stochastic"])
-@pytest.mark.parametrize("name", ["layers", "all results", "mirrored", "inner programs", "two back"])
-def test_derivatives(name: str, spec: str, unrolled: Callable[..., Any]) -> None:
+Unrolled = Callable[[Callable[..., Any]], Callable[..., Any]]
+
+
+def derivatives(name: str, spec: str, unrolled: Unrolled) -> None:
     """Within the roundings of float32: the straight-through derivative is computed in the carrier."""
     loss, args = loss_of(name, spec)
-    both = jax.value_and_grad(loss, argnums=(0, 1))
+    tangents = jax.tree.map(np.ones_like, args)
+    both = lambda *args: (  # noqa: E731
+        *jax.value_and_grad(loss, argnums=(0, 1))(*args),
+        jax.jvp(loss, args, tangents),
+    )
     got, want = jax.jit(both)(*args), unrolled(both)(*args)
     assert_same(got[0], want[0])
     jax.tree.map(partial(np.testing.assert_allclose, rtol=1e-4, atol=1e-5), got[1], want[1])
+    jax.tree.map(partial(np.testing.assert_allclose, rtol=1e-4), got[2], want[2])
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("spec", ["bfloat16", "bfloat16:stochastic"])
-@pytest.mark.parametrize("name", ["layers", "all results", "mirrored", "inner programs", "two back"])
-def test_tangents(name: str, spec: str, unrolled: Callable[..., Any]) -> None:
-    loss, args = loss_of(name, spec)
-    tangents = jax.tree.map(np.ones_like, args)
-    along = lambda *args: jax.jvp(loss, args, tangents)  # noqa: E731
-    jax.tree.map(partial(np.testing.assert_allclose, rtol=1e-4), jax.jit(along)(*args), unrolled(along)(*args))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("spec", ["bfloat16", "e4m3:saturate", "bfloat16:stochastic"])
-def test_emulated_derivatives(spec: str, unrolled: Callable[..., Any]) -> None:
+def emulated_derivatives(name: str, spec: str, unrolled: Unrolled) -> None:
     """The way back reads the results of the way forward in reverse order."""
-    low = jc.emulate(jax.grad(lambda x, weights: jnp.sum(layers(x, weights)), argnums=(0, 1)), spec, key=KEY)
-    assert [length for length, _ in loops_of(jax.grad(lambda x: jnp.sum(layers(x, WEIGHTS))), X)] != []
-    assert_same(jax.jit(low)(X, WEIGHTS), unrolled(low)(X, WEIGHTS))
+    fun, args, _ = FOUND.get(name, LAYERS)
+    slopes = jax.grad(lambda x, weights: jnp.sum(fun(x, weights)), argnums=(0, 1))
+    low = jc.emulate(slopes, spec, key=KEY)
+    assert loops_of(slopes, *args) != []
+    assert_same(jax.jit(low)(*args), unrolled(low)(*args))
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("spec", ["bfloat16", "bfloat16:stochastic"])
-def test_batches(spec: str, unrolled: Callable[..., Any]) -> None:
-    xs, keys = np.stack([X, X * 2, -X]), jax.random.split(KEY, 3)
-    low = jc.emulate(layers, spec, key=KEY)
+def batches(name: str, spec: str, unrolled: Unrolled) -> None:
+    fun, (x, weights), _ = FOUND.get(name, LAYERS)
+    xs, keys = np.stack([x, x * 2, -x]), jax.random.split(KEY, 3)
+    low = jc.emulate(fun, spec, key=KEY)
     many = jax.vmap(low, in_axes=(0, None))
-    assert_same(jax.jit(many)(xs, WEIGHTS), unrolled(many)(xs, WEIGHTS))
-    assert_same(jax.jit(many)(xs, WEIGHTS)[1], low(xs[1], WEIGHTS))
-    keyed = jax.vmap(lambda x, key: low(x, WEIGHTS, key=key))
-    assert_same(jax.jit(keyed)(xs, keys)[2], low(xs[2], WEIGHTS, key=keys[2]))
-    inside = jc.emulate(jax.vmap(layers, in_axes=(0, None)), spec, key=KEY)
-    assert_same(jax.jit(inside)(xs, WEIGHTS), inside(xs, WEIGHTS))
+    got = jax.jit(many)(xs, weights)
+    assert_same(got, unrolled(many)(xs, weights))
+    assert_same(got[1], low(xs[1], weights))
+    keyed = jax.vmap(lambda x, key: low(x, weights, key=key))
+    assert_same(jax.jit(keyed)(xs, keys)[2], low(xs[2], weights, key=keys[2]))
+    inside = jc.emulate(jax.vmap(fun, in_axes=(0, None)), spec, key=KEY)
+    assert_same(jax.jit(inside)(xs, weights), inside(xs, weights))
 
 
-@pytest.mark.in_turn(2)
+@further
+@pytest.mark.parametrize(
+    ("check", "name", "spec"),
+    [
+        (derivatives, "short", "bfloat16"),
+        *(
+            pytest.param(*row, marks=pytest.mark.slow)
+            for row in (
+                (derivatives, "layers", "bfloat16"),
+                (derivatives, "all results", "bfloat16:stochastic"),
+                (derivatives, "mirrored", "bfloat16"),
+                (derivatives, "inner programs", "bfloat16:stochastic"),
+                (derivatives, "two back", "bfloat16"),
+                (emulated_derivatives, "layers", "e4m3:saturate"),
+                (emulated_derivatives, "layers", "bfloat16:stochastic"),
+                (batches, "layers", "bfloat16:stochastic"),
+            )
+        ),
+    ],
+)
+def transformed_loops(check: Callable[..., None], name: str, spec: str, unrolled: Unrolled) -> None:
+    check(name, spec, unrolled)
+
+
+@pytest.mark.in_turn(100)
 @pytest.mark.parametrize("spec", ["bfloat16", "bfloat16:stochastic"])
 def test_explicit_sharding(spec: str) -> None:
     """A result of the last layer that no other reads has no value before the loop."""
@@ -420,24 +451,23 @@ def test_explicit_sharding(spec: str) -> None:
     assert any(eqn.primitive.name == "scan" for eqn in traced.jaxpr.eqns)
 
 
-@pytest.mark.slow
 def test_a_limit_of_turns_keeps_each_line() -> None:
     """With `max_turns` a warning names the line of the loop that was ended, so each has its own place."""
 
     def rising(x: Any) -> Any:
         for _ in range(6):
-            x = lax.while_loop(lambda y: jnp.max(y) < 4, lambda y: y + 0.001, layer(x, WEIGHTS[0]))
+            x = lax.while_loop(lambda y: jnp.max(y) < 4, lambda y: y + 0.001, x * 0.5)
         return x
 
     with pytest.warns(RuntimeWarning, match=r"test_emulate_repeats\.py"):
         jax.jit(jc.emulate(rising, "bfloat16", max_turns=3))(X)
         jax.effects_barrier()
-    assert "while" in jax.jit(jc.emulate(layers, "bfloat16")).lower(X, WEIGHTS).as_text()
-    assert "while" not in jax.jit(jc.emulate(layers, "bfloat16", max_turns=3)).lower(X, WEIGHTS).as_text()
+    assert "while" in jax.jit(jc.emulate(short, "bfloat16")).lower(X, WEIGHTS).as_text()
+    assert "while" not in jax.jit(jc.emulate(short, "bfloat16", max_turns=3)).lower(X, WEIGHTS).as_text()
 
 
-@pytest.mark.slow
-def test_layers_cost_nothing_more_to_compile() -> None:
+@further
+def layers_cost_nothing_more_to_compile() -> None:
     def lines(count: int, spec: str) -> int:
         low = jc.emulate(layers, spec, key=KEY)
         return str(jax.jit(low).lower(X, [WEIGHTS[0]] * count).compile().as_text()).count("\n")
@@ -460,10 +490,10 @@ OPERATIONS: list[Callable[[Any, Any], Any]] = [
 ]
 
 
-def any_program(seed: int) -> Callable[..., Any]:
+def any_program(seed: int, least: int = 14, most: int = 22) -> Callable[..., Any]:
     """Repeated blocks, whose operands are of the same block, of those before, weights, numbers, or the argument."""
     draw = random.Random(seed)
-    count, size, back = draw.randint(6, 9), draw.randint(14, 22), draw.choice([1, 1, 1, 2, 3])
+    count, size, back = draw.randint(6, 9), draw.randint(least, most), draw.choice([1, 1, 1, 2, 3])
     block = []
     for j in range(size):
         block.append((draw.choice(OPERATIONS), [_source(draw, j, size, back) for _ in range(2)]))
@@ -500,15 +530,22 @@ def _source(draw: random.Random, j: int, size: int, back: int) -> tuple[str, int
     return kind, draw.randrange(j if kind == "own" else size), draw.randint(1, back)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("seed", range(32))
-def test_any_repeated_program(seed: int, unrolled: Callable[..., Any]) -> None:
-    fun, spec = any_program(seed), ("bfloat16:stochastic", "e4m3")[seed % 2]
+@further
+@pytest.mark.parametrize(
+    ("seed", "least", "most"), [(0, 5, 6), *(pytest.param(seed, 14, 22, marks=pytest.mark.slow) for seed in range(12))]
+)
+def any_repeated_program(seed: int, least: int, most: int, unrolled: Unrolled) -> None:
+    fun, spec = any_program(seed, least, most), ("bfloat16:stochastic", "e4m3")[seed % 2]
     low = jc.emulate(fun, spec, key=KEY)
     assert_same(jax.jit(low)(X, WEIGHTS), unrolled(low)(X, WEIGHTS))
 
 
-@pytest.mark.slow
-def test_most_such_programs_are_loops() -> None:
-    found = [bool(loops_of(any_program(seed), X, WEIGHTS)) for seed in range(20)]
-    assert sum(found) >= 12, found
+@pytest.mark.parametrize(
+    ("seeds", "least", "most"), [(range(3), 5, 6), pytest.param(range(12), 14, 22, marks=pytest.mark.slow)]
+)
+def test_most_such_programs_are_loops(seeds: range, least: int, most: int) -> None:
+    found = [bool(loops_of(any_program(seed, least, most), X, WEIGHTS)) for seed in seeds]
+    assert sum(found) >= 0.6 * len(seeds), found
+
+
+test_further = further.test()

@@ -15,9 +15,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from emulate_cases import KEY, X
+from further import Further
 from jax import lax
 
 import jchop as jc
+
+further = Further()
 
 report = jc.emulate.report
 
@@ -60,9 +63,10 @@ def test_results_that_saturate_or_wrap_are_counted(spec: str) -> None:
     assert seen.rows[1].first_overflow.where == (1,)  # type: ignore[union-attr]
 
 
-@pytest.mark.slow
+@further
+@pytest.mark.in_turn(20)
 @pytest.mark.parametrize("reference", [None, "binary64"])
-def test_shards_are_measured_as_the_whole(reference: str | None) -> None:
+def shards_are_measured_as_the_whole(reference: str | None) -> None:
     """Of elementwise operations; the index of an event has the shard's first."""
 
     def fun(x: Any) -> Any:
@@ -87,7 +91,6 @@ def test_shards_are_measured_as_the_whole(reference: str | None) -> None:
     assert first is not None and first.primitive == "exp" and first.first_overflow.where[0] == 2  # type: ignore[union-attr]
 
 
-@pytest.mark.slow
 def test_nan_is_invalid_only_where_no_operand_is_nan() -> None:
     """Elementwise at each place; of sums and products of matrices if no operand has any."""
 
@@ -149,7 +152,6 @@ def test_a_run_stops_at_an_event(event: Any, words: str) -> None:
 # -- cancelled bits ----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.slow
 def test_cancelled_bits_are_the_drop_of_the_exponent() -> None:
     """Against the logarithms of exact sums."""
     rng = np.random.default_rng(0)
@@ -219,7 +221,8 @@ def test_primitives_without_a_form_in_float64_are_named() -> None:
 # -- as data -----------------------------------------------------------------------------------------------------------
 
 
-def test_a_report_is_strict_json() -> None:
+@further.first
+def a_report_is_strict_json() -> None:
     def constant(text: str) -> Any:
         raise AssertionError(text)
 
@@ -298,7 +301,6 @@ def test_batches_of_loops() -> None:
     assert result.tolist() == [4.0, 10.0, 4.0] and len(words) == 2
 
 
-@pytest.mark.slow
 def test_loops_within_loops_and_derivatives() -> None:
     def nested(x: Any) -> Any:
         def body(carry: Any) -> Any:
@@ -339,3 +341,6 @@ def test_the_report_of_a_loop_that_never_ends() -> None:
     ended = report(jc.emulate(stuck, "bfloat16"), 9.99, trace_values=True)
     assert len(ended.notes) == 1 and "at most" in ended.notes[0]
     assert not report(jc.emulate(jnp.exp, "bfloat16"), 1.0, trace_values=True).notes
+
+
+test_further = further.test()

@@ -12,16 +12,18 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from emulate_cases import FOREIGN, KEY, X
+from further import Further
 from jax import lax
 from jax.extend.core import Primitive
 from jax.interpreters import ad
 
 import jchop as jc
 
+further = Further()
+
 # -- rules -------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.slow
 @pytest.mark.smoke
 def test_rules_name_primitives_and_scopes() -> None:
     def fun(x: jax.Array) -> jax.Array:
@@ -49,7 +51,6 @@ def test_rules_name_primitives_and_scopes() -> None:
         np.testing.assert_array_equal(jc.emulate(fun, "e5m2", rules=rules)(X), by_hand(*specs))
 
 
-@pytest.mark.slow
 def test_rules_say_how_sums_are_formed() -> None:
     ones = jnp.ones(100)
     fun = lambda x: (jnp.sum(x), x @ x)  # noqa: E731
@@ -57,17 +58,23 @@ def test_rules_say_how_sums_are_formed() -> None:
     assert (float(total), float(dot)) == (96, 8)
 
 
-@pytest.mark.in_turn(2)
-@pytest.mark.parametrize("mode", ["drop", "clip"])
-@pytest.mark.parametrize("name", ["add", "sub", "mul"])
+#: The shape, those of the indices and of the updates, and the dimension numbers.
+SCATTERS: list[tuple[Any, ...]] = [
+    ((4, 5), (6, 1), (6, 5), ((1,), (0,), (0,))),
+    ((4, 5), (6, 2), (6,), ((), (0, 1), (0, 1))),
+    ((4, 5), (3, 2, 2), (2, 3, 2, 3), ((0, 3), (), (1, 0))),
+    ((3, 4, 5), (3, 6, 1), (3, 6, 2), ((2,), (1,), (1,), (0,), (0,))),
+    ((4,), (0, 1), (0,), ((), (0,), (0,))),
+]
+
+
+@pytest.mark.in_turn(100)
 @pytest.mark.parametrize(
-    ("shape", "index", "new", "numbers"),
+    ("shape", "index", "new", "numbers", "name", "mode"),
     [
-        ((4, 5), (6, 1), (6, 5), ((1,), (0,), (0,))),
-        ((4, 5), (6, 2), (6,), ((), (0, 1), (0, 1))),
-        ((4, 5), (3, 2, 2), (2, 3, 2, 3), ((0, 3), (), (1, 0))),
-        ((3, 4, 5), (3, 6, 1), (3, 6, 2), ((2,), (1,), (1,), (0,), (0,))),
-        ((4,), (0, 1), (0,), ((), (0,), (0,))),
+        (*form, ("add", "sub", "mul")[(i + j) % 3], mode)
+        for i, form in enumerate(SCATTERS)
+        for j, mode in enumerate(("drop", "clip"))
     ],
 )
 def test_scatters_take_one_update_after_the_other(
@@ -106,8 +113,8 @@ def test_scatters_take_one_update_after_the_other(
     np.testing.assert_array_equal(low(jnp.asarray(x), jnp.asarray(u)), want)
 
 
-@pytest.mark.slow
-def test_scatters_of_complex_numbers_are_two_scatters() -> None:
+@further
+def scatters_of_complex_numbers_are_two_scatters() -> None:
     x, u = jnp.array([0.3 - 1.1j, 2.0j]), jnp.array([1.7 + 0.3j, -0.6 + 5.0j, 0.9 - 2.0j, 3.0 + 0.1j])
     accumulate = jc.MatmulSpec(accumulate="e5m2")
     low = jc.emulate(lambda x, u: x.at[jnp.array([0, 0, 1, 0])].add(u), "e8m7", accumulate=accumulate)
@@ -118,8 +125,8 @@ def test_scatters_of_complex_numbers_are_two_scatters() -> None:
         times(x, u)
 
 
-@pytest.mark.slow
-def test_stochastic_scatters_draw_for_each_update() -> None:
+@further
+def stochastic_scatters_draw_for_each_update() -> None:
     how = jc.MatmulSpec(accumulate="e5m2:stochastic")
     low = jc.emulate(lambda v: jax.ops.segment_sum(v, jnp.zeros(100, int), 1), "e8m7", accumulate=how)
     totals = np.array([float(low(jnp.ones(100), key=jax.random.key(i))[0]) for i in range(8)])
@@ -244,7 +251,6 @@ def test_a_primitive_that_says_what_it_consists_of() -> None:
 # -- constants, batches of loops, dtypes that store --------------------------------------------------------------------
 
 
-@pytest.mark.slow
 def test_constants_are_rounded_everywhere() -> None:
     """As results, carries, results of branches, arguments of calls, and operands of comparisons."""
     tenth = 0.1015625
@@ -265,8 +271,8 @@ def test_constants_are_rounded_everywhere() -> None:
     assert [np.asarray(v).tolist() for v in compared] == [[True, False], [False, True], [True] * 2, [1, 2], 3]
 
 
-@pytest.mark.slow
-def test_batches_of_loops_end_one_by_one() -> None:
+@further
+def batches_of_loops_end_one_by_one() -> None:
     def loop(x: jax.Array) -> Any:
         return lax.while_loop(lambda c: c[0] < 3.0, lambda c: (c[0] * 1.3, c[1] + 1), (x, 0))
 
@@ -315,48 +321,50 @@ def _raising(x: Any, **params: Any) -> Any:
     raise TypeError("the user's own")
 
 
-@pytest.mark.parametrize(
-    ("error", "message", "call"),
-    [
-        (TypeError, "fun=3", lambda: jc.emulate(3, "e5m2")),  # type: ignore[arg-type]
-        (ValueError, "unknown='ignore'", lambda: jc.emulate(jnp.sin, "e5m2", unknown="ignore")),  # type: ignore[arg-type]
-        (TypeError, "accumulate='e5m2'", lambda: jc.emulate(jnp.sin, "e5m2", accumulate="e5m2")),  # type: ignore[arg-type]
-        (TypeError, "rules=3", lambda: jc.emulate(jnp.sin, "e5m2", rules=3)),  # type: ignore[arg-type]
-        (TypeError, "rules: key=3", lambda: jc.emulate(jnp.sin, "e5m2", rules={3: None})),  # type: ignore[dict-item]
-        (TypeError, r"rules\['sin'\]", lambda: jc.emulate(jnp.sin, "e5m2", rules={"sin": 3})),
-        (ValueError, r"rules\['sin'\]: .*'e5m2x'", lambda: jc.emulate(jnp.sin, "e5m2", rules={"sin": "e5m2x"})),
-        (
-            TypeError,
-            r"^rules=Rule must .* as {'sin': 'bfloat16'}; a Rule is for jchop.quantize_fn$",
-            lambda: jc.emulate(jnp.sin, "e5m2", rules=jc.Rule(weight="int8")),  # type: ignore[arg-type]
-        ),
-        (
-            TypeError,
-            r"rules\['sin'\] returned None; .*\(3,\)",
-            lambda: jc.emulate(jnp.sin, "e5m2", rules={"sin": lambda x, **p: None})(jnp.ones(3)),
-        ),
-        (
-            TypeError,
-            r"rules\['sin'\] .* keywords \(accuracy\); write it as lambda x, \*\*params",
-            lambda: jc.emulate(jnp.sin, "e5m2", rules={"sin": lambda x: x})(jnp.ones(3)),
-        ),
-        (
-            TypeError,
-            "^the user's own$",
-            lambda: jc.emulate(jnp.sin, "e5m2", rules={"sin": _raising})(jnp.ones(3)),
-        ),
-        (ValueError, "gradient", lambda: jc.emulate(jnp.sin, "e5m2:gradient=clipped")),
-        (TypeError, "key=0", lambda: jc.emulate(jnp.sin, "e5m2", key=0)),  # type: ignore[arg-type]
-        (ValueError, "key=None", lambda: jc.emulate(jnp.sin, "e5m2:stochastic")(X)),
-        (ValueError, "'cos'", lambda: jc.emulate(jnp.sin, "e5m2", rules={"cos": None})(X)),
-        (ValueError, "float64", lambda: jc.emulate(lambda x: x + x, "binary32:up")(X)),
-        (ValueError, "float32", lambda: jc.emulate(lambda x: x + x, "bfloat16")(X.astype(jnp.float16))),
-        (ValueError, "codebook", lambda: jc.emulate(lambda x: x + x, "codebook(0,1)")(X)),
-    ],
-)
-def test_errors_name_what_is_wrong(error: type[Exception], message: str, call: Callable[[], Any]) -> None:
-    with pytest.raises(error, match=message):
-        call()
+#: The type of an error, its words, and a call.
+ERRORS: list[tuple[type[Exception], str, Callable[[], Any]]] = [
+    (TypeError, "fun=3", lambda: jc.emulate(3, "e5m2")),  # type: ignore[arg-type]
+    (ValueError, "unknown='ignore'", lambda: jc.emulate(jnp.sin, "e5m2", unknown="ignore")),  # type: ignore[arg-type]
+    (TypeError, "accumulate='e5m2'", lambda: jc.emulate(jnp.sin, "e5m2", accumulate="e5m2")),  # type: ignore[arg-type]
+    (TypeError, "rules=3", lambda: jc.emulate(jnp.sin, "e5m2", rules=3)),  # type: ignore[arg-type]
+    (TypeError, "rules: key=3", lambda: jc.emulate(jnp.sin, "e5m2", rules={3: None})),  # type: ignore[dict-item]
+    (TypeError, r"rules\['sin'\]", lambda: jc.emulate(jnp.sin, "e5m2", rules={"sin": 3})),
+    (ValueError, r"rules\['sin'\]: .*'e5m2x'", lambda: jc.emulate(jnp.sin, "e5m2", rules={"sin": "e5m2x"})),
+    (
+        TypeError,
+        r"^rules=Rule must .* as {'sin': 'bfloat16'}; a Rule is for jchop.quantize_fn$",
+        lambda: jc.emulate(jnp.sin, "e5m2", rules=jc.Rule(weight="int8")),  # type: ignore[arg-type]
+    ),
+    (
+        TypeError,
+        r"rules\['sin'\] returned None; .*\(3,\)",
+        lambda: jc.emulate(jnp.sin, "e5m2", rules={"sin": lambda x, **p: None})(jnp.ones(3)),
+    ),
+    (
+        TypeError,
+        r"rules\['sin'\] .* keywords \(accuracy\); write it as lambda x, \*\*params",
+        lambda: jc.emulate(jnp.sin, "e5m2", rules={"sin": lambda x: x})(jnp.ones(3)),
+    ),
+    (
+        TypeError,
+        "^the user's own$",
+        lambda: jc.emulate(jnp.sin, "e5m2", rules={"sin": _raising})(jnp.ones(3)),
+    ),
+    (ValueError, "gradient", lambda: jc.emulate(jnp.sin, "e5m2:gradient=clipped")),
+    (TypeError, "key=0", lambda: jc.emulate(jnp.sin, "e5m2", key=0)),  # type: ignore[arg-type]
+    (ValueError, "key=None", lambda: jc.emulate(jnp.sin, "e5m2:stochastic")(X)),
+    (ValueError, "'cos'", lambda: jc.emulate(jnp.sin, "e5m2", rules={"cos": None})(X)),
+    (ValueError, "float64", lambda: jc.emulate(lambda x: x + x, "binary32:up")(X)),
+    (ValueError, "float32", lambda: jc.emulate(lambda x: x + x, "bfloat16")(X.astype(jnp.float16))),
+    (ValueError, "codebook", lambda: jc.emulate(lambda x: x + x, "codebook(0,1)")(X)),
+]
+
+
+def test_errors_name_what_is_wrong() -> None:
+    for error, message, call in ERRORS:
+        with pytest.raises(error, match=message):
+            call()
+            pytest.fail(f"no error says {message!r}")
 
 
 @pytest.mark.parametrize(
@@ -373,11 +381,12 @@ def test_a_dtype_that_cannot_hold_the_format_is_found_at_a_line(fun: Callable[[A
         jc.emulate(lambda x: fun(x), "e5m10")(jnp.ones(3, jnp.bfloat16))
 
 
-@pytest.mark.parametrize("fun", [jnp.sin, lax.cumsum, lambda x: x @ x, lambda x: x.at[jnp.zeros(3, int)].add(x)])
 @pytest.mark.parametrize(("dtype", "spec"), [("float32", "e8m30:up"), ("float32", "e9m23"), ("bfloat16", "tf32")])
-def test_results_of_the_carrier_are_refused_if_the_format_is_finer(fun: Callable[[Any], Any], dtype: str, spec: str):
-    with pytest.raises(ValueError, match=f"'{spec}' has values that {dtype} cannot hold; cast the operands to float"):
-        jc.emulate(fun, spec)(jnp.ones(3, dtype))
+def test_results_of_the_carrier_are_refused_if_the_format_is_finer(dtype: str, spec: str) -> None:
+    words = f"'{spec}' has values that {dtype} cannot hold; cast the operands to float"
+    for fun in (jnp.sin, lax.cumsum, lambda x: x @ x, lambda x: x.at[jnp.zeros(3, int)].add(x)):
+        with pytest.raises(ValueError, match=words):
+            jc.emulate(fun, spec)(jnp.ones(3, dtype))
 
 
 def test_results_that_the_carrier_holds_are_not_refused() -> None:
@@ -457,12 +466,12 @@ def test_every_row_of_the_report_names_its_line() -> None:
     }
 
 
-def test_a_report_of_a_function_of_jax_names_the_line_that_asks() -> None:
+@further.first
+def a_report_of_a_function_of_jax_names_the_line_that_asks() -> None:
     (row,) = jc.emulate.report(jc.emulate(jnp.exp, "e5m2"), X).rows
     assert row.place.startswith("test_emulate_rules.py:")
 
 
-@pytest.mark.slow
 def test_the_report_counts_infinities_and_nans() -> None:
     """In loops, branches and inner functions, too, and whether or not the carrier has them."""
 
@@ -492,7 +501,6 @@ def test_the_report_sees_what_is_lost() -> None:
     assert third.error == pytest.approx(abs(0.34375 * 3 - 1), rel=1e-6)
 
 
-@pytest.mark.slow
 def test_the_report_follows_loops_and_draws_as_the_program_does() -> None:
     """The last sum lies in the report as the program gives it."""
     low = jc.emulate(nested, "e5m2:stochastic", key=KEY)
@@ -505,18 +513,22 @@ def test_the_report_follows_loops_and_draws_as_the_program_does() -> None:
         jax.jit(lambda x: jc.emulate.report(low, x, trace_values=True))(X)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ["add", "mul", "max", "rem", "pow", "atan2", "nextafter"])
-def test_axes_of_size_one_are_stretched_as_by_the_primitive(name: str) -> None:
+@pytest.mark.in_turn(20)
+@pytest.mark.parametrize("names", [["add", "nextafter"], ["mul", "max", "rem", "pow", "atan2"]])
+def test_axes_of_size_one_are_stretched_as_by_the_primitive(names: list[str]) -> None:
     """JAX binds its primitives of two operands to shapes such as (4, 1) and (1, 3), in `jax.numpy.vander` too."""
     x, y = jnp.linspace(0.25, 2.0, 4)[:, None], jnp.linspace(0.5, 3.0, 3)[None]
-    fun = jc.emulate(getattr(jax.lax, f"{name}_p").bind, "bfloat16")
-    got = fun(x, y)
-    assert got.shape == (4, 3)
-    for other in (fun(*jnp.broadcast_arrays(x, y)), jax.jit(fun)(x, y)):
-        np.testing.assert_array_equal(got, other)
+    fun = jc.emulate(lambda x, y: {name: getattr(jax.lax, f"{name}_p").bind(x, y) for name in names}, "bfloat16")
+    got, *others = fun(x, y), fun(*jnp.broadcast_arrays(x, y)), jax.jit(fun)(x, y)
+    for name in names:
+        assert got[name].shape == (4, 3), name
+        for other in others:
+            np.testing.assert_array_equal(got[name], other[name], name)
 
 
 def test_a_cast_of_the_program_is_named() -> None:
     with pytest.raises(ValueError, match="x is what the program casts to float16 there"):
         jc.emulate(lambda x: x.astype(jnp.float16), "bfloat16")(jnp.ones(2))
+
+
+test_further = further.test()

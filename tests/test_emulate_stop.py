@@ -52,7 +52,6 @@ def test_arguments_count() -> None:
         jc.emulate(lambda x, p: x * p["w"], "binary16", stop_at="nan")(1.0, {"w": jnp.float32(jnp.nan)})
 
 
-@pytest.mark.slow
 def test_infinities_of_the_carrier_are_no_overflow() -> None:
     assert float(jc.emulate(lambda x: 1 / x, "e4m3", stop_at="overflow")(0.0)) == np.inf
 
@@ -62,8 +61,15 @@ def walk(x: Array) -> tuple[Array, Array]:
     return last, jax.lax.cond(x > 0.5, jnp.sin, jnp.cos, x)
 
 
-@pytest.mark.parametrize("spec", ["bfloat16", "e5m7:stochastic", "e4m3:saturate"])
-@pytest.mark.parametrize("fun", [lambda x: {"y": jnp.sum(x * x) / 3}, walk, lambda x: jax.jit(jnp.tanh)(x) + 1])
+@pytest.mark.parametrize(
+    ("fun", "spec"),
+    [
+        (lambda x: {"y": jnp.sum(x * x) / 3}, "bfloat16"),
+        (walk, "e5m7:stochastic"),
+        (walk, "e4m3:saturate"),
+        (lambda x: jax.jit(jnp.tanh)(x) + 1, "e5m7:stochastic"),
+    ],
+)
 @pytest.mark.in_turn(12)
 def test_without_the_event_results_are_those_of_a_plain_call(fun: Callable[..., Any], spec: str) -> None:
     x = jnp.float32(1.3)

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from emulate_cases import KEY, X, Y, straight, straight_scalar
+from further import Further
 from jax import lax
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
@@ -18,11 +19,12 @@ import jchop as jc
 from jchop._core.rounding.random_bits import seed_words
 from jchop._program.seeds import Seeds
 
+further = Further()
+
 # -- derivatives and transformations -----------------------------------------------------------------------------------
 
 
-@pytest.mark.slow
-def test_the_derivative_of_an_emulation_is_the_carriers() -> None:
+def the_derivative_of_an_emulation_is_the_carriers() -> None:
     fun = lambda x: jnp.sum(jnp.tanh(x) * x**3)  # noqa: E731
     outside = jax.grad(jc.emulate(fun, "e5m2"))(X)
     inside = jc.emulate(jax.grad(fun), "e5m2")(X)
@@ -39,8 +41,7 @@ def test_the_derivative_of_an_emulation_is_the_carriers() -> None:
     np.testing.assert_allclose(outside, jax.grad(by_hand)(X), rtol=2e-5)
 
 
-@pytest.mark.slow
-def test_derivatives_of_loops_and_of_higher_order() -> None:
+def derivatives_of_loops_and_of_higher_order() -> None:
     fun = lambda x: lax.fori_loop(0, 3, lambda i, c: c * x, x).sum()  # noqa: E731
     np.testing.assert_allclose(jax.grad(jc.emulate(fun, "e8m20"))(X), jax.grad(fun)(X), rtol=1e-4)
     np.testing.assert_allclose(jax.hessian(jc.emulate(lambda x: (x**3).sum(), "e8m20"))(X), jnp.diag(6 * X), rtol=1e-4)
@@ -49,7 +50,6 @@ def test_derivatives_of_loops_and_of_higher_order() -> None:
     assert float(jax.grad(jc.emulate(lambda x: jnp.power(x, 3.0), "e5m2"))(-2.0)) == 12  # no log of a negative number
 
 
-@pytest.mark.slow
 @pytest.mark.smoke
 def test_custom_derivatives_keep_their_rules() -> None:
     @jax.custom_jvp
@@ -70,8 +70,7 @@ def test_custom_derivatives_keep_their_rules() -> None:
         assert jc.emulate(jax.grad(lambda x, fun=fun: fun(x).sum()), "e5m3")(X).tolist() == [slope] * 4
 
 
-@pytest.mark.slow
-def test_vmap_inside_and_outside_and_remat() -> None:
+def vmap_inside_and_outside_and_remat() -> None:
     want = jc.emulate(straight, "e5m3")(X, Y)
     np.testing.assert_array_equal(jax.vmap(jc.emulate(straight_scalar, "e5m3"))(X, Y), want)
     np.testing.assert_array_equal(jc.emulate(jax.vmap(straight_scalar), "e5m3")(X, Y), want)
@@ -83,7 +82,6 @@ def test_vmap_inside_and_outside_and_remat() -> None:
     np.testing.assert_array_equal(slope(again), slope(straight))
 
 
-@pytest.mark.slow
 def test_scans_map_and_carry() -> None:
     fun = lambda x: lax.scan(lambda c, v: (c * 1.1 + v, c - v), 0.5, x, reverse=True)  # noqa: E731
     carry, ys = jc.emulate(fun, "e5m3")(X)
@@ -95,7 +93,6 @@ def test_scans_map_and_carry() -> None:
     assert float(carry) == float(c) and ys.tolist() == want[::-1]
 
 
-@pytest.mark.in_turn(2)
 @jax.custom_batching.custom_vmap
 def by_rule(x: jax.Array, y: jax.Array) -> tuple[jax.Array, jax.Array]:
     return x * y, y
@@ -112,10 +109,11 @@ def in_scan(x: jax.Array, y: jax.Array) -> tuple[jax.Array, jax.Array]:
     return lax.scan(lambda c, z: (by_rule(c, z)[0], by_rule(z, y)[0]), x, jnp.array([0.7, 1.3]))
 
 
-@pytest.mark.in_turn(3)
+@further
+@pytest.mark.in_turn(100)
 @pytest.mark.parametrize("fun", [by_rule, in_scan])
 @pytest.mark.parametrize("axes", [(0, 0), (0, None), (None, 0)])
-def test_rules_of_batches_are_kept(fun: Callable[..., Any], axes: tuple[int | None, int | None]) -> None:
+def rules_of_batches_are_kept(fun: Callable[..., Any], axes: tuple[int | None, int | None]) -> None:
     """The numbers are those of the emulated batch, in which JAX itself has called the rule."""
     args = [x if axis is not None else x[0] for x, axis in zip((X, Y), axes, strict=True)]
     low = jc.emulate(fun, "bfloat16")
@@ -131,8 +129,7 @@ def test_rules_of_batches_are_kept(fun: Callable[..., Any], axes: tuple[int | No
         jax.tree.map(np.testing.assert_array_equal, pair(*args), jc.emulate(both, "bfloat16")(*args))
 
 
-@pytest.mark.slow
-def test_derivatives_of_rules_of_batches() -> None:
+def derivatives_of_rules_of_batches() -> None:
     """They are those of JAX, at the rounded arguments."""
     low = jc.emulate(by_rule, "bfloat16")
     value = lambda fun: lambda x: jax.vmap(fun)(x, Y)[0].sum()  # noqa: E731
@@ -157,7 +154,8 @@ def test_a_rule_of_batches_draws_for_the_whole_batch() -> None:
     assert len(set(jax.vmap(lambda key: low(1.1, key=key))(keys).tolist())) > 1  # no batch, so the function itself
 
 
-def test_a_sequential_function_is_called_row_by_row() -> None:
+@further.first
+def a_sequential_function_is_called_row_by_row() -> None:
     shapes = []
 
     @jax.custom_batching.sequential_vmap
@@ -172,8 +170,9 @@ def test_a_sequential_function_is_called_row_by_row() -> None:
     assert shapes == [()] * 4
 
 
+@further
 @pytest.mark.parametrize("text", ["e5m3", "e5m3:stochastic"])
-def test_shards(text: str) -> None:
+def shards(text: str) -> None:
     mesh = jax.make_mesh((4,), ("x",), axis_types=(AxisType.Auto,))
     fun = lambda v: v * 1.3 + lax.psum(v, "x")  # noqa: E731
     mapped = jax.shard_map(fun, mesh=mesh, in_specs=P("x"), out_specs=P("x"))
@@ -188,7 +187,6 @@ def test_shards(text: str) -> None:
         assert any(not np.array_equal(parts[0], part) for part in parts[1:])
 
 
-@pytest.mark.slow
 def test_shards_draw_by_the_axes_that_a_value_varies_over() -> None:
     """Shards of unlike values draw unlike words; what is the same on several shards stays so."""
     mesh = jax.make_mesh((2, 2), ("x", "y"), axis_types=(AxisType.Auto,) * 2)
@@ -208,7 +206,6 @@ def test_shards_draw_by_the_axes_that_a_value_varies_over() -> None:
         assert len(set.union(*parts.values())) == count
 
 
-@pytest.mark.slow
 def test_seeds_of_shards_are_not_those_of_turns() -> None:
     mesh = jax.make_mesh((2,), ("x",), axis_types=(AxisType.Auto,))
     seeds = Seeds(tuple(seed_words(KEY)), ("x",))
@@ -224,7 +221,6 @@ def test_seeds_of_shards_are_not_those_of_turns() -> None:
 # -- random bits -------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.slow
 def test_draws_are_fresh_at_every_operation_and_turn() -> None:
     sr = "e5m2:stochastic"
     ones = jnp.full(2000, 1.0)
@@ -237,11 +233,33 @@ def test_draws_are_fresh_at_every_operation_and_turn() -> None:
     assert float(jc.emulate(lambda x: lax.fori_loop(0, 50, lambda i, c: c + 0.01, x), "e5m2")(1.0)) == 1
 
 
-@pytest.mark.slow
-def test_the_same_key_draws_the_same_again() -> None:
+@further
+def the_same_key_draws_the_same_again() -> None:
     f = jc.emulate(straight, "e5m2:stochastic")
     one = f(X, Y, key=KEY)
     np.testing.assert_array_equal(one, jax.jit(f)(X, Y, key=KEY))
     np.testing.assert_array_equal(one, jc.emulate(straight, "e5m2:stochastic", key=KEY)(X, Y))
     other = jc.emulate(straight, "e5m2:stochastic", key=KEY)(jnp.tile(X, 50), jnp.tile(Y, 50), key=jax.random.key(4))
     assert len(np.unique(np.asarray(other))) > 4
+
+
+@further
+@pytest.mark.parametrize(
+    "check",
+    [
+        the_derivative_of_an_emulation_is_the_carriers,
+        *(
+            pytest.param(check, marks=pytest.mark.slow)
+            for check in (
+                derivatives_of_loops_and_of_higher_order,
+                derivatives_of_rules_of_batches,
+                vmap_inside_and_outside_and_remat,
+            )
+        ),
+    ],
+)
+def derivatives_and_batches(check: Callable[[], None]) -> None:
+    check()
+
+
+test_further = further.test()

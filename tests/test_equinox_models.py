@@ -10,18 +10,20 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from further import Further
 
 import jchop as jc
 
 eqx = pytest.importorskip("equinox")
-pytestmark = pytest.mark.slow
+
+further = Further()
 
 RULE = jc.Rule(weight="int4(group=16)")
 
 
 def case(name: str) -> tuple[Any, Any, Any, Any]:
     """A model, what it takes, what it is trained to give, and a loss of both."""
-    from zoo.equinox_models import Cnn, Decoder
+    from zoo.equinox_models import Decoder
 
     key, data = jax.random.split(jax.random.key(0))
     if name == "transformer":
@@ -29,13 +31,24 @@ def case(name: str) -> tuple[Any, Any, Any, Any]:
         cross = optax.softmax_cross_entropy_with_integer_labels
         return Decoder(key), tokens[:, :-1], tokens[:, 1:], lambda y, wanted: cross(y, wanted).mean()
     squares = lambda y, wanted: ((y - wanted) ** 2).mean()  # noqa: E731
-    if name == "cnn":
-        return Cnn(key), jax.random.normal(data, (4, 3, 8, 8)), jnp.ones((4, 10)), squares
     return eqx.nn.MLP(16, 4, 32, 2, key=key), jax.random.normal(data, (8, 16)), jnp.ones((8, 4)), squares
 
 
-@pytest.mark.parametrize("name", ["mlp", "cnn", "transformer"])
-def test_quantized_trained_saved_loaded(name: str, tmp_path: Path) -> None:
+def in_numpy(model: Any, x: Any) -> Any:
+    """An MLP by the definition: groups of 16 inputs, a scale of their largest magnitude over 7, ties to even."""
+    h = np.asarray(x, np.float64)
+    for layer in model.layers:
+        groups = np.asarray(layer.weight, np.float32).reshape(layer.out_features, -1, 16)
+        scale = np.abs(groups).max(-1, keepdims=True) / np.float32(7)
+        weight = (np.rint(np.clip(groups / scale, -8, 7)) * scale).reshape(layer.weight.shape)
+        h = h @ weight.T.astype(np.float64) + np.asarray(layer.bias, np.float64)
+        h = h if layer is model.layers[-1] else np.maximum(h, 0)
+    return h
+
+
+@further.first
+@pytest.mark.parametrize("name", ["mlp", pytest.param("transformer", marks=pytest.mark.slow)])
+def quantized_trained_saved_loaded(name: str, tmp_path: Path) -> None:
     model, x, wanted, measure = case(name)
     run = (lambda model, x: model(x)) if name == "transformer" else (lambda model, x: jax.vmap(model)(x))
     low = jc.quantize_fn(run, RULE)
@@ -58,6 +71,8 @@ def test_quantized_trained_saved_loaded(name: str, tmp_path: Path) -> None:
     low_jit = eqx.filter_jit(low)
     y = low_jit(packed, x)
     np.testing.assert_array_equal(y, low_jit(model, x))
+    if name == "mlp":
+        np.testing.assert_allclose(y, in_numpy(model, x), rtol=1e-4, atol=1e-5)
     size = lambda tree: sum(leaf.nbytes for leaf in jax.tree.leaves(eqx.filter(tree, eqx.is_array)))  # noqa: E731
     assert size(packed) < 0.45 * size(model)
 
@@ -71,15 +86,4 @@ def test_quantized_trained_saved_loaded(name: str, tmp_path: Path) -> None:
     np.testing.assert_array_equal(low_jit(again, x), y)
 
 
-def test_an_mlp_in_numpy() -> None:
-    """The numbers by the definition: groups of 16 inputs, a scale of their largest magnitude over 7, ties to even."""
-    model, x, _, _ = case("mlp")
-    low = jc.quantize_fn(lambda model, x: jax.vmap(model)(x), RULE)
-    h = np.asarray(x, np.float64)
-    for layer in model.layers:
-        groups = np.asarray(layer.weight, np.float32).reshape(layer.out_features, -1, 16)
-        scale = np.abs(groups).max(-1, keepdims=True) / np.float32(7)
-        weight = (np.rint(np.clip(groups / scale, -8, 7)) * scale).reshape(layer.weight.shape)
-        h = h @ weight.T.astype(np.float64) + np.asarray(layer.bias, np.float64)
-        h = h if layer is model.layers[-1] else np.maximum(h, 0)
-    np.testing.assert_allclose(low(low.pack(model, x), x), h, rtol=1e-4, atol=1e-5)
+test_further = further.test()

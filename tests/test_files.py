@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import IO
 
 import pytest
+from each_case import each
 
 from jchop._files import open_regular, remove_parts, write_atomically
 
@@ -50,26 +51,25 @@ def test_threads_under_one_name_never_damage_the_file(tmp_path: Path) -> None:
 
 
 @posix
-@pytest.mark.parametrize("umask", [0o022, 0o077, 0o002])
-@pytest.mark.slow
+@each("umask", [0o022, 0o077, 0o002])
 def test_permissions(tmp_path: Path, umask: int) -> None:
-    code = f"""
-import os, pathlib, stat
-from jchop._files import write_atomically
-os.umask({umask})
-folder, seen = pathlib.Path({str(tmp_path)!r}), []
-def write(file):
-    seen.append(stat.S_IMODE(os.fstat(file.fileno()).st_mode))
-    file.write(b"new")
-for name, given in (("fresh", None), ("private", 0o600), ("shared", 0o664)):
-    path = folder / name
-    if given is not None:
-        path.write_bytes(b"old")
-        path.chmod(given)
-    write_atomically(path, write)
-assert set(seen) == {{0o600}}, seen
-"""
-    subprocess.run([sys.executable, "-c", code], check=True, env=os.environ | {"PYTHONPATH": str(ROOT)})
+    seen = []
+
+    def write(file: IO[bytes]) -> None:
+        seen.append(stat.S_IMODE(os.fstat(file.fileno()).st_mode))
+        file.write(b"new")
+
+    before = os.umask(umask)
+    try:
+        for name, given in (("fresh", None), ("private", 0o600), ("shared", 0o664)):
+            path = tmp_path / name
+            if given is not None:
+                path.write_bytes(b"old")
+                path.chmod(given)
+            write_atomically(path, write)
+    finally:
+        os.umask(before)
+    assert set(seen) == {0o600}
     assert [mode(tmp_path / name) for name in ("fresh", "private", "shared")] == [0o666 & ~umask, 0o600, 0o664]
 
 
@@ -153,7 +153,7 @@ from jchop._files import write_atomically
 target, contents = Path(sys.argv[1]), [bytes([i]) * 300_000 for i in (1, 2)]
 target.write_bytes(contents[0])
 draw, damaged, killed = random.Random(0), 0, 0
-for kill in range(200):
+for kill in range(int(sys.argv[2])):
     child = os.fork()
     if child == 0:
         while True:
@@ -167,12 +167,12 @@ print(killed, damaged)
 """
 
 
-@pytest.mark.slow
 @posix
-def test_two_hundred_kills_damage_nothing(tmp_path: Path) -> None:
-    argv = [sys.executable, "-c", KILLS, str(tmp_path / "x")]
+@pytest.mark.parametrize("kills", [5, pytest.param(200, marks=pytest.mark.slow)])
+def test_kills_damage_nothing(tmp_path: Path, kills: int) -> None:
+    argv = [sys.executable, "-c", KILLS, str(tmp_path / "x"), str(kills)]
     run = subprocess.run(argv, capture_output=True, text=True, check=True, env=os.environ | {"PYTHONPATH": str(ROOT)})
-    assert run.stdout.split() == ["200", "0"]
+    assert run.stdout.split() == [str(kills), "0"]
     assert all(path.name.endswith(".part") for path in tmp_path.iterdir() if path.name != "x")
 
 

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
+from each_case import each
 
 import jchop as jc
 from jchop.formats import ALIASES, CATALOGUE
@@ -21,7 +22,7 @@ DTYPES = {name: getattr(ml_dtypes, name) for name in CATALOGUE if hasattr(ml_dty
 DTYPES |= {"binary16": np.float16, "binary32": np.float32, "binary64": np.float64}
 
 
-@pytest.mark.parametrize("name", DTYPES)
+@each("name", DTYPES)
 def test_facts_are_those_of_the_dtype(name: str) -> None:
     theirs, ours = jnp.finfo(DTYPES[name]), jc.finfo(name)
     for fact in NAMES:
@@ -50,7 +51,7 @@ def test_values_that_no_float_holds_are_fractions() -> None:
     assert info.max == Fraction(15, 8) * Fraction(2) ** 8191 and info.smallest_normal == Fraction(1, 2**8190)
 
 
-@pytest.mark.parametrize("text", ["fixed4.4", "integer8", "int8", "nf4", "codebook(-1,0,1)"])
+@each("text", ["fixed4.4", "integer8", "int8", "nf4", "codebook(-1,0,1)"])
 def test_formats_without_an_exponent_have_no_such_facts(text: str) -> None:
     info, element = jc.finfo(text), jc.parse(text).element
     assert (info.bits, info.max, info.min) == (element.bits, element.max, element.min)
@@ -86,7 +87,7 @@ def test_wide_facts_print_shortly() -> None:
     assert repr(wide.max) == "Fraction(15) * 2**16380" and repr(small) == "Fraction(1) / 2**32769"
 
 
-@pytest.mark.parametrize("make", [jc.finfo, jc.Spec, lambda dtype: jc.round_to_format(1.0, dtype)])
+@each("make", [jc.finfo, jc.Spec, lambda dtype: jc.round_to_format(1.0, dtype)])
 def test_a_dtype_is_no_format_and_its_text_is_told(make: Callable[[Any], object]) -> None:
     for dtype in (np.float16, np.dtype("float16"), jnp.float16):
         with pytest.raises(TypeError, match="the text of this dtype is 'float16'"):

@@ -7,8 +7,11 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
+from further import Further
 
 import jchop as jc
+
+further = Further()
 
 KEY = jax.random.key(11)
 
@@ -38,9 +41,10 @@ FLOATS = [
 ]
 
 
-@pytest.mark.slow
+@further
+@pytest.mark.in_turn(1000)
 @pytest.mark.parametrize(("text", "carrier", "coded", "fraction"), FLOATS)
-def test_codes_of_floats(text: str, carrier: type, coded: type, fraction: int) -> None:
+def codes_of_floats(text: str, carrier: type, coded: type, fraction: int) -> None:
     x = numbers(400).astype(carrier)
     width = np.dtype(coded).itemsize * 8
     # The codes in which nothing has flipped; that rounding is right is proved elsewhere.
@@ -61,17 +65,18 @@ def test_codes_of_floats(text: str, carrier: type, coded: type, fraction: int) -
         np.testing.assert_array_equal(np.signbit(got)[signs], np.signbit(expected)[signs])
 
 
-@pytest.mark.slow
-def test_codes_of_integers_and_tables() -> None:
+@pytest.mark.parametrize(
+    ("text", "scale"),
+    [("integer4", 1), *(pytest.param(*row, marks=pytest.mark.slow) for row in (("fixed1.3", 8), ("codebook", 1)))],
+)
+def test_codes_of_integers_and_tables(text: str, scale: int) -> None:
     x = np.array([-8.0, -7.0, -1.0, 0.0, 3.0, 7.0] * 20, np.float32)
-    for text, where, count, scale in (
-        ("integer4", "significand", 3, 1),
-        ("fixed1.3", "significand", 3, 8),
-    ):
-        hit, bit = drawn(x.shape, 0.5, count)
+    if text != "codebook":
+        hit, bit = drawn(x.shape, 0.5, 3)
         flipped = [int(v) % 16 ^ (1 << int(b)) if h else int(v) % 16 for v, h, b in zip(x, hit, bit, strict=True)]
         expected = np.array([code - 16 if code > 7 else code for code in flipped], np.float32) / scale
-        np.testing.assert_array_equal(jc.flip_bits(x / scale, text, 0.5, KEY, where=where), expected)  # type: ignore[arg-type]
+        np.testing.assert_array_equal(jc.flip_bits(x / scale, text, 0.5, KEY, where="significand"), expected)
+        return
     levels = jc.CodebookFormat((-1.0, 0.0, 0.5))  # of the four codes the last has no value
     got = jc.flip_bits(np.array([-1.0, 0.0, 0.5] * 20), levels, 1, KEY, where="code")
     _, bit = drawn((60,), 1, 2)
@@ -79,18 +84,21 @@ def test_codes_of_integers_and_tables() -> None:
     np.testing.assert_array_equal(got, [table[i % 3 ^ (1 << int(b))] for i, b in enumerate(bit)])
 
 
-@pytest.mark.slow
-def test_what_has_no_code_stays() -> None:
+@pytest.mark.parametrize("kind", ["zero", pytest.param("special", marks=pytest.mark.slow)])
+def test_what_has_no_code_stays(kind: str) -> None:
+    if kind == "zero":
+        zeros = np.array([0.0, -0.0] * 8, np.float32)
+        kept = jc.flip_bits(zeros, "e5m2(subnormals=false)", 1, KEY)
+        np.testing.assert_array_equal(np.signbit(kept), np.signbit(zeros))
+        assert (kept == 0).all() and (jc.flip_bits(zeros, "e5m2", 1, KEY) != 0).all()
+        return
     x = np.array([np.nan, np.inf, -np.inf] * 8, np.float32)
     assert (np.isnan(jc.flip_bits(x, "e3m2fn", 1, KEY, where="code")) == np.isnan(x)).all()
     np.testing.assert_array_equal(jc.flip_bits(x, "e5m2", 1, KEY), x)
-    zeros = np.array([0.0, -0.0] * 8, np.float32)
-    kept = jc.flip_bits(zeros, "e5m2(subnormals=false)", 1, KEY)
-    np.testing.assert_array_equal(np.signbit(kept), np.signbit(zeros))
-    assert (kept == 0).all() and (jc.flip_bits(zeros, "e5m2", 1, KEY) != 0).all()
 
 
-def test_rounding_draws_from_the_key_itself() -> None:
+@further.first
+def rounding_draws_from_the_key_itself() -> None:
     x = np.random.default_rng(0).standard_normal(500).astype(np.float32)
     rounded = jc.round_to_format(x, "e5m2:stochastic", KEY)
     np.testing.assert_array_equal(jc.flip_bits(x, "e5m2:stochastic", 0, KEY), rounded)
@@ -99,13 +107,19 @@ def test_rounding_draws_from_the_key_itself() -> None:
     assert 200 < (flipped != rounded).sum() < 300
 
 
-@pytest.mark.slow
-def test_transforms() -> None:
+@pytest.mark.parametrize("kind", ["vmap", pytest.param("others", marks=pytest.mark.slow)])
+def test_transforms(kind: str) -> None:
+    if kind == "others":
+        other_transforms()
+        return
     x = jnp.asarray(np.random.default_rng(0).standard_normal((3, 50)), jnp.float32)
     keys = jax.random.split(KEY, 3)
     eager = np.stack([jc.flip_bits(np.asarray(row), "e4m3", 0.5, key) for row, key in zip(x, keys, strict=True)])
     batched = jax.jit(jax.vmap(lambda row, key: jc.flip_bits(row, "e4m3", 0.5, key)))(x, keys)
     np.testing.assert_array_equal(batched, eager)
+
+
+def other_transforms() -> None:
     clipped = jc.Spec("e4m3", overflow="saturate", gradient="clipped")
     slopes = jax.grad(lambda v: jc.flip_bits(v, clipped, 0.5, KEY).sum())(jnp.array([1.0, 1e6, -3.0]))
     assert slopes.tolist() == [1.0, 0.0, 1.0]
@@ -133,3 +147,6 @@ def test_refused() -> None:
     ):
         with pytest.raises(error, match=said):
             call()
+
+
+test_further = further.test()

@@ -125,7 +125,6 @@ def test_an_unbatched_tangent_with_batched_residuals():
     np.testing.assert_array_equal(pull(f, x, g), jnp.clip(g[0], -0.25, 0.25) + jnp.clip(g[1], -0.5, 0.5))
 
 
-@pytest.mark.slow
 @pytest.mark.smoke
 def test_nested_vmap():
     rule = lambda g, r, s: g / jnp.abs(g).max() * r + s  # noqa: E731
@@ -228,7 +227,7 @@ STEPS = {
 }
 
 
-@pytest.mark.slow
+@pytest.mark.in_turn(1000)
 @pytest.mark.parametrize("name", STEPS)
 def test_second_derivatives_of_loops(name):
     """JAX takes a loop apart for a derivative by reverse mode; the rules of the functions in it have to stay."""
@@ -308,6 +307,7 @@ LINEAR = {
 }
 
 
+@pytest.mark.in_turn(1000)
 @pytest.mark.parametrize("name", LINEAR)
 def test_the_transpose_of_a_rounded_linear_function(name):
     """It is that of the carrier's map with the rounded matrix."""
@@ -329,8 +329,8 @@ def test_a_transpose_applies_the_rule_of_the_cotangent():
     assert back(jnp.array([1.1, 1.2, 3.3]))[0].tolist() == [1.0, 1.25, 3.5]
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(("solve", "name"), [("bicgstab", "emulate"), ("bicgstab", "matmul"), ("gmres", "round")])
+@pytest.mark.in_turn(1000)
+@pytest.mark.parametrize(("solve", "name"), [("bicgstab", "matmul"), ("bicgstab", "emulate"), ("gmres", "round")])
 def test_the_gradient_of_an_iterative_solver(solve, name):
     """It solves the transposed system, here also within an emulated program of 12 bits."""
     function, matrix = LINEAR[name]

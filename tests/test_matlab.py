@@ -11,6 +11,7 @@ import jax
 import numpy as np
 import oracle
 import pytest
+from each_case import each
 
 import jchop as jc
 from jchop import matlab
@@ -36,7 +37,7 @@ def test_formats_and_directions(name: str, values: oracle.FloatSet, reach: int) 
         exact.assert_same(matlab.chop(x, {"format": name, "round": float(number)}), exact.rounded(x, values, mode))
 
 
-@pytest.mark.parametrize("subnormal", [0, 1])
+@each("subnormal", [0, 1])
 def test_a_number_below_half_of_the_smallest_is_rounded_once(subnormal: int) -> None:
     """MATLAB's rounds it to half of the smallest number first, and then up."""
     smallest = 2.0**-14 if subnormal == 0 else 2.0**-24
@@ -85,7 +86,6 @@ def test_what_matlab_passes() -> None:
     assert isinstance(scalar, np.float64) and scalar == wanted[0, 0]
 
 
-@pytest.mark.slow
 def test_random_rounding() -> None:
     x = exact.numbers(300, -16, 17)
     values = oracle.ieee(5, 2)
@@ -122,7 +122,6 @@ def test_random_numbers_of_the_callers_own(dtype: Any) -> None:
             matlab.chop(x, {"round": 5, "randfunc": wrong})
 
 
-@pytest.mark.slow
 def test_flips() -> None:
     x = np.random.default_rng(0).standard_normal((4, 50))
     got = matlab.chop(x, {"format": "h", "flip": 1, "p": 0.25, "seed": 9})

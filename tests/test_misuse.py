@@ -246,16 +246,26 @@ def test_masked_blocks_of_dask_are_refused() -> None:
         jc.round_to_format(array, "e5m2").compute()
 
 
-@pytest.mark.slow
-def test_what_is_near_a_misuse_still_works() -> None:
+@pytest.mark.parametrize("part", ["rounding", *(pytest.param(p, marks=pytest.mark.slow) for p in ("packed", "math"))])
+def test_what_is_near_a_misuse_still_works(part: str) -> None:
+    {"rounding": near_of_rounding, "packed": near_of_packed, "math": near_of_math}[part]()
+
+
+def near_of_rounding() -> None:
     keys = jax.random.split(key())
     rounded(TWICE, gradient_key=keys[1])
     rounded(OFFSET, gradient_key=key())  # which nothing draws from
     np.testing.assert_array_equal(rounded(offset=jnp.int32(3)), rounded(offset=3))
+
+
+def near_of_packed() -> None:
     q = jc.quantize(jnp.asarray(X), "int8(channel=0)")
     whole = np.asarray(jc.dequantize(q))
     np.testing.assert_array_equal(jc.dequantize(q[np.array([-1, 0, -2])]), whole[[-1, 0, -2]])
     np.testing.assert_array_equal(jax.jit(lambda i: jc.dequantize(q[i]))(jnp.array([1])), whole[[1]])
+
+
+def near_of_math() -> None:
     assert np.isnan(math.add(X, float("nan"), "bfloat16")).all()
     assert np.isinf(math.add(X, -float("inf"), "bfloat16")).all()
     assert float(math.var(X, "bfloat16", ddof=7)) > 0

@@ -11,6 +11,7 @@ import gfloat.formats as gf
 import numpy as np
 import oracle
 import pytest
+from each_case import each
 from oracle import CARRIERS, Special, pow2, round_exact
 
 # The table of facts, from the documents that define the formats:
@@ -38,10 +39,7 @@ FACTS = {
 }
 
 
-@pytest.mark.in_turn(3)
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=pytest.mark.slow if name.endswith("16") else ()) for name in FACTS]
-)
+@each("name", FACTS)
 def test_format_facts(name):
     fmt = {**cases.NAMED, **cases.P3109}[name]
     largest, normal, subnormal, inf, nan, negative_zero, count = FACTS[name]
@@ -50,10 +48,11 @@ def test_format_facts(name):
     smallest = fmt.value(1) if fmt.value(0) == 0 else fmt.value(0)
     assert smallest == pow2(normal if subnormal is None else subnormal)
     assert (fmt.inf, fmt.has_nan, fmt.negative_zero) == (inf, nan, negative_zero)
-    assert len(oracle.values(fmt)) == count
+    if not name.endswith("16"):
+        assert len(oracle.values(fmt)) == count
 
 
-@pytest.mark.parametrize(
+@each(
     ("fmt", "low", "high", "step"),
     [
         (oracle.fixed(4, 4), -8, Fraction(127, 16), Fraction(1, 16)),
@@ -154,7 +153,7 @@ BY_MODE = [
 ]
 
 
-@pytest.mark.parametrize(("fmt", "x", "overflow", "expected"), BY_MODE)
+@each(("fmt", "x", "overflow", "expected"), BY_MODE)
 def test_hand_computed(fmt, x, overflow, expected):
     assert [round_exact(fmt, x, mode, overflow) for mode in oracle.DETERMINISTIC] == expected
 
@@ -168,9 +167,9 @@ def test_flush_takes_every_subnormal():
     assert round_exact(E5M2, below, "nearest_even") == normal
 
 
-@pytest.mark.in_turn(4)
-@pytest.mark.parametrize("mode", oracle.DETERMINISTIC)
-@pytest.mark.parametrize("name", ["float8_e4m3fn", "float8_e5m2fnuz", "float6_e3m2fn", "binary8p3sf", "binary8p1se"])
+@pytest.mark.in_turn(6)
+@pytest.mark.parametrize("name", ["float6_e3m2fn", "float8_e4m3fn", "float8_e5m2fnuz", "binary8p3sf", "binary8p1se"])
+@each("mode", oracle.DETERMINISTIC)
 def test_values_stay_and_order_is_kept(name, mode):
     fmt = oracle.p3109(8, int(name[8]), extended=name[-1] == "e") if "p" in name else cases.NAMED[name]
     values = oracle.values(fmt)
@@ -182,8 +181,8 @@ def test_values_stay_and_order_is_kept(name, mode):
     assert plain == sorted(plain)
 
 
-@pytest.mark.parametrize("mode", oracle.STOCHASTIC)
-@pytest.mark.parametrize("n", [1, 2, 3, 5])
+@each("mode", oracle.STOCHASTIC)
+@each("n", [1, 2, 3, 5])
 def test_probability_counts_the_draws(mode, n):
     for k in range(97):
         nu = F(k, 97)
@@ -205,7 +204,7 @@ def test_probability_by_hand():
         assert oracle.probability_away(mode, F(0), 3) == 0
 
 
-@pytest.mark.parametrize("carrier", CARRIERS.values(), ids=CARRIERS)
+@each("carrier", CARRIERS.values())
 def test_bit_patterns_go_and_return(carrier, rng):
     patterns = cases.bits(cases.adversarial(oracle.ieee(carrier.e, carrier.m), carrier.name, 600, rng))
     with np.errstate(invalid="ignore"):  # signalling NaNs
@@ -224,7 +223,7 @@ def test_bit_patterns_go_and_return(carrier, rng):
         oracle.to_bits(pow2(carrier.bias + 1), carrier)
 
 
-@pytest.mark.parametrize(
+@each(
     ("text", "carriers"),
     [
         ("binary16", "float16 float32 float64"),
@@ -259,7 +258,12 @@ BATCH_FORMATS = {
 @pytest.mark.in_turn(90)
 @pytest.mark.parametrize(
     ("name", "carrier"),
-    [(name, c) for name, fmt in BATCH_FORMATS.items() for c in CARRIERS if oracle.held(fmt, CARRIERS[c])],
+    [
+        pytest.param(name, carrier, marks=pytest.mark.slow if carrier == "float64" else ())
+        for name, fmt in BATCH_FORMATS.items()
+        for carrier in CARRIERS
+        if oracle.held(fmt, CARRIERS[carrier])
+    ],
 )
 def test_batch_is_the_truth(name, carrier, rng):
     fmt = BATCH_FORMATS[name]
@@ -299,14 +303,14 @@ GFLOAT_MODES = {
 
 
 @pytest.mark.in_turn(6)
-@pytest.mark.parametrize("mode", GFLOAT_MODES)
 @pytest.mark.parametrize("name", GFLOAT_FORMATS)
+@each("mode", GFLOAT_MODES)
 def test_oracle_agrees_with_gfloat(name, mode, rng):
     info, ours = GFLOAT_FORMATS[name]
     fmt = {**cases.NAMED, **cases.P3109}[ours]
     carrier = CARRIERS["float64"]
     # Not float64 inputs: gfloat adds 1/2 in float64, so 1/2 - 2^-54 counts as a tie.
-    x = cases.adversarial(fmt, "float32", 150, rng)
+    x = cases.adversarial(fmt, "float32", 100, rng)
     x = x[~np.isnan(x)].astype(np.float64)
     for overflow, saturate in (("ieee", False), ("saturate", True)):
         if not saturate and not (fmt.inf or fmt.has_nan):

@@ -5,12 +5,13 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from each_case import each
 
 from jchop._paths import check_pattern, matches_path, names_last, nearest_paths, pattern_of
 
 
 @pytest.mark.smoke
-@pytest.mark.parametrize(
+@each(
     ("pattern", "yes", "no"),
     [
         ("*", ["", "a", "a/b"], []),
@@ -47,7 +48,7 @@ def test_the_last_part() -> None:
     assert not names_last("!kernel", "mlp/kernel") and not names_last("/", "kernel")
 
 
-@pytest.mark.parametrize(
+@each(
     ("pattern", "error", "words"),
     [
         ("", TypeError, "'' must be"), (" ", TypeError, "must be"), (3, TypeError, "=3 must be"),
@@ -74,7 +75,7 @@ def test_the_nearest_paths_come_first() -> None:
     assert nearest_paths(["head"], ["head", "head/kernel"]) == "; the nearest paths are 'head/kernel'"
 
 
-@pytest.mark.parametrize("path", ["", "w", "a/b", "a b", "!c", "{d}/e", "f*?", "[g]", "h\\i", "j,k"])
+@each("path", ["", "w", "a/b", "a b", "!c", "{d}/e", "f*?", "[g]", "h\\i", "j,k"])
 def test_the_pattern_of_a_path_matches_it_and_not_others(path: str) -> None:
     pattern = check_pattern("path", pattern_of(path))
     assert matches_path(pattern, path) and not matches_path(pattern, "other")

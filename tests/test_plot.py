@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import io
-import subprocess
-import sys
-from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -34,6 +31,7 @@ def texts(figure: Figure, index: int = 0) -> list[str]:
     return [text.get_text() for text in figure.axes[index].texts]
 
 
+@pytest.mark.smoke
 def test_heat_map_writes_every_number_in_its_cell() -> None:
     figure = heat_map([Panel(VALUES, "accuracy (%)")], ROWS, COLUMNS, title="digits")
     assert texts(figure) == ["90.0", "50.0", "nan", "98.0", "97.5", "98.2"]
@@ -52,7 +50,7 @@ def test_heat_map_ink_stands_out() -> None:
     assert inks[5] == "black"  # the highest value, on the bright end
 
 
-@pytest.mark.in_turn(5)
+@pytest.mark.in_turn(1000)
 @pytest.mark.parametrize(
     "panel",
     [
@@ -91,8 +89,12 @@ def drawn(figure: Figure) -> np.ndarray:
     return np.sort([segment[0][0] for segment in segments])
 
 
-@pytest.mark.in_turn(10)
-@pytest.mark.parametrize("name", [name for name, fmt in CATALOGUE.items() if fmt.bits <= 8])
+#: A format of each shape of the picture, the smallest first.
+DRAWN = ("float4_e2m1fn", "float8_e4m3fn", "float8_e5m2", "float8_e8m0fnu", "float8_e4m3b11fnuz", "float6_e3m2fn")
+
+
+@pytest.mark.in_turn(1000)
+@pytest.mark.parametrize("name", DRAWN)
 def test_value_grid_draws_each_magnitude_once(name: str) -> None:
     fmt = CATALOGUE[name]
     values = fmt.values()
@@ -102,7 +104,7 @@ def test_value_grid_draws_each_magnitude_once(name: str) -> None:
     assert png(figure).startswith(b"\x89PNG")
 
 
-@pytest.mark.in_turn(4)
+@pytest.mark.in_turn(1000)
 @pytest.mark.parametrize(
     "text", ["fixed4.4", "integer8", "uinteger4", "codebook(-1,-0.5,0.25)", "codebook(2)", "e4m3(subnormals=false)"]
 )
@@ -133,8 +135,8 @@ def overlaps(figure: Figure) -> list[tuple[str, str]]:
     return [(a, b) for a, b in others if boxes[a].overlaps(boxes[b]) or boxes[a].overlaps(lines[b])]
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("fmt", [*(fmt for fmt in CATALOGUE.values() if fmt.bits <= 8), parse_format("e5m5")], ids=str)
+@pytest.mark.in_turn(1000)
+@pytest.mark.parametrize("fmt", [*(CATALOGUE[name] for name in DRAWN), parse_format("e5m5")], ids=str)
 def test_value_grid_labels_do_not_overlap(fmt: ElementFormat) -> None:
     assert overlaps(value_grid(fmt)) == []
 
@@ -174,14 +176,6 @@ def test_titles_of_long_codebooks_count_their_levels() -> None:
     assert value_grid("codebook(-1,0.5)").get_suptitle().startswith("codebook(-1.0,0.5): 1 bits")
 
 
-@pytest.mark.smoke
-@pytest.mark.slow
-def test_pyplot_stays_out() -> None:
-    code = "import sys; from jchop import plot; plot.value_grid('e2m1fn'); print('matplotlib.pyplot' in sys.modules)"
-    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=Path(__file__).parents[1])
-    assert run.stdout.strip() == "False"
-
-
 def test_value_grid_refuses_scaled_formats() -> None:
     with pytest.raises(
         TypeError, match="fmt='mxfp4' has no values of its own to draw; pass its element 'float4_e2m1fn'"
@@ -195,7 +189,6 @@ def squares_and_sums(x: jax.Array) -> jax.Array:
     return jnp.exp(y) + 1.0
 
 
-@pytest.mark.slow
 def test_report_draws_what_was_seen() -> None:
     low = jc.emulate(squares_and_sums, "e4m3")
     seen = jc.emulate.report(low, jnp.array([0.03, 0.3, 2.0, 15.0, 40.0]), trace_values=True)
@@ -249,7 +242,6 @@ def test_report_after_an_overflow() -> None:
     assert png(figure).startswith(b"\x89PNG")
 
 
-@pytest.mark.slow
 def test_report_without_losses() -> None:
     low = jc.emulate(lambda x: x + 1.0, "e5m10")
     figure = report(jc.emulate.report(low, jnp.array([1.0, 2.0]), trace_values=True))

@@ -9,9 +9,12 @@ from typing import Any
 import jax
 import numpy as np
 import pytest
+from further import Further
 
 import jchop as jc
 from jchop import MatmulSpec, Probe
+
+further = Further()
 
 #: Fraction bits and least exponent of operands, by type.
 OPERANDS = {"fp16": (10, -14), "bf16": (7, -126), "tf32": (10, -126), "fp8": (3, -6), "fp8_e5m2": (2, -14)}
@@ -19,14 +22,17 @@ OPERANDS = {"fp16": (10, -14), "bf16": (7, -126), "tf32": (10, -126), "fp8": (3,
 NVIDIA = {
     ("volta", "fp16"): (4, 23, 23),
     ("turing", "fp16"): (8, 24, 23),
-    **{(unit, dtype): (8, 24, 23) for unit in ("ampere", "ada") for dtype in ("fp16", "bf16")},
-    **{(unit, "tf32"): (4, 24, 23) for unit in ("ampere", "ada")},
-    **{(unit, dtype): (16, 25, 23) for unit in ("hopper", "blackwell") for dtype in ("fp16", "bf16")},
-    **{(unit, "tf32"): (8, 25, 23) for unit in ("hopper", "blackwell")},
+    **{("ampere", dtype): (8, 24, 23) for dtype in ("fp16", "bf16")},
+    ("ampere", "tf32"): (4, 24, 23),
+    **{("hopper", dtype): (16, 25, 23) for dtype in ("fp16", "bf16")},
+    ("hopper", "tf32"): (8, 25, 23),
     **{("ada", dtype): (16, 13, 13) for dtype in ("fp8", "fp8_e5m2")},
     **{("hopper", dtype): (32, 13, 13) for dtype in ("fp8", "fp8_e5m2")},
     **{("blackwell", dtype): (32, 25, 23) for dtype in ("fp8", "fp8_e5m2")},
 }
+#: Later units with the arithmetic of an earlier one.
+SAME = {(late, dtype): early for late, early in (("ada", "ampere"), ("blackwell", "hopper"))
+        for dtype in ("fp16", "bf16", "tf32")}  # fmt: skip
 #: Products of even and odd index are aligned apart, then moved to one grid, downward.
 HALVES = {("cdna3", dtype): 16 for dtype in ("fp8", "fp8_e5m2")}
 SCALED = {("blackwell", dtype): 32 for dtype in ("mxfp8", "mxfp8_e5m2")}
@@ -34,77 +40,55 @@ SCALED = {("blackwell", dtype): 32 for dtype in ("mxfp8", "mxfp8_e5m2")}
 UNSEEN = {("blackwell", "mxfp4"), ("blackwell", "nvfp4")}
 AMD = {("cdna1", "fp16"): 4, ("cdna1", "bf16"): 2, ("cdna2", "fp16"): 4, ("cdna2", "bf16"): 4}
 LATE = {("cdna3", "fp16"): 8, ("cdna3", "bf16"): 8, ("cdna3", "tf32"): 4}
-#: In the default run: the four published probes are 23, 24, 25 and 13.
-QUICK = {("volta", "fp16"), ("ampere", "fp16"), ("hopper", "fp16"), ("hopper", "fp8"), ("cdna2", "fp16")}
-QUICK |= {("cdna3", "fp16")}
+#: In the default run.
+QUICK = [("ampere", "fp16"), ("cdna2", "fp16")]
 
 
 def compiled(spec: MatmulSpec) -> Callable[[Any, Any], Any]:
     return jax.jit(partial(jc.math.matmul, spec=spec))
 
 
-def rows(table: dict[tuple[str, str], Any]) -> list[Any]:
-    return [pytest.param(*key, value, marks=[] if key in QUICK else [pytest.mark.slow]) for key, value in table.items()]
+#: The order, the products in a block, the bits that alignment keeps of products and of the sum, how both are cut, the
+#: bits of a sum, and its rounding.
+UNITS: dict[tuple[str, str], tuple[Any, ...]] = {
+    **{unit: ("aligned", k, bits, bits, "toward_zero", "toward_zero", out, "toward_zero")
+       for unit, (k, bits, out) in NVIDIA.items()},
+    **{unit: ("aligned", k, 25, 25, "toward_zero", "toward_zero", 23, "toward_zero") for unit, k in SCALED.items()},
+    **{unit: ("aligned", k, 24, 24, "toward_zero", "down", 23, "nearest_even") for unit, k in LATE.items()},
+    **{unit: ("aligned", k, 24, 24, "down", "down", 23, "nearest_even") for unit, k in HALVES.items()},
+    **{unit: ("blocked_pairwise", k, None, None, None, None, 23, "nearest_even") for unit, k in AMD.items()},
+}  # fmt: skip
 
 
-def found(unit: str, dtype: str, **more: Any) -> Probe:
-    probed = jc.probe(compiled(jc.tensor_core(unit, dtype, **more)), length=80)
-    assert (probed.operand_bits, probed.operand_emin) == OPERANDS[dtype]
-    assert probed.subnormal_operands is (unit != "cdna2")
-    return probed
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("unit", "dtype", "numbers"), rows(NVIDIA))
-def test_units_of_one_stage(unit: str, dtype: str, numbers: tuple[int, int, int]) -> None:
-    p = found(unit, dtype)
-    assert (p.order, p.k, p.bits, p.out_bits, p.promote_every) == ("aligned", *numbers, None)
-    assert p.sum_bits == p.bits
-    assert {p.cut, p.sum_cut, p.rounding} == {"toward_zero"}
-
-
-@pytest.mark.parametrize(("unit", "dtype", "k"), rows(LATE))
-def test_units_of_two_stages(unit: str, dtype: str, k: int) -> None:
-    p = found(unit, dtype)
-    assert (p.order, p.k, p.bits, p.sum_bits, p.out_bits) == ("aligned", k, 24, 24, 23)
-    assert (p.cut, p.sum_cut, p.rounding) == ("toward_zero", "down", "nearest_even")
-
-
-@pytest.mark.parametrize(("unit", "dtype", "k"), rows(AMD))
-def test_units_of_pairs(unit: str, dtype: str, k: int) -> None:
-    p = found(unit, dtype)
-    assert (p.order, p.k, p.bits, p.out_bits, p.rounding) == ("blocked_pairwise", k, None, 23, "nearest_even")
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("unit", "dtype"), HALVES)
-def test_units_of_two_halves(unit: str, dtype: str) -> None:
+@pytest.mark.parametrize(
+    ("unit", "dtype"), [*QUICK, *(pytest.param(*unit, marks=pytest.mark.slow) for unit in UNITS if unit not in QUICK)]
+)
+def test_units(unit: str, dtype: str) -> None:
     p = jc.probe(compiled(jc.tensor_core(unit, dtype)), length=80)
-    assert (p.order, p.k, p.bits, p.sum_bits, p.out_bits) == ("aligned", 16, 24, 24, 23)
-    assert (p.cut, p.sum_cut, p.rounding) == ("down", "down", "nearest_even")
-    assert (p.operand_bits, p.operand_emin) == {"fp8": (3, -7), "fp8_e5m2": (2, -15)}[dtype]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("unit", "dtype"), SCALED)
-def test_units_of_scaled_operands(unit: str, dtype: str) -> None:
-    p = jc.probe(compiled(jc.tensor_core(unit, dtype)), length=80)
-    assert (p.order, p.k, p.bits, p.sum_bits, p.out_bits) == ("aligned", 32, 25, 25, 23)
-    assert {p.cut, p.sum_cut, p.rounding} == {"toward_zero"}
-    assert p.operand_bits == OPERANDS[dtype.removeprefix("mx")][0]
+    assert (p.order, p.k, p.bits, p.sum_bits, p.cut, p.sum_cut, p.out_bits, p.rounding) == UNITS[unit, dtype]
+    assert p.promote_every is None
+    bits, emin = OPERANDS[dtype.removeprefix("mx")]
+    assert p.operand_bits == bits
+    if (unit, dtype) not in SCALED:
+        assert p.operand_emin == emin - ((unit, dtype) in HALVES)
+        assert p.subnormal_operands is (unit != "cdna2")
 
 
 def test_every_unit_is_probed() -> None:
     table = {(unit, dtype) for unit, types in jc.TENSOR_CORES.items() for dtype in types}
-    assert table == {*NVIDIA, *AMD, *LATE, *HALVES, *SCALED, *UNSEEN, ("tpu", "bf16")}
+    assert table == {*UNITS, *SAME, *UNSEEN, ("tpu", "bf16")}
+    for (unit, dtype), early in SAME.items():
+        assert jc.tensor_core(unit, dtype) == jc.tensor_core(early, dtype), (unit, dtype)
 
 
-@pytest.mark.slow
-def test_promotion_and_a_half_accumulator() -> None:
-    p = jc.probe(compiled(jc.tensor_core("hopper", "fp8", promote_every=128)))
-    assert (p.order, p.k, p.bits, p.promote_every) == ("aligned", 32, 13, 128)
-    half = found("hopper", "fp16", out="binary16")
-    assert (half.out_bits, half.rounding) == (10, "nearest_even")
+@pytest.mark.parametrize("dtype", ["fp16", pytest.param("fp8", marks=pytest.mark.slow)])
+def test_promotion_and_a_half_accumulator(dtype: str) -> None:
+    if dtype == "fp8":
+        p = jc.probe(compiled(jc.tensor_core("hopper", "fp8", promote_every=128)))
+        assert (p.order, p.k, p.bits, p.promote_every) == ("aligned", 32, 13, 128)
+    else:
+        half = jc.probe(compiled(jc.tensor_core("hopper", "fp16", out="binary16")), length=80)
+        assert (half.out_bits, half.rounding) == (10, "nearest_even")
 
 
 #: Orders and their blocks.
@@ -112,14 +96,20 @@ ORDERS = {"sequential": None, "pairwise": None, "blocked(8)": 8, "blocked_pairwi
 MODES = ("nearest_away", "nearest_even", "nearest_zero", "toward_zero", "up", "down", "odd")
 
 
-@pytest.mark.parametrize("accumulate", ["e8m13", "e8m18", "e5m10"])
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize(("order", "k"), ORDERS.items())
+#: Each order with each rounding, under one of three accumulators.
+SUMS = [
+    (order, mode, ("e8m13", "e8m18", "e5m10")[(i + j) % 3])
+    for i, mode in enumerate(MODES)
+    for j, order in enumerate(ORDERS)
+]
+
+
 @pytest.mark.in_turn(50)
-def test_every_order_and_rounding(order: str, k: int | None, mode: str, accumulate: str) -> None:
+@pytest.mark.parametrize(("order", "mode", "accumulate"), SUMS)
+def test_every_order_and_rounding(order: str, mode: str, accumulate: str) -> None:
     p = jc.probe(compiled(MatmulSpec("binary16", accumulate=f"{accumulate}:{mode}", order=order)), length=64)
     bits = int(accumulate.partition("m")[2])
-    assert (p.order, p.k, p.out_bits, p.rounding) == (order.partition("(")[0], k, bits, mode)
+    assert (p.order, p.k, p.out_bits, p.rounding) == (order.partition("(")[0], ORDERS[order], bits, mode)
 
 
 def test_fused_sums_and_blocks() -> None:
@@ -153,14 +143,15 @@ def test_arithmetic_of_numpy() -> None:
         assert jc.probe(halves, length=64).order == "pairwise"
 
 
-@pytest.mark.parametrize("length", [64, 65, 68, 288])
-def test_sums_from_the_last_product_are_another_order(length: int) -> None:
-    assert jc.probe(lambda a, b: one_by_one(a[:, ::-1], b[::-1]), length=length).order == "other"
+def test_sums_from_the_last_product_are_another_order() -> None:
+    for length in (64, 65, 68, 288):
+        assert jc.probe(lambda a, b: one_by_one(a[:, ::-1], b[::-1]), length=length).order == "other", length
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(("k", "length"), [(64, 64), (64, 67), (61, 64), (62, 65), (63, 66)])
-def test_a_block_that_is_as_long_as_the_sum_is_refused(k: int, length: int) -> None:
+@further
+@pytest.mark.in_turn(20)
+@pytest.mark.parametrize(("k", "length"), [(61, 64), (64, 64), (63, 66)])
+def a_block_that_is_as_long_as_the_sum_is_refused(k: int, length: int) -> None:
     product = compiled(MatmulSpec("binary16", accumulate="binary32:toward_zero", order=f"aligned({k}, 24)"))
     with pytest.raises(ValueError, match=rf"length={length} must be {k + 4} or more: matmul sums {k} or more at once"):
         jc.probe(product, length=length)
@@ -168,9 +159,10 @@ def test_a_block_that_is_as_long_as_the_sum_is_refused(k: int, length: int) -> N
     assert (p.order, p.k, p.bits, p.out_bits) == ("aligned", k, 24, 23)
 
 
+@further
 @pytest.mark.parametrize("bits", [24, 28, 31, 32, 33, 40])
-@pytest.mark.in_turn(2)
-def test_wide_accumulators(bits: int) -> None:
+@pytest.mark.in_turn(100)
+def wide_accumulators(bits: int) -> None:
     spec = MatmulSpec(accumulate=f"e11m{bits}", order="sequential")
     p = jc.probe(lambda a, b: jc.math.matmul(a.astype(float), b.astype(float), spec), length=64)
     assert (p.order, p.out_bits, p.rounding) == ("sequential", bits, "nearest_even")
@@ -189,7 +181,8 @@ def test_a_float64_sum_and_operands_that_do_not_show_it() -> None:
     assert (narrow.order, narrow.out_bits, narrow.rounding) == ("other", None, None)
 
 
-def test_a_probe_is_shown_as_a_table() -> None:
+@further.first
+def a_probe_is_shown_as_a_table() -> None:
     p = Probe("aligned", 4, 23, subnormal_operands=False)
     assert "products in a block                       4\n" in str(p)
     assert "read as zero" in p._repr_html_()
@@ -206,3 +199,6 @@ def test_refusals() -> None:
             jc.probe(lambda a, b, wrong=wrong: np.full_like(a, wrong), length=64)
     with pytest.raises(ValueError, match=r"matmul gave shape \(64,\)"):
         jc.probe(lambda a, b: a[0], length=64)
+
+
+test_further = further.test()

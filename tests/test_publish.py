@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from each_case import each
 
 DOCS = Path(__file__).resolve().parents[1] / "docs"
 
@@ -51,7 +52,7 @@ def test_a_version_is_replaced_as_a_whole(tmp_path: Path) -> None:
     assert not (site / "dev" / "old.html").exists() and (site / "dev" / "new.html").exists()
 
 
-@pytest.mark.parametrize("name", ["", "..", "a/b", "-x"])
+@each("name", ["", "..", "a/b", "-x"])
 def test_names_that_are_no_folders_are_refused(name: str, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="NAME="):
         load().publish(built(tmp_path / "a"), tmp_path / "site", name)

@@ -15,6 +15,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from each_case import each
+from further import Further
+
+further = Further()
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = sorted(
@@ -69,9 +73,10 @@ def run_python(block: str, namespace: dict[str, Any], where: str) -> None:
             exec(compile(ast.Module([statement], []), where, "exec"), namespace)
 
 
+@further
 @pytest.mark.in_turn(20)
 @pytest.mark.parametrize("page", [pytest.param(page, marks=[pytest.mark.slow] * (page in LONG)) for page in PAGES])
-def test_python_blocks_run_and_show_what_they_give(page: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def python_blocks_run_and_show_what_they_give(page: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     if page in NEEDS:
         pytest.importorskip(NEEDS[page])
     monkeypatch.chdir(tmp_path)  # for files that a page writes
@@ -124,7 +129,8 @@ def test_console_lines_run_and_print_what_is_shown(
         assert printed == [line.rstrip() for line in lines]
 
 
-def test_commands_for_a_fresh_machine_are_marked() -> None:
+@further.first
+def commands_for_a_fresh_machine_are_marked() -> None:
     """.ci/run takes the two set-up commands from README.md by these marks."""
     text = (ROOT / "README.md").read_text(encoding="utf-8")
     for mark, last in (("study", "jchop study"), ("tests", "pytest -n 2")):
@@ -133,10 +139,13 @@ def test_commands_for_a_fresh_machine_are_marked() -> None:
         assert found[1].endswith(last), found[1]
 
 
-@pytest.mark.parametrize("folder", [".", "docs", "docs/tasks", "examples/llama"])
+@each("folder", [".", "docs", "docs/tasks", "examples/llama"])
 def test_links_have_a_text_and_a_file(folder: str) -> None:
     """Pages are read as plain Markdown, too: nothing is there that only Sphinx makes."""
     for page in (ROOT / folder).glob("*.md"):
         links = re.findall(r"\[([^][]*)\]\(([^)#\s]*)[^)]*\)", _BLOCK.sub("", page.read_text(encoding="utf-8")))
         for text, target in links:
             assert text and ("://" in target or (page.parent / target).exists()), (page, text, target)
+
+
+test_further = further.test()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import cases
@@ -10,10 +11,13 @@ import jax.numpy as jnp
 import numpy as np
 import oracle
 import pytest
+from further import Further
 from jax import lax
-from test_round_transforms import CASES, KEY, OTHER, numbers, rounded, same
+from test_round_transforms import KEY, OTHER, numbers, rounded, same
 
 import jchop as jc
+
+further = Further()
 
 
 def pulled(x: jax.Array, cotangent: jax.Array, spec: Any, key: jax.Array = KEY, **more: Any) -> jax.Array:
@@ -44,7 +48,6 @@ def test_straight_through_is_the_identity(dtype, spec):
     same(value, rounded(x, spec))
 
 
-@pytest.mark.slow
 @pytest.mark.smoke
 def test_every_way_to_differentiate():
     x = jnp.asarray(numbers(np.float32, (5,)))
@@ -67,7 +70,6 @@ def test_numbers_and_empty_arrays():
     assert jax.grad(lambda x: rounded(x, "e5m2:gradient=[e4m3]").sum())(jnp.zeros((0, 3))).shape == (0, 3)
 
 
-@pytest.mark.slow
 def test_offsets_and_keys_have_no_derivative():
     x = jnp.ones(3)
     nothing = np.zeros((), jax.dtypes.float0)
@@ -182,9 +184,10 @@ def test_cotangents_are_rounded(dtype, to):
     same(tangent(x, cotangent), cotangent)
 
 
-@pytest.mark.slow
+@further
+@pytest.mark.in_turn(1000)
 @pytest.mark.parametrize("forward", ["e5m2", "e5m2:stochastic"])
-def test_cotangents_are_rounded_stochastically_with_a_key_of_their_own(forward):
+def cotangents_are_rounded_stochastically_with_a_key_of_their_own(forward):
     x, cotangent = (jnp.asarray(numbers(np.float32, (3, 257), seed)) for seed in (0, 1))
     spec = f"{forward}:gradient=[e4m3:stochastic]"
     expected = jc.round_to_format(cotangent, "e4m3:stochastic", OTHER)
@@ -204,8 +207,7 @@ def test_clipped_and_rounded():
     same(got, jnp.array([0.3125, 0.0, 448.0, -0.6875]))
 
 
-@pytest.mark.slow
-def test_vmap_of_rounded_cotangents():
+def vmap_of_rounded_cotangents():
     """Over split gradient keys, one shared key, rows of x only, and rows of the cotangent only: always the loop."""
     x, cotangent = (jnp.asarray(numbers(np.float32, (3, 17), seed)) for seed in (0, 1))
     keys = jax.random.split(KEY, 3)
@@ -230,8 +232,7 @@ def test_vmap_of_rounded_cotangents():
     same(inside(x, cotangent), jnp.stack([rows[i][i] for i in range(3)]))
 
 
-@pytest.mark.slow
-def test_scan_of_rounded_cotangents():
+def scan_of_rounded_cotangents():
     """Backward through a scan, each step's cotangent is rounded with its own key, as in the unrolled loop."""
     x, keys, others = jnp.asarray(numbers(np.float32, (17,))), jax.random.split(KEY, 3), jax.random.split(OTHER, 3)
     spec = "e5m2:stochastic:gradient=clipped+[e4m3:stochastic]"
@@ -250,7 +251,17 @@ def test_scan_of_rounded_cotangents():
     same(pushed(x), x)
 
 
-def test_the_carrier_of_the_cotangent_is_checked_forward():
+@further
+@pytest.mark.in_turn(1000)
+@pytest.mark.parametrize(
+    "check", [scan_of_rounded_cotangents, vmap_of_rounded_cotangents], ids=lambda check: check.__name__
+)
+def cotangents_within_transforms(check: Callable[[], None]) -> None:
+    check()
+
+
+@further.first
+def the_carrier_of_the_cotangent_is_checked_forward():
     """A cotangent has the dtype of x, so a format it cannot hold is refused when the function is traced."""
     x = jnp.ones(3, jnp.float16)
     with pytest.raises(ValueError, match=r"float16.*bfloat16"):
@@ -284,9 +295,4 @@ def test_second_derivatives(nesting, spec):
     same(squared, jnp.diag(jnp.array([2.0, 2.0, 0.0 if "clipped" in spec else 2.0])))
 
 
-@pytest.mark.slow
-def test_hessian_of_the_table():
-    for text, dtype, shape in CASES.values():
-        if shape == (17,) and np.dtype(dtype).kind == "f" and "stochastic" not in text:
-            x = jnp.asarray(numbers(dtype, (2,)))
-            same(jax.jit(jax.hessian(lambda x, text=text: rounded(x, text).sum()))(x), jnp.zeros((2, 2), dtype))
+test_further = further.test()

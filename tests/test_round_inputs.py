@@ -11,8 +11,12 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
+from each_case import each
+from further import Further
 
 import jchop as jc
+
+further = Further()
 
 KEY = jax.random.key(0)
 #: Values and what e4m3 makes of them: ties to even, an overflow, a subnormal.
@@ -57,7 +61,7 @@ KINDS: dict[str, Callable[[], Any]] = {
 }
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@each("kind", KINDS)
 def test_float64_in_many_guises(kind):
     x = KINDS[kind]()
     before = np.asarray(x).copy()
@@ -69,8 +73,8 @@ def test_float64_in_many_guises(kind):
     assert np.asarray(x).tobytes() == before.tobytes()
 
 
-@pytest.mark.parametrize("dtype", [np.float16, np.float32, np.float64, ml_dtypes.bfloat16], ids=lambda d: d.__name__)
-@pytest.mark.parametrize("shape", [(5,), (5, 1), (0,), (2, 0)], ids=str)
+@each("dtype", [np.float16, np.float32, np.float64, ml_dtypes.bfloat16])
+@each("shape", [(5,), (5, 1), (0,), (2, 0)])
 def test_dtypes_and_shapes(shape, dtype):
     values, expected = (np.array(v, dtype)[: int(np.prod(shape))].reshape(shape) for v in (VALUES, ROUNDED))
     check(jc.round_to_format(values, "e4m3"), expected, dtype)
@@ -80,7 +84,7 @@ def test_dtypes_and_shapes(shape, dtype):
         check(out, expected, dtype)
 
 
-@pytest.mark.parametrize(
+@each(
     ("scalar", "kind"),
     [
         (0.3, np.float64),
@@ -91,7 +95,6 @@ def test_dtypes_and_shapes(shape, dtype):
         (0.3 - 1.0625j, np.complex128),
         (np.complex64(0.3 - 1.0625j), np.complex64),
     ],
-    ids=lambda value: type(value).__name__ if not isinstance(value, type) else "",
 )
 def test_scalars(scalar, kind):
     out = jc.round_to_format(scalar, "e4m3")
@@ -125,8 +128,8 @@ def test_float64_is_rounded_from_float64():
                   np.float64)  # fmt: skip
 
 
-@pytest.mark.parametrize("text", ["e4m3", "e4m3:stochastic"])
-@pytest.mark.parametrize("order", ["C", "F", "transposed", "strided", "reversed", "read-only"])
+@each("text", ["e4m3", "e4m3:stochastic"])
+@each("order", ["C", "F", "transposed", "strided", "reversed", "read-only"])
 def test_the_layout_in_memory_changes_nothing(order, text):
     """The flat index of an element counts in C order, whatever lies where."""
     x = np.random.default_rng(0).standard_normal((6, 8)).astype(np.float32)
@@ -145,7 +148,6 @@ def test_the_layout_in_memory_changes_nothing(order, text):
     assert out.flags.writeable and not np.shares_memory(out, laid)
 
 
-@pytest.mark.slow
 def test_complex_numbers_are_rounded_by_parts():
     z = np.array([0.3 - 1.0625j, complex(1000, -0.0), complex(np.nan, 0.3)], np.complex64)
     check(jc.round_to_format(z, "e4m3"), [0.3125 - 1j, complex(np.inf, -0.0), complex(np.nan, 0.3125)], np.complex64)
@@ -356,9 +358,10 @@ CALLS: dict[str, tuple[Callable[[Any], Any], type[Exception], list[str]]] = {
 }
 
 
+@further
 @pytest.mark.parametrize("kind", ["numpy", "jax", "jit", "vmap", "grad"])
-@pytest.mark.parametrize("name", CALLS)
-def test_refusals_name_argument_value_and_remedy(name, kind):
+@each("name", CALLS)
+def refusals_name_argument_value_and_remedy(name, kind):
     """The same words whether the call runs at once or is being traced."""
     call, error, words = CALLS[name]
     with pytest.raises(error) as caught:
@@ -376,7 +379,7 @@ def test_refusals_name_argument_value_and_remedy(name, kind):
     assert not missing, f"{missing} is not said: {caught.value}"
 
 
-@pytest.mark.parametrize(
+@each(
     ("x", "word"),
     [
         (3, "int64"),
@@ -398,7 +401,6 @@ def test_refusals_name_argument_value_and_remedy(name, kind):
         (np.array(["2020-01-01"], "M8[D]"), "datetime64"),
         (np.zeros(2, [("a", "f4")]), "[('a', '<f4')]"),
     ],
-    ids=lambda value: repr(value)[:40].replace("\n", " "),
 )
 def test_other_dtypes_are_refused(x, word):
     with pytest.raises(TypeError) as caught:
@@ -415,7 +417,8 @@ def test_integers_are_refused_under_jit():
         jax.jit(lambda x: jc.round_to_format(x, "e5m2"))(jnp.arange(3))
 
 
-def test_extended_precision_is_refused():
+@further.first
+def extended_precision_is_refused():
     if np.dtype(np.longdouble) == np.dtype(np.float64):
         pytest.skip("long double is float64 here")
     with pytest.raises(TypeError, match=r"x has dtype float\d+, which is not a carrier.*astype"):
@@ -427,7 +430,7 @@ def test_ragged_lists_are_refused():
         jc.round_to_format([[1.0], [1.0, 2.0]], "e5m2")
 
 
-@pytest.mark.parametrize("name", ["key", "gradient_key", "offset"])
+@each("name", ["key", "gradient_key", "offset"])
 def test_traced_arguments_beside_numpy_values(name):
     """The result of NumPy input is NumPy, which nothing traced can give."""
     spec = "e5m2:sr:gradient=[e5m2:sr]"
@@ -446,6 +449,9 @@ def test_float64_tracers_need_the_flag_no_more_than_numpy():
         check(out, ROUNDED, np.float64)
 
 
-@pytest.mark.parametrize("key", [None, KEY], ids=["no key", "key"])
+@each("key", [None, KEY])
 def test_deterministic_modes_take_a_key_or_none(key):
     check(jc.round_to_format(np.array(VALUES), "e4m3", key, gradient_key=key), ROUNDED, np.float64)
+
+
+test_further = further.test()

@@ -10,11 +10,14 @@ import ml_dtypes
 import numpy as np
 import oracle
 import pytest
+from further import Further
 from gfloat.types import Domain, Signedness
 from oracle import CARRIERS
-from test_round_values import round_as
+from test_round_values import SIZES, by_itself
 
 import jchop as jc
+
+further = Further()
 
 MODES = {
     "nearest_even": gfloat.RoundMode.TiesToEven,
@@ -103,7 +106,7 @@ def check_with_gfloat(name: str, info: gfloat.FormatInfo, settings: list[tuple[s
         # gfloat raises without NaN; a finite format of P3109 overflows to its largest value, which gfloat has not yet.
         finite = info.domain == Domain.Finite and (info.num_nans == 0 or name in P3109)
         saturate = overflow == "saturate" or finite
-        got = round_as("numpy", x, jc.Spec(name, rounding=mode, overflow=overflow))
+        got = by_itself(x, jc.Spec(name, rounding=mode, overflow=overflow))
         expected = with_gfloat(info, x, MODES[mode], saturate)
         cases.assert_bits(x, got, cases.bits(expected), f"{name} {mode} {overflow}")
 
@@ -114,51 +117,55 @@ def some(name: str) -> list[tuple[str, str]]:
     return [EVERY[(start + step) % len(EVERY)] for step in (0, 3, 6)]
 
 
-@pytest.mark.in_turn(10)
-@pytest.mark.parametrize("name", list(SAMPLED)[::4])  # all of them below, in the slow run
-def test_gfloat(name):
-    check_with_gfloat(name, SAMPLED[name], EVERY if name in NAMED else some(name), 8_000)
+#: gfloat's own formats, and P3109's by width; by default those of 3 bits, and of gfloat's those of 4 and 6.
+GROUPS = {
+    "few bits": [
+        *(name for name in NAMED if name[:6] in ("float4", "float6")),
+        *(n for n, i in P3109.items() if i.k == 3),
+    ],
+    "named": list(NAMED),
+} | {f"{k} bits": [name for name, info in P3109.items() if info.k == k] for k in range(4, 17)}
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", NAMED | P3109)
-def test_all_of_gfloat(name):
-    check_with_gfloat(name, (NAMED | P3109)[name], EVERY if name in NAMED else some(name), 20_000)
+@further
+@pytest.mark.parametrize(
+    "group", [next(iter(GROUPS)), *(pytest.param(g, marks=pytest.mark.slow) for g in list(GROUPS)[1:])]
+)
+def gfloat_too(group):
+    for name in GROUPS[group]:
+        settings, n = (EVERY, 20_000) if name in NAMED else (some(name), 8_000)
+        check_with_gfloat(name, (NAMED | P3109)[name], settings, 1_500 if group == "few bits" else n)
 
 
 def check_draws_with_gfloat(name: str, info: gfloat.FormatInfo, n: int, size: int) -> None:
     x, key = inputs(name, info, size), jax.random.key(n)
-    r = (np.asarray(jc.random_bits(key, x.shape, width=32)) >> np.uint32(32 - n)).astype(np.int64)
+    words = np.asarray(jc.random_bits(key, x.shape, width=32))
+    r = (words >> np.uint32(32 - n)).astype(np.int64)
     for mode, theirs in DRAWN.items():
         spec = jc.Spec(name, rounding=mode, overflow="saturate", random_bits=n)
-        got = np.asarray(jc.round_to_format(x, spec, key))
+        got = by_itself(x, spec, words)
         expected = with_gfloat(info, x, theirs, True, srbits=r, srnumbits=n)
         cases.assert_bits(x, got, cases.bits(expected), f"{name} {mode} {n} bits")
 
 
-@pytest.mark.slow
+DRAWS = [("float8_e4m3fn", (1, 3, 8)), ("float8_e5m2", (2,)), ("binary8p3se", (4,)), ("binary8p1se", (5,)),
+         ("fixed2.6", (3,)), ("bfloat16", (7,))]  # fmt: skip
+#: float64: gfloat's sum rounds.
+ALL_DRAWS = [(name, (1, 5) if len(name) % 2 else (2, 10)) for name in SAMPLED if name != "binary16p8uf"]
+
+
 @pytest.mark.parametrize(
-    ("name", "n"),
+    ("rows", "size"),
     [
-        ("float8_e4m3fn", 1),
-        ("float8_e4m3fn", 3),
-        ("float8_e4m3fn", 8),
-        ("float8_e5m2", 2),
-        ("binary8p3se", 4),
-        ("binary8p1se", 5),
-        ("fixed2.6", 3),
-        ("bfloat16", 7),
+        (DRAWS, 1_500),
+        *(pytest.param(ALL_DRAWS[k::4], 20_000, marks=pytest.mark.slow) for k in range(4)),
     ],
+    ids=["few", *(f"part {k}" for k in range(4))],
 )
-def test_gfloat_given_the_draws(name, n):
-    check_draws_with_gfloat(name, (NAMED | P3109)[name], n, 8_000)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", [name for name in SAMPLED if name != "binary16p8uf"])  # float64: gfloat's sum rounds
-def test_all_of_gfloat_given_the_draws(name):
-    for n in (1, 5) if len(name) % 2 else (2, 10):
-        check_draws_with_gfloat(name, SAMPLED[name], n, 20_000)
+def test_gfloat_given_the_draws(rows, size):
+    for name, numbers in rows:
+        for n in numbers:
+            check_draws_with_gfloat(name, (NAMED | P3109)[name], n, size)
 
 
 ML_DTYPES = [
@@ -177,9 +184,14 @@ ML_DTYPES = [
 ]
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", [*ML_DTYPES, "binary16"])
-def test_ml_dtypes(name):
+@pytest.mark.parametrize("wide", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_ml_dtypes(wide):
+    for name in (*ML_DTYPES, "binary16"):
+        if (jc.formats.CATALOGUE[name].bits > 8) == wide:
+            check_with_ml_dtypes(name)
+
+
+def check_with_ml_dtypes(name: str) -> None:
     """Every value, every middle between neighbours, their float32 neighbours, and hard values, to nearest even."""
     theirs = np.dtype(np.float16 if name == "binary16" else getattr(ml_dtypes, name))
     codes = np.arange(2 ** min(8 * theirs.itemsize, jc.formats.CATALOGUE[name].bits))
@@ -192,7 +204,7 @@ def test_ml_dtypes(name):
         middle = exact.astype(np.float32)
     assert (middle == exact)[np.isfinite(exact) & (np.abs(exact) < 2.0**128)].all()
     x = np.concatenate([middle, np.nextafter(middle, np.float32(np.inf)), np.nextafter(middle, np.float32(-np.inf))])
-    x = np.concatenate([x, cases.adversarial(cases.NAMED[name], "float32", 20_000, np.random.default_rng(1))])
+    x = np.concatenate([x, cases.adversarial(cases.NAMED[name], "float32", 2_000, np.random.default_rng(1))])
     if name in ("float6_e3m2fn", "float6_e2m3fn", "float4_e2m1fn"):
         x = x[~np.isnan(x)]  # no NaN in the format: ours stays in the carrier, theirs is a number
     if name == "float8_e8m0fnu":
@@ -202,11 +214,17 @@ def test_ml_dtypes(name):
         x = x[cases.batch(x).split(cases.E8M0).compared_with_half() != 0]
     with np.errstate(all="ignore"):
         expected = x.astype(theirs).astype(np.float32)
-    cases.assert_bits(x, round_as("numpy", x, jc.Spec(name)), cases.bits(expected), name)
+    parts = range(0, len(x), SIZES[-1])
+    got = np.concatenate([by_itself(x[k : k + SIZES[-1]], jc.Spec(name)) for k in parts])
+    cases.assert_bits(x, got, cases.bits(expected), name)
 
 
-def test_every_ml_dtypes_float_is_compared():
+@further.first
+def every_ml_dtypes_float_is_compared():
     """A new float of ml_dtypes with a name of ours is not forgotten."""
     named = [name for name in jc.formats.CATALOGUE if hasattr(ml_dtypes, name)]
     assert sorted(named) == sorted(ML_DTYPES)
     assert CARRIERS.keys() == cases.DTYPES.keys()
+
+
+test_further = further.test()

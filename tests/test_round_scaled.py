@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+from collections.abc import Callable
 from fractions import Fraction
 from typing import Any
 
@@ -13,6 +14,7 @@ import ml_dtypes
 import numpy as np
 import oracle
 import pytest
+from each_case import each
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax.sharding import AxisType, Mesh, NamedSharding
@@ -65,7 +67,7 @@ def test_inf_and_nan_are_no_part_of_a_scale():
     assert jc.round_to_format(x, "mxfp8_e5m2(nan_block=true)").tolist() == pytest.approx([np.nan] * 5, nan_ok=True)
 
 
-@pytest.mark.parametrize(
+@each(
     ("x", "spec", "error", "message"),
     [
         (np.ones(3, np.complex64), "mxfp4", TypeError, "takes real numbers"),
@@ -122,7 +124,7 @@ def test_every_axis_is_the_last_one_of_the_array_turned(shape):
 
 
 @pytest.mark.parametrize(("text", "mode"), list(itertools.product(TEXTS, [":stochastic", ""])))
-@pytest.mark.slow
+@pytest.mark.in_turn(1000)
 def test_vmap_is_the_loop_and_jit_is_eager(text, mode):
     x = jnp.asarray(numbers((3, 4, 20)))
     keys = jax.random.split(KEY, 3)
@@ -136,8 +138,7 @@ def test_vmap_is_the_loop_and_jit_is_eager(text, mode):
     np.testing.assert_array_equal(jnp.moveaxis(moved, 1, 0), loop)
 
 
-@pytest.mark.slow
-def test_stochastic_words_are_those_of_plain_formats():
+def stochastic_words_are_those_of_plain_formats():
     x = np.clip(numbers((6, 16)), -127, 127)
     x[:, 0] = 127
     plain = jc.round_to_format(x, "integer8:stochastic", KEY)
@@ -148,8 +149,7 @@ def test_stochastic_words_are_those_of_plain_formats():
     np.testing.assert_array_equal(tile, plain[2:4, :8])
 
 
-@pytest.mark.slow
-def test_stochastic_rounding_is_unbiased():
+def stochastic_rounding_is_unbiased():
     x = np.full((1, 4096), 0.3, np.float32)
     x[0, 0] = 7
     rounded = jc.round_to_format(x, "int4(channel=0):stochastic", KEY)
@@ -157,10 +157,20 @@ def test_stochastic_rounding_is_unbiased():
     assert abs(rounded[0, 1:].mean() - 0.3) < 5 * (0.21 / 4095) ** 0.5
 
 
+@pytest.mark.in_turn(1000)
+@pytest.mark.parametrize(
+    "check",
+    [stochastic_words_are_those_of_plain_formats, stochastic_rounding_is_unbiased],
+    ids=lambda check: check.__name__,
+)
+def test_draws(check: Callable[[], None]) -> None:
+    check()
+
+
 # -- gradients ---------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.in_turn(5)
+@pytest.mark.in_turn(1000)
 @pytest.mark.parametrize("text", TEXTS)
 def test_straight_through(text):
     x, g = jnp.asarray(numbers((4, 20))), jnp.asarray(numbers((4, 20), 1))
@@ -181,7 +191,7 @@ def test_clipped_where_an_element_overflows():
     np.testing.assert_array_equal(pull(x, jnp.ones_like(x)), expected)
 
 
-@pytest.mark.in_turn(12)
+@pytest.mark.in_turn(1000)
 @pytest.mark.parametrize(
     ("text", "x", "expected"),
     [
@@ -199,13 +209,13 @@ def test_clipped_by_kind_of_element(text, x, expected):
     assert grad.tolist() == expected
 
 
-@pytest.mark.slow
-def test_cotangents_are_rounded_to_scaled_formats():
+@pytest.mark.in_turn(1000)
+@pytest.mark.parametrize("gradient", ["int8(channel=0):stochastic", "mxfp4(group=8)"])
+def test_cotangents_are_rounded_to_scaled_formats(gradient):
     x, g = jnp.asarray(numbers((4, 16))), jnp.asarray(numbers((4, 16), 1))
-    for gradient in ("[mxfp4(group=8)]", "[int8(channel=0):stochastic]"):
-        spec = jc.Spec("e4m3fn", gradient=gradient)
-        pulled = jax.vjp(lambda x, spec=spec: jc.round_to_format(x, spec, gradient_key=KEY), x)[1](g)[0]
-        np.testing.assert_array_equal(pulled, jc.round_to_format(g, gradient[1:-1], KEY))
+    spec = jc.Spec("e4m3fn", gradient=f"[{gradient}]")
+    pulled = jax.vjp(lambda x: jc.round_to_format(x, spec, gradient_key=KEY), x)[1](g)[0]
+    np.testing.assert_array_equal(pulled, jc.round_to_format(g, gradient, KEY))
 
 
 # -- sharding ----------------------------------------------------------------------------------------------------------
@@ -255,7 +265,7 @@ SHARDED = (
 )
 
 
-@pytest.mark.slow
+@pytest.mark.in_turn(1000)
 @needs_eight
 @pytest.mark.parametrize("text", SHARDED)
 def test_explicit_sharding_and_shard_map(text):
@@ -270,7 +280,7 @@ def test_explicit_sharding_and_shard_map(text):
 
 
 @needs_eight
-@pytest.mark.in_turn(2)
+@pytest.mark.in_turn(1000)
 @pytest.mark.parametrize("text", ["mxfp4(group=8):stochastic", "uint4(group=7,zero_point=integer)", "int8(sparse=1:8)"])
 def test_explicit_sharding_may_cut_groups(text):
     x, key = jnp.asarray(numbers((32, 24))), KEY if "stochastic" in text else None
@@ -298,40 +308,30 @@ def apply(text: str, x: np.ndarray) -> np.ndarray:
     return np.asarray(compiled(text)(x.astype(np.float32)))
 
 
-@pytest.mark.slow
+@pytest.mark.in_turn(1000)
+@pytest.mark.parametrize("text", PROPERTIES)
 @settings(deadline=None, max_examples=60)
-@given(st.sampled_from(PROPERTIES), ROWS, st.integers(-20, 20))
-def test_powers_of_two_scale_the_result(text, rows, power):
+@given(ROWS, st.integers(-20, 20), st.permutations(range(4)))
+def test_properties(text, rows, power, order):
+    """Powers of two scale the result, groups keep their order and do not see each other."""
     x = np.array(rows, np.float32)
+    rounded = apply(text, x)
+    for group, result in zip(x.reshape(-1, 4), rounded.reshape(-1, 4), strict=True):
+        assert np.all(np.diff(result[np.argsort(group)]) >= 0)
+    shuffled = apply(text, x.reshape(4, 4)[order].reshape(2, 8)).reshape(4, 4)
+    np.testing.assert_array_equal(shuffled, rounded.reshape(4, 4)[order])
     x = np.where(np.abs(x) < 2.0**-40, 0, x).astype(np.float32)
     if not np.any(x[:, :4], 1).all() or not np.any(x[:, 4:], 1).all():
         return  # a group of zeros has scale 1
     np.testing.assert_array_equal(apply(text, np.ldexp(x, power)), np.ldexp(apply(text, x), power))
 
 
-@pytest.mark.slow
+@pytest.mark.in_turn(1000)
+@pytest.mark.parametrize(
+    "text", ["mxfp4(group=4)", "mxint8(group=4)", "bfp8(group=4)", "mxfp8_e5m2(group=4,rule=ceil)"]
+)
 @settings(deadline=None, max_examples=60)
-@given(st.sampled_from(PROPERTIES), ROWS)
-def test_monotone_within_a_group(text, rows):
-    x = np.array(rows, np.float32)
-    rounded = apply(text, x)
-    for group, result in zip(x.reshape(-1, 4), rounded.reshape(-1, 4), strict=True):
-        order = np.argsort(group)
-        assert np.all(np.diff(result[order]) >= 0)
-
-
-@settings(deadline=None, max_examples=60)
-@given(st.sampled_from(PROPERTIES), ROWS, st.permutations(range(4)))
-@pytest.mark.slow
-def test_groups_do_not_see_each_other(text, rows, order):
-    x = np.array(rows, np.float32).reshape(4, 4)
-    shuffled = apply(text, x[order].reshape(2, 8)).reshape(4, 4)
-    np.testing.assert_array_equal(shuffled, apply(text, x.reshape(2, 8)).reshape(4, 4)[order])
-
-
-@pytest.mark.slow
-@settings(deadline=None, max_examples=60)
-@given(st.sampled_from(["mxfp4(group=4)", "mxint8(group=4)", "bfp8(group=4)", "mxfp8_e5m2(group=4,rule=ceil)"]), ROWS)
+@given(ROWS)
 def test_powers_of_two_as_scales_are_idempotent(text, rows):
     """Rounded once more under the scale that the result asks for, a power of two at most as large, nothing moves."""
     rounded = apply(text, np.array(rows, np.float32))
@@ -349,7 +349,7 @@ def test_an_absmax_scale_is_kept_by_the_result(rows):
 
 
 @pytest.mark.parametrize("kind", ["integer", "float"])
-@pytest.mark.slow
+@pytest.mark.in_turn(1000)
 def test_odd_leaves_whole_numbers(kind: str) -> None:
     """Even ones too: only what lies between two whole numbers goes to the odd one."""
     x = np.arange(16, dtype=np.float32)

@@ -6,6 +6,7 @@ import functools
 import hashlib
 import json
 import pathlib
+from collections.abc import Callable
 from typing import Any
 
 import cases
@@ -13,12 +14,15 @@ import jax
 import ml_dtypes
 import numpy as np
 import pytest
+from further import Further
 
 import jchop as jc
 from jchop._core.rounding.codes import unpack
 from jchop._kernels.scaled import dequantize_scaled, quantize_scaled
 from jchop.formats import CodebookFormat
 from jchop.spec import Spec, as_spec
+
+further = Further()
 
 
 @functools.cache
@@ -83,14 +87,13 @@ def digest(codes: np.ndarray) -> str:
     return hashlib.sha256(np.ascontiguousarray(codes).tobytes()).hexdigest()[:12]
 
 
-@pytest.mark.slow
+@pytest.mark.in_turn(1000)
 @pytest.mark.parametrize(("text", "ratio"), TORCHAO)
 def test_signal_to_noise_of_torchao(text, ratio):
     assert decibels(weights(), codes_of(text)[1]) == pytest.approx(ratio, abs=0.005)
 
 
-@pytest.mark.slow
-def test_codes_of_torchao():
+def codes_of_torchao():
     """Digests of its codes, where it rounds the quotient itself, or no rounded one crosses a tie."""
     assert digest(codes_of("int8(group=tensor,rule=half_range)")[0]) == "fd6cb85665fd"
     assert digest(codes_of("int4(group=32,zero_point=integer)")[0]) == "f05b0cd0f009"
@@ -98,8 +101,7 @@ def test_codes_of_torchao():
     assert digest(nf4[:, ::2] << 4 | nf4[:, 1::2]) == "9439be8080e3"
 
 
-@pytest.mark.slow
-def test_where_torchao_differs():
+def where_torchao_differs():
     """Its quotients are rounded to binary32 first, those of int8 rows products with a rounded reciprocal.
 
     Its codes are reproduced by its formulas, and ours differ only where the exact quotient is within that error of a
@@ -124,15 +126,25 @@ def test_where_torchao_differs():
         assert np.sum(theirs != codes_of(text)[0]) == 1
 
 
-@pytest.mark.slow
-def test_double_quantized_nf4_is_nearly_nf4():
+def double_quantized_nf4_is_nearly_nf4():
     x = weights().reshape(-1)[: 1 << 16]
     plain, twice = (np.asarray(compiled(text)(x)) for text in ("nf4", "nf4(scale=uint8(group=256))"))
     assert decibels(x, twice) == pytest.approx(decibels(x, plain), abs=0.05)
     assert jc.nf4(scale=jc.int8(group=256)).bits_per_element() == pytest.approx(4.127, abs=0.001)
 
 
-def test_dynamic_map():
+@pytest.mark.in_turn(1000)
+@pytest.mark.parametrize(
+    "check",
+    [double_quantized_nf4_is_nearly_nf4, codes_of_torchao, where_torchao_differs],
+    ids=lambda check: check.__name__,
+)
+def test_figures_of_others(check: Callable[[], None]) -> None:
+    check()
+
+
+@further.first
+def dynamic_map():
     """The table of 8-bit optimizers: a signed decade has 2^i means of 0.1 to 1, spaced equally; 0 and 1 beside them."""
     fmt = jc.dynamic8.element
     assert isinstance(fmt, CodebookFormat)
@@ -166,7 +178,8 @@ def conformance_spec(block: int, mx: str, round: str, scale_bits: int | None = N
     return Spec(fmt if scale_bits is None else fmt(scale=FIVE_BITS, nan_block=True), round)
 
 
-def test_conformance():
+@further
+def conformance():
     """microxcaling's vectors, and largest magnitudes just below powers of two."""
     assert len(CONFORMANCE) == 75
     batches: dict[tuple[Spec, int], list[dict[str, Any]]] = {}
@@ -178,3 +191,6 @@ def test_conformance():
             for k in ("input", "expected")
         )
         cases.assert_bits(x.ravel(), jc.round_to_format(x, spec).ravel(), cases.bits(expected.ravel()), str(spec))
+
+
+test_further = further.test()

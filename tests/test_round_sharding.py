@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from further import Further
 from jax import lax
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from test_round_transforms import KEY, OTHER, numbers, rounded, same
+
+further = Further()
 
 pytestmark = pytest.mark.skipif(jax.device_count() < 8, reason="needs eight (forced host) devices")
 
@@ -53,9 +57,10 @@ def tile(text: str) -> Any:
     return part
 
 
+@further.first
 @pytest.mark.in_turn(3)
 @pytest.mark.parametrize("name", TEXTS)
-def test_shard_map_on_a_line(name):
+def shard_map_on_a_line(name):
     x = jnp.asarray(numbers(np.float32, (8 * 5, 3)))
     run = jax.shard_map(chunk(TEXTS[name]), mesh=line(), in_specs=P("a"), out_specs=P("a"))
     same(jax.jit(run)(x), rounded(x, TEXTS[name]))
@@ -69,15 +74,13 @@ def test_shard_map_on_a_square(name):
     same(jax.jit(run)(x), rounded(x, TEXTS[name]))
 
 
-@pytest.mark.slow
-def test_shard_map_of_deterministic_modes_needs_no_offset():
+def shard_map_of_deterministic_modes_needs_no_offset():
     x = jnp.asarray(numbers(np.float32, (8, 7)))
     run = jax.shard_map(lambda x: rounded(x, "e4m3:odd"), mesh=line(), in_specs=P("a"), out_specs=P("a"))
     same(run(x), rounded(x, "e4m3:odd"))
 
 
-@pytest.mark.slow
-def test_without_an_offset_every_device_draws_the_same():
+def without_an_offset_every_device_draws_the_same():
     """What the offset is for: each device counts its elements from 0."""
     x = jnp.full((8 * 64,), 1.1)
     run = jax.shard_map(lambda x: rounded(x, "e4m3:stochastic"), mesh=line(), in_specs=P("a"), out_specs=P("a"))
@@ -86,8 +89,7 @@ def test_without_an_offset_every_device_draws_the_same():
     assert len({row.tobytes() for row in np.asarray(rounded(x, "e4m3:stochastic")).reshape(8, 64)}) == 8
 
 
-@pytest.mark.slow
-def test_keys_folded_by_device():
+def keys_folded_by_device():
     x = jnp.full((8 * 64,), 1.1)
 
     def part(x: jax.Array) -> jax.Array:
@@ -98,7 +100,7 @@ def test_keys_folded_by_device():
     same(run(x), jnp.concatenate(rows))
 
 
-@pytest.mark.slow
+@pytest.mark.in_turn(1000)
 @pytest.mark.parametrize("inside", [False, True], ids=["vjp of shard_map", "vjp in shard_map"])
 def test_derivatives_through_shard_map(inside):
     """Clipping and the stochastic rounding of the cotangent too are those of the unsharded call."""
@@ -136,8 +138,7 @@ def test_automatic_partitioning_communicates_nothing(layout, name):
     same(out, rounded(x, TEXTS[name]))
 
 
-@pytest.mark.slow
-def test_automatic_partitioning_of_derivatives():
+def automatic_partitioning_of_derivatives():
     x, cotangent = (jnp.asarray(numbers(np.float32, (16, 24), seed) * 1e3) for seed in (0, 1))
     where = NamedSharding(square(), P("b", "a"))
     pull = jax.jit(lambda x, c: jax.vjp(lambda x: rounded(x, CLIPPED), x)[1](c)[0])
@@ -146,8 +147,7 @@ def test_automatic_partitioning_of_derivatives():
     same(compiled(jax.device_put(x, where), jax.device_put(cotangent, where)), pull(x, cotangent))
 
 
-@pytest.mark.slow
-def test_eager_calls_keep_the_sharding():
+def eager_calls_keep_the_sharding():
     x = jnp.asarray(numbers(np.float32, (16, 24)))
     placed = jax.device_put(x, NamedSharding(square(), P("a", "b")))
     out = rounded(placed, "e5m2:stochastic")
@@ -176,8 +176,7 @@ def test_explicit_sharding(current, name):
     same(out, expected)
 
 
-@pytest.mark.slow
-def test_derivatives_under_explicit_sharding():
+def derivatives_under_explicit_sharding():
     x, cotangent = (jnp.asarray(numbers(np.float32, (16, 24), seed) * 1e3) for seed in (0, 1))
     mesh = square(AxisType.Explicit)
     where = NamedSharding(mesh, P("a", "b"))
@@ -191,12 +190,40 @@ def test_derivatives_under_explicit_sharding():
     same(out, jax.jit(pull)(x, cotangent))
 
 
-@pytest.mark.smoke
-@pytest.mark.slow
-def test_vmap_over_a_sharded_axis_with_split_keys():
+@pytest.mark.in_turn(1000)
+@pytest.mark.parametrize(
+    "check",
+    [automatic_partitioning_of_derivatives, derivatives_under_explicit_sharding],
+    ids=lambda check: check.__name__,
+)
+def test_derivatives_of_sharded_arrays(check: Callable[[], None]) -> None:
+    check()
+
+
+def vmap_over_a_sharded_axis_with_split_keys():
     x, keys = jnp.asarray(numbers(np.float32, (8, 33))), jax.random.split(OTHER, 8)
     placed = jax.device_put(x, NamedSharding(line(), P("a")))
     call = jax.jit(jax.vmap(lambda x, key: rounded(x, "e4m3:stochastic", key)))
     same(
         call(placed, keys), jnp.stack([rounded(row, "e4m3:stochastic", key) for row, key in zip(x, keys, strict=True)])
     )
+
+
+@pytest.mark.in_turn(1000)
+@pytest.mark.smoke
+@pytest.mark.parametrize(
+    "check",
+    [
+        keys_folded_by_device,
+        without_an_offset_every_device_draws_the_same,
+        shard_map_of_deterministic_modes_needs_no_offset,
+        eager_calls_keep_the_sharding,
+        vmap_over_a_sharded_axis_with_split_keys,
+    ],
+    ids=lambda check: check.__name__,
+)
+def test_draws_of_devices(check: Callable[[], None]) -> None:
+    check()
+
+
+test_further = further.test()

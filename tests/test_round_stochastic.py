@@ -6,7 +6,6 @@ import dataclasses
 import itertools
 import math
 from fractions import Fraction
-from functools import partial
 
 import cases
 import jax
@@ -14,12 +13,14 @@ import jax.numpy as jnp
 import numpy as np
 import oracle
 import pytest
+from each_case import each
+from further import Further
 from oracle import CARRIERS, PROPORTIONAL, STOCHASTIC
-from test_round_values import build, round_as
+from test_round_values import build, by_itself, round_as
 
 import jchop as jc
-from jchop import _bits
-from jchop._core.rounding.elements import round_elements
+
+further = Further()
 
 DRAWS = 1 << 13
 POSITIONS = 64
@@ -88,11 +89,11 @@ FREQUENCIES = [
     (name, mode)
     for name in OBSERVED
     for mode in STOCHASTIC
-    if mode in ("stochastic", "stochastic_equal") or name in ("float8_e4m3fn", "e4m3 without subnormals")
+    if mode == "stochastic" or name == "float8_e4m3fn" or (mode, name) == ("stochastic_equal", "bfloat16")
 ]
 
 
-@pytest.mark.in_turn(18)
+@pytest.mark.in_turn(40)
 @pytest.mark.parametrize(("name", "mode"), FREQUENCIES)
 @pytest.mark.parametrize("carrier", ["float32", "float64"])
 def test_observed_frequencies_are_exact(name, carrier, mode):
@@ -147,56 +148,63 @@ def check_given_words(
     *,
     overflow: str = "ieee",
     flush: bool = False,
-    size: int = 3_000,
-    kind: str = "numpy",
+    size: int = 2_000,
+    public: bool = False,
 ) -> None:
-    """Compares bit for bit with the oracle, R being the top n bits of the words of the stream."""
+    """Compares bit for bit with the oracle, R being the top n bits of the words of the stream.
+
+    The body of the rounding is given the words; the `public` function draws them itself.
+    """
     x = cases.adversarial(fmt, carrier, size, np.random.default_rng(size + (n or 0)))
     key = jax.random.key(1000 + (n or 0))
     drawn = n or most_bits(mode, carrier)
-    r = words_of(key, x.shape, carrier) >> np.uint64(width_of(carrier) - drawn)
-    expected = cases.batch(x).round_drawn(fmt, mode, drawn, r, overflow, flush)
+    words = words_of(key, x.shape, carrier)
+    expected = cases.batch(x).round_drawn(
+        fmt, mode, drawn, words >> np.uint64(width_of(carrier) - drawn), overflow, flush
+    )
     spec = jc.Spec(build(fmt), rounding=mode, random_bits=n, overflow=overflow, flush=flush)
-    got = np.asarray(jc.round_to_format(x if kind == "numpy" else jnp.asarray(x), spec, key))
+    if public:
+        got = np.asarray(jc.round_to_format(x, spec, key))
+    else:
+        got = by_itself(x, spec, words.astype(f"uint{width_of(carrier)}"))
     cases.assert_bits(x, got, expected, f"{spec} on {carrier}")
 
 
-@pytest.mark.in_turn(42)
-@pytest.mark.parametrize(
-    ("name", "n", "mode"),
-    list(itertools.product(["float8_e4m3fn", "e4m3 without subnormals", "fixed4.4"], range(1, 9), PROPORTIONAL)),
-)
-def test_few_bits_as_defined(name, mode, n):
-    overflow = cases.FLOAT_OVERFLOWS[n % 3]
-    flush = name == "float8_e4m3fn" and n % 4 == 0
-    check_given_words(GIVEN[name], "float32", mode, n, overflow=overflow, flush=flush, kind="jax")
+@further
+@each(("name", "mode"), itertools.product(["float8_e4m3fn", "e4m3 without subnormals", "fixed4.4"], PROPORTIONAL))
+def few_bits_as_defined(name, mode):
+    for n in range(1, 9):
+        overflow = cases.FLOAT_OVERFLOWS[n % 3]
+        flush = name == "float8_e4m3fn" and n % 4 == 0
+        check_given_words(GIVEN[name], "float32", mode, n, overflow=overflow, flush=flush)
 
 
-@pytest.mark.in_turn(40)
+@pytest.mark.in_turn(60)
 @pytest.mark.parametrize(
     ("name", "carrier", "mode"),
-    [(n, c, m) for n, f in GIVEN.items() for c in CARRIERS if oracle.held(f, CARRIERS[c]) for m in STOCHASTIC],
-)
-def test_all_bits_as_defined(name, mode, carrier):
-    check_given_words(GIVEN[name], carrier, mode, None)
-
-
-@pytest.mark.in_turn(30)
-@pytest.mark.parametrize(
-    ("mode", "n"),
     [
-        (mode, n)
-        for mode in PROPORTIONAL
-        for n in (1, 5, 11, 23, 24, 25, 31, 32, 33, 52, 53, 62, 63, 64)
-        if n <= most_bits(mode, "float64")
+        (name, carrier, STOCHASTIC[(i + k) % 4])
+        for i, (name, fmt) in enumerate(GIVEN.items())
+        for k, carrier in enumerate(CARRIERS)
+        if oracle.held(fmt, CARRIERS[carrier])
     ],
 )
-def test_any_number_of_bits_on_float64(mode, n):
-    check_given_words(GIVEN["float8_e5m2"], "float64", mode, n)
+def test_all_bits_as_defined(name, mode, carrier):
+    """One mode as a call of the public function, which draws the words; the others by the body, given them."""
+    for one in STOCHASTIC:
+        check_given_words(GIVEN[name], carrier, one, None, public=one == mode)
 
 
-@pytest.mark.parametrize("carrier", ["bfloat16", "float32", "float64"])
-@pytest.mark.parametrize("mode", PROPORTIONAL)
+@further
+@each("mode", PROPORTIONAL)
+def any_number_of_bits_on_float64(mode):
+    for n in (1, 5, 11, 23, 24, 25, 31, 32, 33, 52, 53, 62, 63, 64):
+        if n <= most_bits(mode, "float64"):
+            check_given_words(GIVEN["float8_e5m2"], "float64", mode, n)
+
+
+@each("carrier", ["bfloat16", "float32", "float64"])
+@each("mode", PROPORTIONAL)
 def test_more_bits_than_there_are_is_refused(mode, carrier):
     n = most_bits(mode, carrier) + 1
     with pytest.raises(ValueError, match=f"random_bits.*{n}"):
@@ -204,20 +212,21 @@ def test_more_bits_than_there_are_is_refused(mode, carrier):
         jc.round_to_format(x, jc.Spec("float8_e5m2", rounding=mode, random_bits=n), jax.random.key(0))
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("mode", PROPORTIONAL)
-@pytest.mark.parametrize(("n", "carrier"), list(zip(range(1, 33), itertools.cycle(CARRIERS), strict=False)))
-def test_every_number_of_bits_as_defined(carrier, mode, n):
-    n = min(n, most_bits(mode, carrier))
-    names = [name for name, fmt in GIVEN.items() if oracle.held(fmt, CARRIERS[carrier])]
-    for name in (names[n % len(names)], names[(n + 2) % len(names)]):
-        flush = name == "float8_e5m2" and n % 2 == 0
-        overflow = cases.FLOAT_OVERFLOWS[n % 3]
-        check_given_words(GIVEN[name], carrier, mode, n, overflow=overflow, flush=flush, size=20_000)
+@pytest.mark.parametrize(
+    ("mode", "most", "size"),
+    [("stochastic", 4, 2_000), *(pytest.param(mode, 32, 20_000, marks=pytest.mark.slow) for mode in PROPORTIONAL)],
+)
+def test_every_number_of_bits_as_defined(mode, most, size):
+    for n, carrier in zip(range(1, most + 1), itertools.cycle(CARRIERS), strict=False):
+        n = min(n, most_bits(mode, carrier))
+        names = [name for name, fmt in GIVEN.items() if oracle.held(fmt, CARRIERS[carrier])]
+        for name in (names[n % len(names)], names[(n + 2) % len(names)]):
+            flush = name == "float8_e5m2" and n % 2 == 0
+            overflow = cases.FLOAT_OVERFLOWS[n % 3]
+            check_given_words(GIVEN[name], carrier, mode, n, overflow=overflow, flush=flush, size=size)
 
 
-@pytest.mark.parametrize("carrier", ["float32", "float64"])
-@pytest.mark.slow
+@each("carrier", ["float32", "float64"])
 def test_a_half_with_bits_below_the_word_is_more_than_a_half(carrier: str) -> None:
     """rne(nu 2^N) of mode C below the smallest value, where nu has more bits than a word.
 
@@ -230,61 +239,58 @@ def test_a_half_with_bits_below_the_word_is_more_than_a_half(carrier: str) -> No
     x = np.array([tie, tie * (1 + last), tie * (1 - last / 2), 3 * tie, 5 * tie, 2 * tie * (1 + last), tie / 2], kind)
     words = np.array([*((1 << width) - (r << 8) | 255 for r in (1, 2, 3)), 0], f"uint{width}")
     spec = jc.Spec(build(fmt), "stochastic_c", random_bits=n)
-    with jax.enable_x64(True):
-        for word in words:
-            got = round_elements(jnp.asarray(x), spec, _bits.CARRIERS[carrier], jnp.full(x.shape, word))
-            drawn = np.full(x.shape, word >> np.uint64(8))
-            cases.assert_bits(x, np.asarray(got), cases.batch(x).round_drawn(fmt, "stochastic_c", n, drawn))
+    for word in words:
+        drawn = np.full(x.shape, word >> np.uint64(8))
+        got = by_itself(x, spec, np.full(x.shape, word))
+        cases.assert_bits(x, got, cases.batch(x).round_drawn(fmt, "stochastic_c", n, drawn))
 
 
-@pytest.mark.parametrize("mode", PROPORTIONAL)
-@pytest.mark.slow
-def test_every_draw_of_a_few_bits(mode: str) -> None:
+@further
+@each("mode", PROPORTIONAL)
+def every_draw_of_a_few_bits(mode: str) -> None:
     """As many random bits as are dropped, more and fewer: each number meets every R, where one alone may decide."""
     fmt, n = oracle.ieee(4, 6), 5
     some = np.random.default_rng(3).integers(3 << 10, 17 << 10, 1500).astype(np.uint16).view(np.float16)
     x, drawn = np.repeat(some, 1 << n), np.tile(np.arange(1 << n, dtype=np.uint32), len(some))
     spec = jc.Spec(build(fmt), mode, random_bits=n)
-    got = round_elements(jnp.asarray(x), spec, _bits.CARRIERS["float16"], jnp.asarray(drawn << 32 - n | 1))
-    cases.assert_bits(x, np.asarray(got), cases.batch(x).round_drawn(fmt, mode, n, drawn))
+    got = by_itself(x, spec, drawn << 32 - n | 1)
+    cases.assert_bits(x, got, cases.batch(x).round_drawn(fmt, mode, n, drawn))
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("mode", STOCHASTIC)
-@pytest.mark.parametrize("name", ["ternary", "uneven"])
-def test_codebooks_given_the_words(name, mode):
+@further
+@each(("name", "mode"), itertools.product(["ternary", "uneven"], STOCHASTIC))
+def codebooks_given_the_words(name, mode):
     levels = cases.CODEBOOKS[name]
     fmt, c = oracle.codebook(levels), CARRIERS["float32"]
     # Multiples of 2^-10 a little beyond the ends: nu is exact in the carrier, whose arithmetic decides between levels.
     low, high = int(levels[0] * 1024) - 300, int(levels[-1] * 1024) + 300
-    x = (np.random.default_rng(7).integers(low, high, 1_000) * 2.0**-10).astype(np.float32)
+    x = (np.random.default_rng(7).integers(low, high, 160) * 2.0**-10).astype(np.float32)
     most = most_bits(mode, "float32")
     for n in (most,) if mode == "stochastic_equal" else (1, 4, most):
         key = jax.random.key(n)
-        r = (words_of(key, x.shape, "float32") >> np.uint64(32 - n)).tolist()
+        words = words_of(key, x.shape, "float32").astype(np.uint32)
+        r = (words >> np.uint32(32 - n)).tolist()
         truth = [
             oracle.round_exact(fmt, oracle.from_bits(int(p), c), mode, n=n, r=word)
             for p, word in zip(cases.bits(x), r, strict=True)
         ]
         expected = np.array([oracle.to_bits(v, c) for v in truth], c.words)
         spec = jc.Spec(jc.CodebookFormat(levels), mode, random_bits=None if n == most else n)
-        got = np.asarray(jc.round_to_format(x, spec, key))
-        cases.assert_bits(x, got, expected, f"{name} {mode} {n} bits")
+        cases.assert_bits(x, by_itself(x, spec, words), expected, f"{name} {mode} {n} bits")
 
 
-@pytest.mark.parametrize(("x", "word", "want"), [(0.75, 0, 1.0), (0.25, 1, 0.0), (0.8, 0, 1.0), (0.7, 0, 0.0)])
+@each(("x", "word", "want"), [(0.75, 0, 1.0), (0.25, 1, 0.0), (0.8, 0, 1.0), (0.7, 0, 0.0)])
 def test_a_tie_of_codebooks_goes_by_the_word(x: float, word: int, want: float) -> None:
     """Mode C rounds nu 2^N to nearest, a tie to even, and adds R: one random bit, levels 0 and 1."""
     assert (
         oracle.round_exact(oracle.codebook([0, 1]), Fraction(np.float32(x).item()), "stochastic_c", n=1, r=word) == want
     )
     spec = jc.Spec(jc.CodebookFormat((0.0, 1.0)), "stochastic_c", random_bits=1)
-    run = jax.jit(partial(round_elements, spec=spec, carrier=_bits.CARRIERS["float32"]))
-    got = run(np.array([x], np.float32), word=np.array([word << 31], np.uint32))
-    assert got.item() == want
+    assert by_itself(np.array([x], np.float32), spec, np.array([word << 31], np.uint32)).item() == want
 
 
-def test_the_smallest_negative_level_has_its_sign():
+@further.first
+def the_smallest_negative_level_has_its_sign():
     spec = jc.Spec(jc.CodebookFormat((-(2.0**-149), 0.0, 1.0)))
     got = jc.round_to_format(np.array([-1.0, 0.0, 1.0], np.float32), spec)
     np.testing.assert_array_equal(np.asarray(got).view(np.uint32), [0x80000001, 0, 0x3F800000])
@@ -304,15 +310,13 @@ def round_as_mean(x: np.ndarray) -> float:
     return float(np.asarray(out).astype(np.float64).mean())
 
 
-@pytest.mark.slow
 @pytest.mark.smoke
 def test_values_of_the_format_never_move():
     fmt = cases.NAMED["float8_e5m2"]
-    x = np.array([float(v) for v in oracle.values(fmt)], np.float32)
+    x = np.tile(np.array([float(v) for v in oracle.values(fmt)], np.float32), 8)
+    word = np.random.default_rng(0).integers(0, 1 << 32, x.shape, dtype=np.uint32)
     for mode in STOCHASTIC:
-        for seed in range(8):
-            got = np.asarray(jc.round_to_format(x, jc.Spec(build(fmt), rounding=mode), jax.random.key(seed)))
-            cases.assert_bits(x, got, cases.bits(x), mode)
+        cases.assert_bits(x, by_itself(x, jc.Spec(build(fmt), rounding=mode), word), cases.bits(x), mode)
 
 
 def test_deterministic_modes_need_no_key_and_ignore_none():
@@ -338,3 +342,6 @@ def test_observed_frequencies_of_a_codebook(carrier):
         count, sigma = int((got == float(high)).sum()), math.sqrt(DRAWS * p * (1 - p))
         assert count + int((got == float(low)).sum()) == DRAWS
         assert abs(count - DRAWS * p) <= 4 * sigma
+
+
+test_further = further.test()

@@ -12,9 +12,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from further import Further
 from jax import export, lax
 
 import jchop as jc
+
+further = Further()
 
 KEY = jax.random.key(11)
 OTHER = jax.random.key(12)
@@ -88,16 +91,14 @@ def test_names_of_formats_make_no_second_entry():
     assert jitted._cache_size() == 2  # type: ignore[attr-defined]
 
 
-@pytest.mark.slow
-def test_traced_offsets_make_one_entry():
+def traced_offsets_make_one_entry():
     x = jnp.asarray(numbers(np.float32, (24,)))
     chunk = jax.jit(lambda part, offset: rounded(part, "e5m2:stochastic", offset=offset))
     same(jnp.concatenate([chunk(x[i : i + 8], i) for i in range(0, 24, 8)]), rounded(x, "e5m2:stochastic"))
     assert chunk._cache_size() == 1  # type: ignore[attr-defined]
 
 
-@pytest.mark.slow
-def test_weak_types():
+def weak_types():
     """A Python number under jit is a weak float32; its bits are those of a strong one."""
     for spec in ("e4m3fn:up", "e4m3fn:stochastic"):
         got = jax.jit(partial(rounded, spec=spec))(0.3)
@@ -105,14 +106,19 @@ def test_weak_types():
         assert isinstance(got, jax.Array)
 
 
-@pytest.mark.slow
-def test_donated_buffers_are_used():
+def donated_buffers_are_used():
     x = jnp.asarray(numbers(np.float32, (1000,)))
     expected = np.asarray(rounded(x, "e4m3:stochastic"))
     donating = jax.jit(partial(rounded, spec="e4m3:stochastic"), donate_argnums=0)
     assert "input_output_alias={" in str(donating.lower(x).compile().as_text())
     same(donating(x), expected)
     assert x.is_deleted()
+
+
+@pytest.mark.in_turn(1000)
+@pytest.mark.parametrize("check", [weak_types, donated_buffers_are_used], ids=lambda check: check.__name__)
+def test_jit_of_another_kind(check: Callable[[], None]) -> None:
+    check()
 
 
 def test_pytrees():
@@ -143,9 +149,10 @@ def test_numpy_values_inside_a_trace_stay_constants(text):
 # --- 64-bit mode --------------------------------------------------------------------------------------------------
 
 
+@further
 @pytest.mark.in_turn(6)
 @pytest.mark.parametrize("text", ["e4m3:odd", "e5m2:stochastic", "integer8:stochastic_b:random_bits=5"])
-def test_the_x64_flag_changes_no_bit(text):
+def the_x64_flag_changes_no_bit(text):
     x, wide = numbers(np.float32, (33,)), numbers(np.float64, (33,))
     results = []
     for flag in (False, True):
@@ -163,7 +170,8 @@ def test_the_x64_flag_changes_no_bit(text):
     assert double.dtype == np.float64
 
 
-def test_jax_float64_equals_numpy():
+@further.first
+def jax_float64_equals_numpy():
     wide = numbers(np.float64, (33,))
     for text in ("e4m3", "e4m3:stochastic"):
         with jax.enable_x64(True):
@@ -194,23 +202,19 @@ def test_vmap_equals_the_loop(case):
         assert len(rows) == 3, "rows of equal values must get draws of their own"
 
 
-@pytest.mark.slow
-def test_vmap_over_other_axes():
+def vmap_over_other_axes():
     x = jnp.asarray(numbers(np.float32, (4, 3, 5)))
     got = jax.vmap(lambda x: rounded(x, "e5m2:stochastic"), in_axes=1, out_axes=2)(x)
     same(got, jnp.stack([rounded(x[:, k], "e5m2:stochastic") for k in range(3)], axis=2))
 
 
-@pytest.mark.slow
-def test_vmap_over_keys_alone():
+def vmap_over_keys_alone():
     x, keys = jnp.asarray(numbers(np.float32, (257,))), jax.random.split(KEY, 3)
     got = jax.vmap(lambda key: rounded(x, "e5m2:stochastic", key))(keys)
     same(got, jnp.stack([rounded(x, "e5m2:stochastic", key) for key in keys]))
 
 
-@pytest.mark.slow
-@pytest.mark.smoke
-def test_nested_vmap():
+def nested_vmap():
     x, keys = jnp.asarray(numbers(np.float32, (2, 3, 17))), jax.random.split(KEY, 6).reshape(2, 3)
     call = partial(rounded, spec="e4m3fn:stochastic")
     got = jax.vmap(jax.vmap(lambda x, key: call(x, key=key)))(x, keys)
@@ -219,8 +223,16 @@ def test_nested_vmap():
     same(mixed, jnp.stack([jnp.stack([call(x[i, j], key=keys[i, 0]) for j in range(3)]) for i in range(2)]))
 
 
-@pytest.mark.slow
-def test_vmap_over_offsets():
+@pytest.mark.in_turn(1000)
+@pytest.mark.smoke
+@pytest.mark.parametrize(
+    "check", [nested_vmap, vmap_over_other_axes, vmap_over_keys_alone], ids=lambda check: check.__name__
+)
+def test_vmap_of_another_kind(check: Callable[[], None]) -> None:
+    check()
+
+
+def vmap_over_offsets():
     """Rows of one array, each told where it lies, get the draws of the whole: by flat index and by tile."""
     x = jnp.asarray(numbers(np.float32, (6, 35)))
     whole = rounded(x, "bfloat16:stochastic")
@@ -230,8 +242,7 @@ def test_vmap_over_offsets():
     same(tile(x, jnp.arange(6)), whole)
 
 
-@pytest.mark.slow
-def test_offsets_give_the_draws_of_the_whole():
+def offsets_give_the_draws_of_the_whole():
     x = jnp.asarray(numbers(np.float32, (6, 35)))
     whole = rounded(x, "e4m3:stochastic")
     same(rounded(x[2:4], "e4m3:stochastic", offset=70), whole[2:4])
@@ -278,7 +289,7 @@ def test_while_and_cond(text):
     same(branch(x, False), rounded(x, "integer4"))
 
 
-@pytest.mark.slow
+@pytest.mark.in_turn(1000)
 @pytest.mark.parametrize("text", ["e5m2:gradient=clipped", "e5m2:stochastic:gradient=clipped+[e4m3:stochastic]"])
 def test_remat_changes_no_bit(text):
     x = jnp.asarray(numbers(np.float32, (257,)) * 1e4)
@@ -323,10 +334,22 @@ def test_export(name):
     jax.tree.map(same, again.call(x, words), expected)
 
 
-@pytest.mark.slow
-def test_export_of_a_symbolic_shape():
+def export_of_a_symbolic_shape():
     (n,) = export.symbolic_shape("n")
     exported = export.export(jax.jit(partial(rounded, spec="e4m3")))(jax.ShapeDtypeStruct((n, 3), jnp.float32))
     for rows in (1, 5):
         x = jnp.asarray(numbers(np.float32, (rows, 3)))
         same(exported.call(x), rounded(x, "e4m3"))
+
+
+@pytest.mark.in_turn(1000)
+@pytest.mark.parametrize(
+    "check",
+    [traced_offsets_make_one_entry, vmap_over_offsets, offsets_give_the_draws_of_the_whole, export_of_a_symbolic_shape],
+    ids=lambda check: check.__name__,
+)
+def test_offsets_of_another_kind(check: Callable[[], None]) -> None:
+    check()
+
+
+test_further = further.test()

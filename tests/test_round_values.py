@@ -16,9 +16,15 @@ import numpy as np
 import oracle
 import pytest
 from cases import FIXED_OVERFLOWS, FLOAT_OVERFLOWS
+from each_case import each
+from further import Further
 from oracle import CARRIERS, DETERMINISTIC
 
 import jchop as jc
+from jchop import _bits
+from jchop._core.rounding.elements import round_elements
+
+further = Further()
 
 DATA = pathlib.Path(__file__).parent / "data"
 
@@ -70,19 +76,40 @@ def round_as(kind: str, x: np.ndarray, spec: jc.Spec) -> np.ndarray:
     return np.asarray(out)
 
 
+SIZES = (2048, 1 << 16)  # of what JAX compiles its operations for
+
+
+def by_itself(x: np.ndarray, spec: jc.Spec, word: np.ndarray | None = None) -> np.ndarray:
+    """The body of every implementation, operation by operation: no program is compiled for a spec, and few in all."""
+    carrier, size = _bits.CARRIERS[x.dtype.name], next(size for size in SIZES if size >= len(x))
+    with _bits.types_for(carrier.name):
+        words = None if word is None else jnp.asarray(np.resize(word, size))
+        return np.asarray(round_elements(jnp.asarray(np.resize(x, size)), spec, carrier, words))[: len(x)]
+
+
 def check(
     x: np.ndarray,
     fmt: oracle.FloatSet | oracle.FixedSet,
     settings: list[tuple[str, str]],
     *,
     flush: bool = False,
-    kind: str = "jax",
+    kind: str = "",
 ) -> None:
-    """Compares the package with the oracle for each (mode, overflow rule)."""
+    """Compares the package with the oracle for each (mode, overflow rule).
+
+    By default the body alone; as a `kind` "numpy" or "jax", one program for all settings, or one call for each.
+    """
     exact, theirs = cases.batch(x), build(fmt)
-    for mode, overflow in settings:
-        got = round_as(kind, x, jc.Spec(theirs, rounding=mode, overflow=overflow, flush=flush))
-        cases.assert_bits(x, got, exact.round(fmt, mode, overflow, flush), f"{fmt} {mode} {overflow} flush={flush}")
+    specs = [jc.Spec(theirs, rounding=mode, overflow=overflow, flush=flush) for mode, overflow in settings]
+    if kind == "jax":
+        results = jax.jit(lambda x: [jc.round_to_format(x, spec) for spec in specs])(x)
+    elif kind == "numpy":
+        results = [round_as(kind, x, spec) for spec in specs]
+    else:
+        results = [by_itself(x, spec) for spec in specs]
+    for (mode, overflow), got in zip(settings, results, strict=True):
+        what = f"{fmt} {mode} {overflow} flush={flush} on {x.dtype.name}"
+        cases.assert_bits(x, np.asarray(got), exact.round(fmt, mode, overflow, flush), what)
 
 
 def every(overflows: tuple[str, ...]) -> list[tuple[str, str]]:
@@ -98,52 +125,41 @@ def once(overflows: tuple[str, ...], seed: str, turn: int = 0) -> list[tuple[str
 DOCUMENTED = cases.NAMED | cases.CUSTOM | cases.P3109 | cases.WIDE | cases.DOUBLE | cases.FIXED
 
 
-@pytest.mark.in_turn(77)
-@pytest.mark.parametrize(
-    "text",
-    [pytest.param(t, marks=pytest.mark.slow if 12 < jc.parse(t).format.bits <= 16 else ()) for t in DOCUMENTED],
-)
+@each("text", DOCUMENTED)
 def test_formats_are_the_documented_sets(text):
     fmt = jc.parse(text).format
     assert oracle.describe(fmt) == DOCUMENTED[text]
-    if fmt.bits <= 16:
+    if fmt.bits <= 8:  # of wider ones tests/formats/test_float.py compares the values
         assert [Fraction(v) for v in fmt.values().tolist()] == oracle.values(DOCUMENTED[text])
 
 
-@pytest.mark.parametrize(("text", "name"), [("e5m10", "binary16"), ("e8m7", "bfloat16"), ("e4m3", "float8_e4m3")])
-def test_texts_of_named_formats_are_the_names(text, name):
-    assert jc.formats.parse_format(text) == jc.formats.parse_format(name) == jc.formats.CATALOGUE[name]
+@further.first
+def texts_of_named_formats_are_the_names():
+    for text, name in (("e5m10", "binary16"), ("e8m7", "bfloat16"), ("e4m3", "float8_e4m3")):
+        assert jc.formats.parse_format(text) == jc.formats.parse_format(name) == jc.formats.CATALOGUE[name]
 
 
 # --- every pattern of the 16-bit carriers -------------------------------------------------------------------------
 
+#: Each way to treat subnormals on each carrier; by default with an odd step between the patterns.
+PATTERNS = [("float16", "kept", 37), *((*pair, 1) for pair in itertools.product(["float16", "bfloat16"], SUBNORMALS))]
 
-@pytest.mark.in_turn(24)
+
+@further
 @pytest.mark.parametrize(
-    ("carrier", "text", "subnormals"),  # every one on both carriers: below, in the slow run
-    [(carrier, *treated) for carrier, treated in zip(itertools.cycle(["float16", "bfloat16"]), TREATED, strict=False)],
+    ("carrier", "subnormals", "step"),
+    [pytest.param(*row, marks=pytest.mark.slow if row[2] == 1 else ()) for row in PATTERNS],
 )
-def test_every_pattern(carrier, text, subnormals):
-    fmt, flush = variant(SMALL[text], subnormals)
-    x = carried(cases.all_patterns(carrier), fmt)
-    check(x, fmt, once(FLOAT_OVERFLOWS, carrier + text + subnormals), flush=flush)
+def every_pattern_and_overflow(carrier, subnormals, step):
+    for text in [t for t, s in TREATED if s == subnormals]:
+        fmt, flush = variant(SMALL[text], subnormals)
+        x = carried(cases.all_patterns(carrier), fmt)[::step]
+        check(x, fmt, every(FLOAT_OVERFLOWS) if step == 1 else once(FLOAT_OVERFLOWS, text), flush=flush)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(("text", "subnormals"), TREATED)
-@pytest.mark.parametrize("carrier", ["float16", "bfloat16"])
-def test_every_pattern_and_overflow(carrier, text, subnormals):
-    fmt, flush = variant(SMALL[text], subnormals)
-    x = carried(cases.all_patterns(carrier), fmt)
-    check(x, fmt, every(FLOAT_OVERFLOWS), flush=flush, kind="numpy" if subnormals == "flushed" else "jax")
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("text", cases.P3109)
-def test_every_pattern_of_p3109(text):
-    fmt = cases.P3109[text]
-    x = carried(cases.all_patterns("bfloat16"), fmt)
-    check(x, fmt, once(FLOAT_OVERFLOWS, text), kind="numpy")
+def test_every_pattern_of_p3109():
+    for text, fmt in cases.P3109.items():
+        check(carried(cases.all_patterns("bfloat16"), fmt)[::37], fmt, once(FLOAT_OVERFLOWS, text))
 
 
 NAN, INF = float("nan"), float("inf")
@@ -160,34 +176,27 @@ UNSIGNED = [
 ]
 
 
-@pytest.mark.parametrize(
-    ("text", "smallest", "has_nan", "kind"),
-    [(*row, kind) for kind in ("numpy", "jax") for row in UNSIGNED],
-)
-@pytest.mark.slow
-def test_unsigned_formats_below_zero(text, smallest, has_nan, kind):
+@each(("text", "smallest", "has_nan"), UNSIGNED)
+def test_unsigned_formats_below_zero(text, smallest, has_nan):
     """A mode that points to a value takes it; NaN is what the others give under IEEE, and no other rule does."""
     x = np.array([-INF, -3.0e38, -1.0], np.float32)
     for mode, overflow in itertools.product((*DETERMINISTIC, "stochastic_equal"), FLOAT_OVERFLOWS):
         none = has_nan and overflow == "ieee" and mode not in ("up", "toward_zero", "odd")
-        key = jax.random.key(1) if mode.startswith("stochastic") else None
-        given = x if kind == "numpy" else jax.numpy.asarray(x)
-        got = np.asarray(jc.round_to_format(given, jc.Spec(text, rounding=mode, overflow=overflow), key))
+        word = np.full(3, 1 << 31, np.uint32) if mode.startswith("stochastic") else None
+        got = by_itself(x, jc.Spec(text, rounding=mode, overflow=overflow), word)
         np.testing.assert_array_equal(got, [NAN if none else smallest] * 3, f"{text}:{mode}:{overflow}")
         assert not np.signbit(got[~np.isnan(got)]).any()
 
 
-@pytest.mark.in_turn(2)
-@pytest.mark.parametrize("text", ["e4m3(signed=false)", "binary8p3uf"])
+@each("text", ["e4m3(signed=false)", "binary8p3uf"])
 def test_what_rounds_to_zero_from_below_is_zero_in_an_unsigned_format(text):
     x = np.array([-1e-30, -0.0], np.float32)
     for mode in ("nearest_even", "nearest_away", "nearest_zero", "up", "toward_zero", "odd"):
-        np.testing.assert_array_equal(jc.round_to_format(x, f"{text}:{mode}"), [0, 0], mode)
-    np.testing.assert_array_equal(jc.round_to_format(x, f"{text}:down"), [NAN, 0])
+        np.testing.assert_array_equal(by_itself(x, jc.parse(f"{text}:{mode}")), [0, 0], mode)
+    np.testing.assert_array_equal(by_itself(x, jc.parse(f"{text}:down")), [NAN, 0])
 
 
-@pytest.mark.in_turn(15)
-@pytest.mark.parametrize(
+@each(
     ("text", "overflow", "beyond", "infinite"),
     [
         ("binary8p3sf", "ieee", "largest", "largest"),
@@ -215,7 +224,7 @@ def test_overflow_of_p3109(text, overflow, beyond, infinite):
         expected = []
         for sign, directed in signs:
             expected += [sign * values["largest" if inward or directed else beyond], sign * values[infinite]]
-        got = jc.round_to_format(x, jc.Spec(text, rounding=mode, overflow=overflow))
+        got = by_itself(x, jc.Spec(text, rounding=mode, overflow=overflow))
         np.testing.assert_array_equal(got, expected, f"{text}:{mode}:{overflow}")
 
 
@@ -241,11 +250,10 @@ def test_ties_of_one_bit_of_precision_take_the_even_code():
         assert set(got / low) == {1.0, 2.0}
 
 
-@pytest.mark.slow
 @pytest.mark.smoke
 def test_zero_in_a_format_without_one_is_its_smallest_value():
     for mode in DETERMINISTIC:
-        got = jc.round_to_format(np.array([0.0, -0.0], np.float32), f"float8_e8m0fnu:{mode}")
+        got = by_itself(np.array([0.0, -0.0], np.float32), jc.parse(f"float8_e8m0fnu:{mode}"))
         np.testing.assert_array_equal(got, [2.0**-127] * 2, mode)
 
 
@@ -254,103 +262,121 @@ def fixed_overflows(fmt: oracle.FixedSet) -> tuple[str, ...]:
     return FLOAT_OVERFLOWS if fmt.symmetric else FIXED_OVERFLOWS
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(("text", "carrier"), list(itertools.product(cases.FIXED, ["float16", "bfloat16"])))
-def test_every_pattern_of_fixed(carrier, text):
-    fmt = cases.FIXED[text]
-    x = carried(cases.all_patterns(carrier), fmt)
-    check(x, fmt, once(fixed_overflows(fmt), carrier + text), kind="numpy" if carrier == "float16" else "jax")
+@pytest.mark.parametrize(
+    ("carrier", "step"),
+    [("bfloat16", 37), *(pytest.param(carrier, 1, marks=pytest.mark.slow) for carrier in ("float16", "bfloat16"))],
+)
+def test_every_pattern_of_fixed(carrier, step):
+    for text, fmt in cases.FIXED.items():
+        x, rules = carried(cases.all_patterns(carrier), fmt)[::step], fixed_overflows(fmt)
+        check(x, fmt, every(rules) if step == 1 else once(rules, text))
 
 
-@pytest.mark.in_turn(4)
-@pytest.mark.parametrize("text", SMALL)
-@pytest.mark.parametrize("carrier", ["float16", "bfloat16"])
-def test_carriers_that_cannot_hold_a_format_are_refused(carrier, text):
-    fmt, x = SMALL[text], cases.all_patterns(carrier)[:8]
-    if oracle.held(fmt, CARRIERS[carrier]):
-        assert round_as("numpy", x, jc.Spec(build(fmt))).dtype == x.dtype
-    else:
-        with pytest.raises(ValueError, match="float32"):
-            jc.round_to_format(x, jc.Spec(build(fmt), overflow="saturate"))
+@each("carrier", ["float16", "bfloat16"])
+def test_carriers_that_cannot_hold_a_format_are_refused(carrier):
+    x = jax.ShapeDtypeStruct((8,), cases.DTYPES[carrier])
+    for text, fmt in SMALL.items():
+        spec = jc.Spec(build(fmt), overflow="saturate")
+        if oracle.held(fmt, CARRIERS[carrier]):
+            assert jax.eval_shape(lambda x, spec=spec: jc.round_to_format(x, spec), x).dtype == x.dtype, text
+        else:
+            with pytest.raises(ValueError, match="float32"):
+                jax.eval_shape(lambda x, spec=spec: jc.round_to_format(x, spec), x)
 
 
 # --- adversarial values of the wide carriers ----------------------------------------------------------------------
 
 FLOAT32 = SMALL | {t: f for t, f in cases.WIDE.items() if oracle.held(f, CARRIERS["float32"])}
 FLOAT64 = SMALL | cases.WIDE | cases.DOUBLE
-WIDE_CASES = [("float32", t) for t in FLOAT32] + [("float64", t) for t in FLOAT64]
 
 
 def hard_values(fmt: Any, carrier: str, text: str, n: int) -> np.ndarray:
     return cases.adversarial(fmt, carrier, n, np.random.default_rng(sum(map(ord, carrier + text))))
 
 
-@pytest.mark.in_turn(27)
-@pytest.mark.parametrize(("carrier", "text"), WIDE_CASES[::4])  # all of them below, in the slow run
-def test_adversarial_values(carrier, text):
-    subnormals = SUBNORMALS[sum(map(ord, text)) % 3] if FLOAT64[text].zero else "kept"
-    fmt, flush = variant(FLOAT64[text], subnormals)
-    x = hard_values(fmt, carrier, text, 40_000)
-    kind = "jax" if carrier == "float32" else "numpy"
-    check(x, fmt, once(FLOAT_OVERFLOWS, carrier + text), flush=flush, kind=kind)
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize(
-    ("carrier", "text", "subnormals"),
-    [(c, t, s) for c, t in WIDE_CASES for s in SUBNORMALS if FLOAT64[t].zero or s == "kept"],
+    ("carrier", "subnormals", "n"),
+    [
+        ("float32", "kept", 1_000),
+        *(
+            pytest.param(*pair, 40_000, marks=pytest.mark.slow)
+            for pair in itertools.product(["float32", "float64"], SUBNORMALS)
+        ),
+    ],
 )
-def test_many_adversarial_values(carrier, text, subnormals):
-    fmt, flush = variant(FLOAT64[text], subnormals)
-    x = hard_values(fmt, carrier, text, 200_000)
-    # Over the three treatments of subnormals each mode meets each overflow rule.
-    settings = once(FLOAT_OVERFLOWS, text, SUBNORMALS.index(subnormals)) if fmt.zero else every(FLOAT_OVERFLOWS)
-    check(x, fmt, settings, flush=flush, kind="jax" if carrier == "float32" else "numpy")
+def test_adversarial_values(carrier, subnormals, n):
+    for text, plain in (FLOAT32 if carrier == "float32" else FLOAT64).items():
+        if plain.zero or subnormals == "kept":
+            fmt, flush = variant(plain, subnormals)
+            settings = every(FLOAT_OVERFLOWS) if n > 1_000 else once(FLOAT_OVERFLOWS, text)
+            check(hard_values(fmt, carrier, text, n), fmt, settings, flush=flush)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
-    ("carrier", "text"), list(zip(itertools.cycle(["float32", "float64"]), cases.FIXED, strict=False))
+    ("carrier", "n"),
+    [
+        ("float32", 1_000),
+        *(pytest.param(carrier, 40_000, marks=pytest.mark.slow) for carrier in ("float32", "float64")),
+    ],
 )
-def test_adversarial_values_of_fixed(carrier, text):
-    fmt = cases.FIXED[text]
-    x = hard_values(fmt, carrier, text, 20_000)
-    check(x, fmt, once(fixed_overflows(fmt), carrier + text), kind="jax" if carrier == "float32" else "numpy")
+def test_adversarial_values_of_fixed(carrier, n):
+    for text, fmt in cases.FIXED.items():
+        settings = every(fixed_overflows(fmt)) if n > 1_000 else once(fixed_overflows(fmt), text)
+        check(hard_values(fmt, carrier, text, n), fmt, settings)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("carrier", "text"), list(zip(itertools.cycle(["float64", "float32"]), cases.FIXED, strict=False))
-)
-def test_many_adversarial_values_of_fixed(carrier, text):
-    fmt = cases.FIXED[text]
-    check(hard_values(fmt, carrier, text, 200_000), fmt, every(fixed_overflows(fmt)), kind="numpy")
+# --- as compiled programs -----------------------------------------------------------------------------------------
+
+#: A format for each kind of grid that a program is made of.
+KINDS = {
+    "float8_e4m3fn": ("kept", "flushed"),
+    "float8_e5m2": ("kept",),
+    "float8_e4m3": ("absent",),
+    "float8_e8m0fnu": ("kept",),
+    "bfloat16": ("kept", "flushed"),
+    "binary16": ("kept",),
+    "float4_e2m1fn": ("kept",),
+    "binary8p1ue": ("kept",),
+    "binary8p3se": ("kept",),
+    "float8_e5m2fnuz": ("kept",),
+    "binary32": ("kept",),
+    "binary64": ("kept",),
+    "fixed4.4": ("kept",),
+    "uinteger4": ("kept",),
+}
+PROGRAMS = [
+    (carrier, text, subnormals)
+    for text, treated in KINDS.items()
+    for subnormals in treated
+    for carrier in CARRIERS
+    if oracle.held(DOCUMENTED[text], CARRIERS[carrier])
+]
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("text", ["float8_e4m3fn", "bfloat16", "binary32", "binary64"])
-def test_jax_float64(text):
-    fmt = FLOAT64[text]
-    x = hard_values(fmt, "float64", text, 20_000)
-    with jax.enable_x64(True):
-        check(x, fmt, once(FLOAT_OVERFLOWS, text), kind="jax")
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("carrier", ["float16", "bfloat16", "float32"])
-def test_numpy_equals_jax(carrier):
-    fmt = cases.NAMED["float8_e5m2fnuz"]
-    x = hard_values(fmt, carrier, "", 5_000)
-    for mode in DETERMINISTIC:
-        spec = jc.Spec(build(fmt), rounding=mode)
-        cases.assert_bits(x, round_as("numpy", x, spec), cases.bits(round_as("jax", x, spec)), mode)
+@further
+@pytest.mark.in_turn(60)
+@pytest.mark.parametrize(("carrier", "text", "subnormals"), PROGRAMS)
+def programs(carrier, text, subnormals):
+    """Every mode in one program of JAX, and some as NumPy's calls; the overflow rules take turns."""
+    fmt, flush, overflows = DOCUMENTED[text], False, FIXED_OVERFLOWS
+    if isinstance(fmt, oracle.FloatSet):
+        (fmt, flush), overflows = variant(fmt, subnormals), FLOAT_OVERFLOWS
+    x, settings = hard_values(fmt, carrier, text, 20_000), once(overflows, carrier + text)
+    with jax.enable_x64(carrier == "float64"):
+        check(x, fmt, settings, flush=flush, kind="jax")
+    check(x, fmt, settings[len(text) % 5 :][:1], flush=flush, kind="numpy")
 
 
 # --- codebooks ----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(("name", "carrier"), list(itertools.product(cases.CODEBOOKS, CARRIERS)))
+@pytest.mark.parametrize(
+    ("name", "carrier"),
+    [
+        pytest.param(name, carrier, marks=() if (name, carrier) == ("uneven", "float32") else pytest.mark.slow)
+        for name, carrier in itertools.product(cases.CODEBOOKS, CARRIERS)
+    ],
+)
 def test_codebooks(name, carrier):
     levels = cases.CODEBOOKS[name]
     fmt, c = oracle.codebook(levels), CARRIERS[carrier]
@@ -360,10 +386,12 @@ def test_codebooks(name, carrier):
         return
     x = cases.adversarial(fmt, carrier, 200, np.random.default_rng(len(levels)))
     exact = [oracle.from_bits(int(p), c) for p in cases.bits(x)]
-    for mode in DETERMINISTIC:
+    specs = [jc.Spec(jc.CodebookFormat(levels), rounding=mode) for mode in DETERMINISTIC]
+    with jax.enable_x64(carrier == "float64"):
+        results = jax.jit(lambda x: [jc.round_to_format(x, spec) for spec in specs])(x)
+    for mode, got in zip(DETERMINISTIC, results, strict=True):
         expected = np.array([oracle.to_bits(oracle.round_exact(fmt, v, mode), c) for v in exact], c.words)
-        got = round_as("numpy", x, jc.Spec(jc.CodebookFormat(levels), rounding=mode))
-        cases.assert_bits(x, got, expected, f"{name} {mode}")
+        cases.assert_bits(x, np.asarray(got), expected, f"{name} {mode}")
 
 
 # --- the conformance file -----------------------------------------------------------------------------------------
@@ -395,21 +423,20 @@ def test_the_conformance_file_is_covered():
     assert {case["spec"]["round"] for case in ROUNDED} == {"rne", "rna"}
 
 
-@pytest.mark.in_turn(16)
-@pytest.mark.parametrize("kind", ["jax", "numpy"])
-@pytest.mark.parametrize("case", ROUNDED, ids=lambda case: case["id"])
-def test_conformance(case, kind):
-    x, spec = float32_of(case["input"]), spec_of(case)
-    expected = float32_of(case["expected"])
-    cases.assert_bits(x, round_as(kind, x, spec), cases.bits(expected), case["id"])
+def test_conformance():
+    for case in ROUNDED:
+        x, expected = float32_of(case["input"]), float32_of(case["expected"])
+        cases.assert_bits(x, by_itself(x, spec_of(case)), cases.bits(expected), case["id"])
 
 
-@pytest.mark.in_turn(3)
-@pytest.mark.parametrize("case", SETS, ids=lambda case: case["id"])
-def test_conformance_value_sets(case):
-    name, bias = case["spec"]["fmt"].split()[0], int(case["spec"]["fmt"].split()[-1])
-    fmt = jc.FloatFormat(int(name[1]), int(name[3]), bias=bias, infinities=False, nans="none")
-    expected = np.unique(float32_of(case["expected"]))
-    np.testing.assert_array_equal(fmt.values(), expected)
+def test_conformance_value_sets():
     x = np.arange(-30, 30, 0.01, dtype=np.float32)
-    np.testing.assert_array_equal(np.unique(np.asarray(jc.round_to_format(x, fmt))), expected)
+    for case in SETS:
+        name, bias = case["spec"]["fmt"].split()[0], int(case["spec"]["fmt"].split()[-1])
+        fmt = jc.FloatFormat(int(name[1]), int(name[3]), bias=bias, infinities=False, nans="none")
+        expected = np.unique(float32_of(case["expected"]))
+        np.testing.assert_array_equal(fmt.values(), expected, case["id"])
+        np.testing.assert_array_equal(np.unique(by_itself(x, jc.Spec(fmt))), expected, case["id"])
+
+
+test_further = further.test()

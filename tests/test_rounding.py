@@ -6,6 +6,7 @@ import copy
 import pickle
 
 import pytest
+from each_case import each
 
 import jchop as jc
 from jchop import Overflow, Rounding
@@ -26,7 +27,7 @@ def test_which_modes_draw():
     assert [mode.value for mode in Rounding if mode.stochastic] == STOCHASTIC
 
 
-@pytest.mark.parametrize(
+@each(
     ("alias", "mode"),
     [
         ("nearest", Rounding.NEAREST_EVEN),
@@ -46,14 +47,14 @@ def test_short_names(alias, mode):
     assert jc.parse(f"e5m2:{alias}").rounding is mode
 
 
-@pytest.mark.parametrize("mode", Rounding, ids=lambda mode: mode.value)
+@each("mode", Rounding)
 def test_rounding_by_member_and_text(mode):
     assert as_rounding(mode) is as_rounding(mode.value) is mode
     assert jc.Spec("e5m2", mode) == jc.Spec("e5m2", rounding=mode.value) == jc.parse(f"e5m2:{mode.value}")
     assert pickle.loads(pickle.dumps(mode)) is copy.deepcopy(mode) is mode
 
 
-@pytest.mark.parametrize("rule", Overflow, ids=lambda rule: rule.value)
+@each("rule", Overflow)
 def test_overflow_by_member_and_text(rule):
     assert as_overflow(rule) is as_overflow(rule.value) is rule
     assert (
@@ -69,7 +70,7 @@ def test_no_name_means_two_things():
     assert not set(ROUNDING_ALIASES) & {mode.value for mode in Rounding}
 
 
-@pytest.mark.parametrize("value", ["nearest-even", "rn", "", None, 3, Overflow.IEEE, ["up"]], ids=repr)
+@each("value", ["nearest-even", "rn", "", None, 3, Overflow.IEEE, ["up"]])
 def test_unknown_rounding(value):
     with pytest.raises(
         ValueError, match=r"rounding=.* is not known; allowed: nearest_even, .*stochastic_equal.*rne"
@@ -78,15 +79,13 @@ def test_unknown_rounding(value):
     assert repr(value) in str(e.value)
 
 
-@pytest.mark.parametrize("value", ["sat", "", 0, True, Rounding.UP], ids=repr)
+@each("value", ["sat", "", 0, True, Rounding.UP])
 def test_unknown_overflow(value):
     with pytest.raises(ValueError, match=r"overflow=.* is not known; allowed: ieee, saturate, propagate, wrap") as e:
         jc.Spec("e5m2", overflow=value)
     assert repr(value) in str(e.value)
 
 
-@pytest.mark.parametrize(
-    ("fmt", "expected"), [("e5m2", Overflow.IEEE), ("integer8", Overflow.IEEE), ("mxfp4", Overflow.SATURATE)]
-)
+@each(("fmt", "expected"), [("e5m2", Overflow.IEEE), ("integer8", Overflow.IEEE), ("mxfp4", Overflow.SATURATE)])
 def test_the_default_overflow_is_that_of_the_format(fmt, expected):
     assert jc.Spec(fmt).overflow is jc.Spec(fmt, overflow=None).overflow is expected

@@ -12,10 +12,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from further import Further
 
 import jchop as jc
 from jchop._emulate import Instability
 from jchop._emulate._reports.digits import student
+
+further = Further()
 
 Array = jax.Array
 KEY = jax.random.key(7)
@@ -55,9 +58,9 @@ def random_program(seed: int) -> tuple[Callable[..., Any], list[float]]:
     return program, inputs
 
 
-@pytest.mark.parametrize("count", [40, pytest.param(200, marks=pytest.mark.slow)])
-@pytest.mark.slow
-def test_estimates_of_random_programs_are_true(count: int) -> None:
+@further
+@pytest.mark.parametrize("count", [8, pytest.param(120, marks=pytest.mark.slow)])
+def estimates_of_random_programs_are_true(count: int) -> None:
     """At most half a digit above the truth, in 95 of 100 of the programs whose exact value is a number."""
     above = programs = 0
     seed = 0
@@ -88,10 +91,8 @@ def determinant(rows: list[list[Any]]) -> Any:
     return product
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("n", "low", "high"), [(4, 3.0, 5.0), (5, 1.5, 4.0), (6, 0.3, 2.7), (7, 0.0, 1.5), (8, 0.0, 1.0)]
-)
+@pytest.mark.in_turn(20)
+@pytest.mark.parametrize(("n", "low", "high"), [(4, 3.0, 5.0), (6, 0.3, 2.7), (8, 0.0, 1.0)])
 def test_determinants_of_hilbert_matrices_lose_their_digits(n: int, low: float, high: float) -> None:
     one = Fraction(1)
     exact = determinant([[one / (i + j + 1) for j in range(n)] for i in range(n)])
@@ -129,12 +130,11 @@ def test_the_sequence_of_muller_has_no_digits() -> None:
     assert kinds(wrong)["division"] >= 2
 
 
-@pytest.mark.parametrize(
-    ("freedom", "confidence", "t"),
-    [(1, 0.95, 12.706), (2, 0.95, 4.303), (3, 0.9, 2.353), (3, 0.99, 5.841), (4, 0.95, 2.776), (99, 0.95, 1.984)],
-)
-def test_the_quantiles_are_those_of_the_table_of_student(freedom: int, confidence: float, t: float) -> None:
-    assert student(freedom, confidence) == pytest.approx(t, abs=5e-4)
+def test_the_quantiles_are_those_of_the_table_of_student() -> None:
+    """By the degrees of freedom and the confidence."""
+    table = {(1, 0.95): 12.706, (2, 0.95): 4.303, (3, 0.9): 2.353, (3, 0.99): 5.841, (4, 0.95): 2.776}
+    table[99, 0.95] = 1.984
+    assert {row: student(*row) for row in table} == pytest.approx(table, abs=5e-4)
 
 
 def test_digits_follow_the_number_of_samples_and_the_confidence() -> None:
@@ -170,6 +170,21 @@ def squared(x: Array) -> Array:
 
 squared.defjvp(lambda primals, tangents: (squared(*primals), 2 * primals[0] * tangents[0]))
 
+
+def shards(x: Array) -> tuple[Array, Array]:
+    """Four shards, each with its own turns and branches."""
+    rank = jax.lax.axis_index("x")
+    y = jax.lax.while_loop(lambda c: jnp.max(c) > 0.3, lambda c: c * 0.9, x / 3 + rank / 2)
+    y, rows = jax.lax.scan(lambda c, z: (c + z / 7, c * z), jax.lax.cond(rank > 1, lambda y: y / 7, jnp.sin, y), x)
+    return y + jax.lax.psum(y, "x"), rows
+
+
+def on_shards(typed: bool) -> Callable[[Array], Any]:
+    mesh = jax.make_mesh((4,), ("x",), axis_types=(jax.sharding.AxisType.Auto,))
+    rows = jax.sharding.PartitionSpec("x")
+    return jax.shard_map(shards, mesh=mesh, in_specs=rows, out_specs=rows, check_vma=typed)
+
+
 PROGRAMS = [
     (lambda x: jnp.sum(x / 3) * jax.jit(jnp.cos)(x[0]), jnp.array([1.0, 0.7, 0.3])),
     (halvings, jnp.float32(1.1)),
@@ -181,12 +196,15 @@ PROGRAMS = [
         lambda x: jnp.linalg.solve(jnp.outer(x, x) + jnp.eye(3), x), jnp.array([1.0, 0.7, 0.3]), marks=pytest.mark.slow
     ),
     (lambda x: x * (1 + 2j) / 3, jnp.array([1.0, 0.7])),
+    pytest.param(lambda x: on_shards(True)(x), jnp.linspace(0.3, 1.3, 8), marks=pytest.mark.slow),
+    pytest.param(lambda x: on_shards(False)(x), jnp.linspace(0.3, 1.3, 8), marks=pytest.mark.slow),
 ]
 
 
-@pytest.mark.slow
+@further
+@pytest.mark.in_turn(20)
 @pytest.mark.parametrize(("fun", "x"), PROGRAMS)
-def test_samples_are_runs_with_other_keys(fun: Callable[..., Any], x: Array) -> None:
+def samples_are_runs_with_other_keys(fun: Callable[..., Any], x: Array) -> None:
     """Bit for bit, also if the samples take other branches and other numbers of turns."""
     low = jc.emulate(fun, "bfloat16:stochastic")
     found = jc.significant_digits(low, x, key=KEY, samples=5)
@@ -199,7 +217,6 @@ def test_samples_are_runs_with_other_keys(fun: Callable[..., Any], x: Array) -> 
     assert jax.tree.structure(found.digits) == jax.tree.structure(runs[0])
 
 
-@pytest.mark.slow
 def test_float32_arguments_run_in_float64() -> None:
     """Without 64 bits in the configuration, which stays as it is."""
     assert not jax.config.jax_enable_x64  # type: ignore[attr-defined]
@@ -237,24 +254,6 @@ def test_equal_samples_have_all_digits_and_no_numbers_none() -> None:
     assert keys.digits[1] is None
 
 
-def shards(x: Array) -> tuple[Array, Array]:
-    """Four shards, each with its own turns and branches."""
-    rank = jax.lax.axis_index("x")
-    y = jax.lax.while_loop(lambda c: jnp.max(c) > 0.3, lambda c: c * 0.9, x / 3 + rank / 2)
-    y, rows = jax.lax.scan(lambda c, z: (c + z / 7, c * z), jax.lax.cond(rank > 1, lambda y: y / 7, jnp.sin, y), x)
-    return y + jax.lax.psum(y, "x"), rows
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("typed", [True, False])
-def test_samples_of_shards_are_runs_with_other_keys(typed: bool) -> None:
-    mesh = jax.make_mesh((4,), ("x",), axis_types=(jax.sharding.AxisType.Auto,))
-    rows = jax.sharding.PartitionSpec("x")
-    fun = jax.shard_map(shards, mesh=mesh, in_specs=rows, out_specs=rows, check_vma=typed)
-    test_samples_are_runs_with_other_keys(fun, jnp.linspace(0.3, 1.3, 8))
-
-
-@pytest.mark.slow
 def test_instabilities_of_shards_are_counted() -> None:
     mesh = jax.make_mesh((4,), ("x",), axis_types=(jax.sharding.AxisType.Auto,))
     rows = jax.sharding.PartitionSpec("x")
@@ -271,7 +270,6 @@ def test_instabilities_of_shards_are_counted() -> None:
 # -- instabilities -----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.slow
 def test_a_cancellation_is_counted_with_its_line() -> None:
     found = jc.significant_digits(lambda x: (x / 3 + 1e5) - 1e5, jnp.ones(4), key=KEY)
     (row,) = found.instabilities
@@ -323,7 +321,8 @@ def test_small_and_noisy_terms_hide_no_cancellation_and_earlier_losses_are_not_c
     assert [[r.primitive for r in each if r.primitive == "reduce_sum"] for each in rows] == [["reduce_sum"], []]
 
 
-def test_cancellations_of_a_matrix_product_are_those_of_its_terms() -> None:
+@further
+def cancellations_of_a_matrix_product_are_those_of_its_terms() -> None:
     """From the samples: by the sum of all products of two numbers, and of their variances."""
 
     def fun(a: Array, b: Array, c: Array) -> tuple[Array, Array, Array]:
@@ -349,7 +348,8 @@ def test_cancellations_of_a_matrix_product_are_those_of_its_terms() -> None:
     assert kinds(found) == {"cancellation": count}
 
 
-def test_a_division_by_noise_is_counted() -> None:
+@further.first
+def a_division_by_noise_is_counted() -> None:
     def noise(x: Array) -> Array:
         with jax.named_scope("noise"):
             return 1 / ((x / 3 + 1e7) - (1e7 + x / 3))
@@ -382,7 +382,8 @@ def test_a_loop_that_never_ends_says_why() -> None:
     assert float(found.mean) == 7.5
 
 
-def test_a_matrix_is_factored_by_code_compiled_once(caplog: pytest.LogCaptureFixture) -> None:
+@further
+def a_matrix_is_factored_by_code_compiled_once(caplog: pytest.LogCaptureFixture) -> None:
     """For all samples and turns: the factors, and two triangular systems."""
     a = jnp.eye(3) * 3 + 1
 
@@ -448,3 +449,6 @@ def test_methods_and_keyword_arguments() -> None:
 def test_bad_input_is_named(error: type[Exception], match: str, call: Callable[[], Any]) -> None:
     with pytest.raises(error, match=match):
         call()
+
+
+test_further = further.test()

@@ -8,6 +8,7 @@ import pickle
 
 import hypothesis.strategies as st
 import pytest
+from each_case import each
 from formats.test_text import FORMATS
 from hypothesis import given, settings
 
@@ -61,7 +62,7 @@ def test_text_is_coerced():
     )  # fmt: skip
 
 
-@pytest.mark.parametrize(
+@each(
     ("text", "spec"),
     [
         ("e5m10:stochastic:saturate", Spec(jc.binary16, "stochastic", "saturate")),
@@ -85,7 +86,7 @@ def test_grammar(text, spec):
     assert jc.parse(text) == spec and jc.parse(str(spec)) == spec
 
 
-@pytest.mark.parametrize(
+@each(
     ("gradient", "expected"),
     [
         ("straight_through", Gradient()),
@@ -100,14 +101,13 @@ def test_grammar(text, spec):
         (Gradient(True, "bfloat16"), Gradient(True, Spec("bfloat16"))),  # type: ignore[arg-type]
         (Gradient(round=jc.bfloat16), Gradient(False, Spec("bfloat16"))),  # type: ignore[arg-type]
     ],
-    ids=str,
 )
 def test_gradient_forms(gradient, expected):
     spec = Spec("e4m3", gradient=gradient)
     assert spec.gradient == expected and jc.parse(str(spec)) == spec
 
 
-@pytest.mark.parametrize(
+@each(
     ("fields", "words"),
     [
         ({"format": 5}, "format=5 must be a format or its text"),
@@ -142,14 +142,13 @@ def test_gradient_forms(gradient, expected):
         ({"gradient": "[e5m2"}, r"gradient='\[e5m2'.*'straight_through', 'clipped'"),
         ({"gradient": Spec("e5m2", gradient="clipped")}, "round=.* the Spec of a cotangent has no gradient of its own"),
     ],
-    ids=str,
 )
 def test_bad_fields_are_refused(fields, words):
     with pytest.raises((TypeError, ValueError), match=words):
         Spec(**({"format": "e4m3"} | fields))
 
 
-@pytest.mark.parametrize(
+@each(
     ("build", "words"),
     [
         (lambda: Gradient(clipped=1), "clipped=1 must be True or False"),  # type: ignore[arg-type]
@@ -162,7 +161,7 @@ def test_bad_gradients_are_refused(build, words):
         build()
 
 
-@pytest.mark.parametrize(
+@each(
     ("text", "words"),
     [
         ("e5m2:stochstic", "'e5m2:stochstic': part 'stochstic' is not known.*stochastic.*saturate.*flush"),
@@ -191,13 +190,13 @@ def test_unknown_text(text, words):
         jc.round_to_format(1.0, text)
 
 
-@pytest.mark.parametrize("text", [None, 3, b"e5m2", Spec("e5m2")], ids=str)
+@each("text", [None, 3, b"e5m2", Spec("e5m2")])
 def test_what_is_no_text(text):
     with pytest.raises(TypeError, match=r"text=.* must be a spec's text such as"):
         jc.parse(text)
 
 
-@pytest.mark.parametrize("value", [None, 3, b"e5m2"], ids=repr)
+@each("value", [None, 3, b"e5m2"])
 def test_what_is_no_spec(value):
     with pytest.raises(TypeError, match=r"spec=.* must be a Spec, a format, or text such as"):
         jc.round_to_format(1.0, value)
@@ -226,7 +225,7 @@ def test_each_field_counts_in_equality():
     assert len({SPEC, *others}) == len(others) + 1
 
 
-@pytest.mark.parametrize("field", ["format", "rounding", "gradient", "brand_new"])
+@each("field", ["format", "rounding", "gradient", "brand_new"])
 def test_specs_cannot_be_changed(field):
     with pytest.raises(AttributeError):
         setattr(SPEC, field, 3)

@@ -54,6 +54,7 @@ class Quirk:
         workaround: the workaround of jchop, and its place.
         seen: the versions of jaxlib, as major and minor number, on which the test has shown the symptom.
         gone: the versions on which the test has shown no symptom.
+        timed: whether the program does not show it; then `benchmarks/quirks.py` measures it, and no test.
     """
 
     name: str
@@ -61,6 +62,7 @@ class Quirk:
     workaround: str
     seen: tuple[str, ...] = ("0.10", "0.12")
     gone: tuple[str, ...] = ()
+    timed: bool = False
 
 
 #: First quirks of bits, then of run time, then of compile time.
@@ -212,6 +214,7 @@ QUIRKS: tuple[Quirk, ...] = (
         "`by_panels` in `_products/sums/weights_alone.py`.",
         seen=("0.10",),
         gone=("0.12",),
+        timed=True,
     ),
     Quirk(
         "long_fusion_compiled_for_minutes",
@@ -220,6 +223,7 @@ QUIRKS: tuple[Quirk, ...] = (
         "`_core/scaled/float_zero_points.py`). Places among nodes in memory (`interp` in `math/_composed.py`).",
         seen=("0.12",),
         gone=("0.10",),
+        timed=True,
     ),
     Quirk(
         "known_results_computed_by_compiler",

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import ast
 import importlib.metadata
 import re
-import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -13,11 +14,9 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
+from further import Further
 from jax import lax
 
-from jchop._bits import CARRIERS
-from jchop._core.arithmetic.quotient import divisor_of
-from jchop._core.scaled.float_zero_points import _quotient
 from jchop._core.xla_cpu import (
     QUIRKS,
     Quirk,
@@ -30,6 +29,8 @@ from jchop._core.xla_cpu import (
     prevent_fma,
 )
 from jchop._kernels.primitive import make_op
+
+further = Further()
 
 VERSION = ".".join(importlib.metadata.version("jaxlib").split(".")[:2])
 GUARDS: dict[str, Callable[[], bool]] = {}
@@ -242,22 +243,16 @@ def constants_enter_calls() -> bool:
     return numbers_read(jnp.uint32) == 2 and numbers_read(hidden) == 4
 
 
+def taken_in_windows(program: Any, array: str) -> bool:
+    """Whether a program reduces an array of this type in windows, one after the other: that loop is scalar code."""
+    return re.search(rf"reduce-window\S* \(\S+ {re.escape(array)},", program.as_text()) is not None
+
+
 @guard
 def maximum_along_rows_is_scalar() -> bool:
-    x = jnp.asarray(np.random.default_rng(0).integers(0, 1 << 30, (256, 4096)), jnp.int32)
-    programs = optimized(lambda x: jnp.max(x, axis=-1), x), optimized(lambda x: maximum(x, 1), x)
-
-    def seconds(program: Any) -> float:
-        start = time.process_time()
-        jax.block_until_ready([program(x) for _ in range(10)])
-        return time.process_time() - start
-
-    def ratio() -> float:
-        plain, steps = map(min, zip(*([*map(seconds, programs)] for _ in range(10)), strict=True))
-        return plain / steps
-
-    # Measured: 2 to 6. Other processes may take the caches for a while, so one of five tries is enough.
-    return any(ratio() > 1.5 for _ in range(5))
+    x = jnp.zeros((256, 4096), jnp.int32)
+    plain, steps = optimized(lambda x: jnp.max(x, axis=-1), x), optimized(lambda x: maximum(x, 1), x)
+    return taken_in_windows(plain, "s32[256,4096]") and not taken_in_windows(steps, "s32[256,4096]")
 
 
 @guard
@@ -394,57 +389,9 @@ def long_sums_of_integers_are_scalar() -> bool:
     def plain(row: jax.Array, matrix: jax.Array) -> jax.Array:
         return jnp.sum(row[0, 0, :, None].astype(jnp.int32) * matrix.astype(jnp.int32), 0)
 
-    programs = optimized(plain, row, matrix), optimized(lambda x, w: one_row(x, w.T[None]), row, matrix)
-
-    def seconds(program: Any) -> float:
-        start = time.process_time()
-        jax.block_until_ready([program(row, matrix) for _ in range(5)])
-        return time.process_time() - start
-
-    def ratio() -> float:
-        long, short = map(min, zip(*([*map(seconds, programs)] for _ in range(6)), strict=True))
-        return long / short
-
-    # Measured: 4 to 7. Other processes may take the caches for a while, so one of five tries is enough.
-    return any(ratio() > 2 for _ in range(5))
-
-
-@guard
-def tall_integers_read_in_columns() -> bool:
-    # Measured: 1.6 to 6 times, as the caches are, and 1 to 1.3 times without the quirk.
-    depth, columns = 16384, 2048
-
-    def seconds(parts: int) -> float:
-        x, w = np.ones((parts, 4, depth // parts), np.int8), np.ones((parts, depth // parts, columns), np.int8)
-        dims = (((2,), (1,)), ((0,), (0,)))
-        program = optimized(lambda x, w: lax.dot_general(x, w, dims, preferred_element_type=jnp.int32), x, w)
-        given = jnp.asarray(x), jnp.asarray(w)
-        times = []
-        for _ in range(6):
-            start = time.process_time()
-            jax.block_until_ready(program(*given))
-            times.append(time.process_time() - start)
-        return min(times[1:])
-
-    return float(np.median([seconds(1) / seconds(depth // 512) for _ in range(5)])) > 1.4
-
-
-@guard
-def long_fusion_compiled_for_minutes() -> bool:
-    carrier = CARRIERS["float32"]
-    divisor = divisor_of(jnp.full((64, 1, 1), np.float32(255).view(np.int32)), carrier)
-
-    def seconds(stage: Callable[[Any], Any]) -> float:
-        def quotient(x: jax.Array, y: jax.Array) -> Any:
-            value, some = _quotient(x, y, divisor, carrier, stage)
-            return value.magnitude, value.rest, value.sticky, some
-
-        lowered = jax.jit(quotient).lower(normal(64, 1, 1), normal(64, 1, 1))
-        start = time.process_time()
-        lowered.compile()
-        return time.process_time() - start
-
-    return seconds(lambda values: values) > 4 * seconds(lax.optimization_barrier)
+    long, short = optimized(plain, row, matrix), optimized(lambda x, w: one_row(x, w.T[None]), row, matrix)
+    written = [program.memory_analysis().temp_size_in_bytes for program in (short, long)]
+    return taken_in_windows(long, "s32[2048,1024]") and written[0] < matrix.size < written[1]
 
 
 @guard
@@ -460,14 +407,20 @@ def known_results_computed_by_compiler() -> bool:
 # -- the table ---------------------------------------------------------------------------------------------------------
 
 
-def test_every_quirk_has_a_guard() -> None:
-    assert list(GUARDS.keys() - {quirk.name for quirk in QUIRKS}) == []
-    assert [quirk.name for quirk in QUIRKS if quirk.name not in GUARDS] == []
-    assert len(GUARDS) == len(QUIRKS)
+@further.first
+def every_quirk_has_a_guard() -> None:
+    assert sorted(GUARDS) == sorted(quirk.name for quirk in QUIRKS if not quirk.timed)
 
 
-@pytest.mark.parametrize("quirk", QUIRKS, ids=lambda quirk: quirk.name)
-def test_the_quirk_is_there(quirk: Quirk, pytestconfig: pytest.Config) -> None:
+def test_quirks_that_are_times_have_a_benchmark() -> None:
+    tree = ast.parse((Path(__file__).parents[2] / "benchmarks" / "quirks.py").read_text("utf-8"))
+    functions = {node.name for node in tree.body if isinstance(node, ast.FunctionDef)}
+    assert {quirk.name for quirk in QUIRKS if quirk.timed} <= functions
+
+
+@further
+@pytest.mark.parametrize("quirk", [quirk for quirk in QUIRKS if not quirk.timed], ids=lambda quirk: quirk.name)
+def the_quirk_is_there(quirk: Quirk, pytestconfig: pytest.Config) -> None:
     if pytestconfig.getoption("--unoptimized"):
         pytest.skip("quirks of optimized code")
     there = GUARDS[quirk.name]()
@@ -543,7 +496,9 @@ def test_maximum_in_steps(shape: tuple[int, ...]) -> None:
         np.testing.assert_array_equal(maximum(jnp.asarray(x), axes), x.max(axes, keepdims=True))
 
 
-@pytest.mark.slow
 def test_prevent_fma() -> None:
     x, y, scale = normal(64, 64), normal(64, 64, seed=1), np.float32(1.1)
     np.testing.assert_array_equal(computed(lambda x, s, y: prevent_fma(x * s, s) + y, x, scale, y), x * scale + y)
+
+
+test_further = further.test()

@@ -25,9 +25,20 @@ def require_compiler(target: str, config: pytest.Config) -> None:
     pytest.skip(f"no compiler for {target}: {reason}")
 
 
-@pytest.mark.parametrize("file", compiling.families(), ids=lambda file: file.stem.removeprefix("compile_"))
-@pytest.mark.parametrize("target", compiling.TARGETS)
+#: Every family of kernels for every chip; and the table of products on this machine.
+COMPILED = [
+    pytest.param(target, file, id=f"{target}-{file.stem.removeprefix('compile_')}")
+    for file in compiling.families()
+    for target in compiling.TARGETS
+]
+COMPILED += [pytest.param(compiling.CPU, Path(compile_codes.__file__), id="cpu-codes", marks=pytest.mark.slow)]
+
+
+@pytest.mark.parametrize(("target", "file"), COMPILED)
 def test_kernels_compile(target: str, file: Path, pytestconfig: pytest.Config) -> None:
+    if target == compiling.CPU:
+        check_table(target, compiling.run(target, file))
+        return
     require_compiler(target, pytestconfig)
     results = compiling.run(target, file)
     print("\n".join(map(str, results)))
@@ -36,11 +47,6 @@ def test_kernels_compile(target: str, file: Path, pytestconfig: pytest.Config) -
     assert not faults, f"{len(faults)} of {len(results)} for {target}:\n" + "\n".join(faults)
     if file.stem == "compile_codes":
         check_table(target, results)
-
-
-@pytest.mark.slow
-def test_the_table_of_products_on_this_machine() -> None:
-    check_table(compiling.CPU, compiling.run(compiling.CPU, Path(compile_codes.__file__)))
 
 
 def check_table(target: str, results: list[compiling.Result]) -> None:
@@ -124,7 +130,6 @@ def test_faults_are_reported(target: str, pytestconfig: pytest.Config) -> None:
     check_faults(compiling.run(target, FAULTY), expected)
 
 
-@pytest.mark.slow  # it waits for the end of the time
 def test_a_case_that_never_ends_is_reported(pytestconfig: pytest.Config) -> None:
     require_compiler("a100", pytestconfig)
     expected = {"sound": None, "hangs": "still running after", "never reached": "not reached in time"}

@@ -98,21 +98,21 @@ def arithmetic(order: str, product: str | None, accumulate: str | None) -> Matmu
     return MatmulSpec("e4m3", None if unit else product, accumulate, order)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(("rounding", "order", "kernel"), list(itertools.product(ROUNDINGS, ORDERS, KERNELS)))
-def test_every_order_and_rounding(kernel: str, order: str, rounding: tuple[str | None, str | None]) -> None:
-    product, accumulate = rounding
-    assert_equal_to_body(kernel, arithmetic(order, product, accumulate), CUT, tiling=SMALL[kernel])
+#: Each order and each rounding on both kernels; half of the rest.
+TABLE = [
+    (ROUNDINGS[(i + j) % 4], order, kernel)
+    for i, order in enumerate(ORDERS)
+    for j in range(4)
+    for k, kernel in enumerate(KERNELS)
+    if (j + k) % 2 == 0
+]
 
 
 #: The heuristic's tilings, of which each shape fills a part.
 SHAPES: tuple[Shape, ...] = ((1, 1, 1, 1), (3, 7, 5, 3), (1, 16, 16, 33), (1, 129, 65, 37))
 
 
-@pytest.mark.in_turn(40)
-@pytest.mark.parametrize(("shape", "order", "kernel"), list(itertools.product(SHAPES, ORDERS, KERNELS)))
-def test_shapes(kernel: str, order: str, shape: Shape) -> None:
-    assert_equal_to_body(kernel, arithmetic(order, None, "e5m5"), shape)
+WHOLE = [(SHAPES[(i + j) % 4], order, kernel) for i, order in enumerate(ORDERS) for j, kernel in enumerate(KERNELS)]
 
 
 #: Ways through the kernels that the table does not take.
@@ -146,10 +146,50 @@ OTHERS: dict[str, tuple[MatmulSpec, Shape]] = {
 }
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(("name", "kernel"), list(itertools.product(OTHERS, KERNELS)))
-def test_other_ways(kernel: str, name: str) -> None:
-    assert_equal_to_body(kernel, *OTHERS[name], tiling=SMALL[kernel])
+#: Sums in parts, which TPUs have, and units, of which GPUs have their own, on both kernels; of the others one.
+ON_BOTH = (
+    "fused in blocks", "blocks across parts",
+    "a unit's block of parts", "a unit with operands of the carrier", "aligned and promoted across parts",
+)  # fmt: skip
+WAYS = [
+    (name, kernel)
+    for i, name in enumerate(OTHERS)
+    for j, kernel in enumerate(KERNELS)
+    if name in ON_BOTH or (i + j) % 2 == 0
+]
+
+
+#: Of float64, which GPUs have.
+DOUBLE = (
+    MatmulSpec("e5m10", "e8m21:up", "e8m24:stochastic"),
+    MatmulSpec(None, None, "e8m30:odd", "blocked(8)", fused=True),
+    MatmulSpec("e5m10", None, "e11m30", "pairwise"),
+    MatmulSpec(None, None, "e8m5:down", "matrix_unit(5)"),
+)
+DRAWN = ("e5m7:stochastic", "e5m5:stochastic")
+#: Names, and: kernel, spec, shape, tiling, dtype, and whether in 64-bit mode. The first one is the default.
+ROWS: dict[str, tuple] = {
+    **{
+        f"{order}-{rounding}-{kernel}": (kernel, arithmetic(order, *rounding), CUT, SMALL[kernel])
+        for rounding, order, kernel in TABLE
+    },
+    **{f"{order}-{shape}-{kernel}": (kernel, arithmetic(order, None, "e5m5"), shape) for shape, order, kernel in WHOLE},
+    **{f"{name}-{kernel}": (kernel, *OTHERS[name], SMALL[kernel]) for name, kernel in WAYS},
+    **{
+        f"{order}-x64-{kernel}": (kernel, arithmetic(order, *DRAWN), CUT, SMALL[kernel], "float32", True)
+        for order, kernel in (("sequential", "gpu"), ("pairwise", "tpu"))
+    },
+    **{f"float64-{spec}": ("gpu", spec, (2, 9, 21, 17), SMALL["gpu"], "float64", True) for spec in DOUBLE},
+}
+
+
+@pytest.mark.in_turn(64)
+@pytest.mark.parametrize("name", ROWS)
+def test_equals_the_body(name: str) -> None:
+    row: Any = ROWS[name]
+    kernel, spec, shape, tiling, dtype, x64 = (*row, *(None, "float32", False)[len(row) - 3 :])
+    with jax.enable_x64(x64):
+        assert_equal_to_body(kernel, spec, shape, np.dtype(dtype), tiling)
 
 
 @pytest.mark.smoke
@@ -166,23 +206,22 @@ LENGTHS: tuple[Shape, ...] = (
     (1, 1, 1, 1), (1, 7, 7, 7), (1, 2, 127, 3), (1, 3, 128, 2), (2, 1, 129, 2), (1, 2, 1025, 1), (1, 37, 101, 2),
     (1, 8, 128, 17), (3, 5, 257, 1), (1, 3, 0, 2),
 )  # fmt: skip
-#: A seventeenth of kernel x dtype x kind x shape, orders in turn; each row has every mode. No operation has a codebook
-#: for its results.
+#: Each kind with one kernel and dtype, one shape and one order; each row has a third of the modes. No operation has a
+#: codebook for its results.
 SUMMED = [kind for kind in KINDS if not kind.startswith("codebook")]
 KINDS_IN_TURN = [
-    pytest.param(*pair, kind, shape, ORDERS[(i + j + m) % len(ORDERS)], id=f"{'-'.join(pair)}-{kind}-{shape}")
-    for i, pair in enumerate(DTYPES)
-    for j, kind in enumerate(SUMMED)
-    for m, shape in enumerate(LENGTHS)
-    if (7 * i + 3 * j + m) % 17 == 0
+    pytest.param(*DTYPES[(i + 1) % 3], kind, LENGTHS[3 * i % 10], ORDERS[(i + i // 4) % 4], MODES[i % 3 :: 3], id=kind)
+    for i, kind in enumerate(SUMMED)
 ]
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(("kernel", "dtype", "kind", "shape", "order"), KINDS_IN_TURN)
-def test_every_kind_and_mode(kernel: str, dtype: str, kind: str, shape: Shape, order: str) -> None:
-    """Products and sums of one kind of format, in one compiled function for all modes."""
-    specs = [arithmetic(order, f"{kind}:{mode}", f"{kind}:{mode}") for mode in MODES]
+@pytest.mark.in_turn(64)
+@pytest.mark.parametrize(("kernel", "dtype", "kind", "shape", "order", "modes"), KINDS_IN_TURN)
+def test_every_kind_and_mode(
+    kernel: str, dtype: str, kind: str, shape: Shape, order: str, modes: tuple[str, ...]
+) -> None:
+    """Products and sums of one kind of format, in one compiled function for some modes."""
+    specs = [arithmetic(order, f"{kind}:{mode}", f"{kind}:{mode}") for mode in modes]
     with jax.enable_x64(dtype == "float64"):
         a, b = map(jnp.asarray, operands(specs[0], shape, dtype))
 
@@ -198,7 +237,7 @@ def test_every_kind_and_mode(kernel: str, dtype: str, kind: str, shape: Shape, o
             assert same_bits(np.asarray(got), np.asarray(want)), spec
 
 
-@pytest.mark.slow
+@pytest.mark.in_turn(64)
 @pytest.mark.parametrize("order", [*ORDERS, "matrix_unit(200)"])
 def test_a_simulated_tpu(order: str) -> None:
     """Memory that nothing has been written to is NaN there, and what lies outside an array cannot be read."""
@@ -208,32 +247,7 @@ def test_a_simulated_tpu(order: str) -> None:
     assert same_bits(np.asarray(result), expected(spec, CUT))
 
 
-DOUBLE = (
-    MatmulSpec("e5m10", "e8m21:up", "e8m24:stochastic"),
-    MatmulSpec(None, None, "e8m30:odd", "blocked(8)", fused=True),
-    MatmulSpec("e5m10", None, "e11m30", "pairwise"),
-    MatmulSpec(None, None, "e8m5:down", "matrix_unit(5)"),
-)
-
-
-@pytest.mark.parametrize("spec", DOUBLE, ids=str)
-@pytest.mark.slow
-def test_float64_on_gpus(spec: MatmulSpec) -> None:
-    with jax.enable_x64(True):
-        assert_equal_to_body("gpu", spec, (2, 9, 21, 17), np.float64, SMALL["gpu"])
-
-
-@pytest.mark.parametrize("kernel", KERNELS)
-@pytest.mark.parametrize("order", ORDERS[::2])
-@pytest.mark.slow
-def test_x64_changes_nothing(kernel: str, order: str) -> None:
-    spec = arithmetic(order, "e5m7:stochastic", "e5m5:stochastic")
-    with jax.enable_x64(True):
-        assert_equal_to_body(kernel, spec, CUT, tiling=SMALL[kernel])
-
-
-@pytest.mark.parametrize("kernel", KERNELS)
-@pytest.mark.slow
+@pytest.mark.parametrize("kernel", ["gpu", pytest.param("tpu", marks=pytest.mark.slow)])
 def test_special_values(kernel: str) -> None:
     """Infinities, NaN, zeros of both signs and subnormals of the carrier, beside ordinary numbers."""
     rng = np.random.default_rng(3)
@@ -251,10 +265,9 @@ def test_special_values(kernel: str) -> None:
 # -- matrix units whose sums are not exact -----------------------------------------------------------------------------
 
 
-@pytest.mark.in_turn(2)
-@pytest.mark.parametrize("kernel", KERNELS)
-@pytest.mark.parametrize("form", [None, "bfloat16"])
-def test_inexact_sums_of_units_stay_within_their_bound(kernel: str, form: str | None) -> None:
+@pytest.mark.in_turn(64)
+@pytest.mark.parametrize(("form", "kernel"), [("bfloat16", "gpu"), (None, "tpu"), (None, "gpu")])
+def test_inexact_sums_of_units_stay_within_their_bound(form: str | None, kernel: str) -> None:
     """Each of k products is in at most k sums of the carrier: an error of k u of it (Higham 2002, section 3.1)."""
     k = 270
     spec = MatmulSpec(form, order="matrix_unit(100)")
@@ -270,8 +283,7 @@ def test_inexact_sums_of_units_stay_within_their_bound(kernel: str, form: str | 
 # -- transformations, empty products -----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("kernel", KERNELS)
-@pytest.mark.slow
+@pytest.mark.parametrize("kernel", ["gpu", pytest.param("tpu", marks=pytest.mark.slow)])
 def test_vmap_over_operands_and_seeds(kernel: str) -> None:
     spec = arithmetic("sequential", "e5m7:stochastic", "e5m5:stochastic")
     a, b = operands(spec, (3, 9, 6, 5))
@@ -284,13 +296,12 @@ def test_vmap_over_operands_and_seeds(kernel: str) -> None:
 
 
 @pytest.mark.parametrize("kernel", KERNELS)
-@pytest.mark.parametrize("shape", [(1, 3, 0, 4), (0, 3, 2, 4), (2, 0, 2, 4), (2, 3, 2, 0), (0, 0, 0, 0)])
-def test_empty_products_and_sums(kernel: str, shape: Shape) -> None:
-    batch, m, k, n = shape
-    for order in ORDERS:
+def test_empty_products_and_sums(kernel: str) -> None:
+    shapes = ((1, 3, 0, 4), (0, 3, 2, 4), (2, 0, 2, 4), (2, 3, 2, 0), (0, 0, 0, 0))
+    for (batch, m, k, n), order in itertools.product(shapes, ORDERS):
         spec = arithmetic(order, None, "e5m5")
         result = KERNELS[kernel](jnp.ones((batch, m, k)), jnp.ones((batch, k, n)), spec=spec, interpret=True)
-        assert same_bits(np.asarray(result), np.zeros((batch, m, n), np.float32))
+        assert same_bits(np.asarray(result), np.zeros((batch, m, n), np.float32)), (batch, m, k, n, order)
 
 
 # -- tilings -----------------------------------------------------------------------------------------------------------
@@ -298,10 +309,12 @@ def test_empty_products_and_sums(kernel: str, shape: Shape) -> None:
 SIZES = (1, 7, 8, 100, 128, 129, 1000, 4096, 70_000)
 
 
-@pytest.mark.parametrize(
-    "order", [*ORDERS, "matrix_unit(4096)", "aligned(32, 25)", "aligned(56, 25, promote_every=112)"]
-)
-def test_tpu_tilings_fit_on_chip(order: str) -> None:
+def test_tpu_tilings_fit_on_chip() -> None:
+    for order in (*ORDERS, "matrix_unit(4096)", "aligned(32, 25)", "aligned(56, 25, promote_every=112)"):
+        check_tilings(order)
+
+
+def check_tilings(order: str) -> None:
     spec = MatmulSpec("e4m3", accumulate="e5m5", order=order)
     for m in SIZES:
         for k in SIZES:
@@ -313,31 +326,26 @@ def test_tpu_tilings_fit_on_chip(order: str) -> None:
             assert tiling.block_m < m + max(8, tiling.rows)
 
 
-@pytest.mark.parametrize("order", ORDERS)
-@pytest.mark.parametrize("form", ["e4m3", "tf32", None])
-def test_gpu_tilings_fit_in_registers(order: str, form: str | None) -> None:
-    for carrier in ("float32", "float64"):
+def test_gpu_tilings_fit_in_registers() -> None:
+    for order, form, carrier in itertools.product(ORDERS, ("e4m3", "tf32", None), ("float32", "float64")):
         plan = Plan(MatmulSpec(form, accumulate="e5m5", order=order), CARRIERS[carrier], 4096)
         most = {"matrix_unit": 32}.get(plan.spec.order.kind, 8)
         tilings = [MatmulGpuTiling.for_shape(1, m, n, plan) for m in SIZES for n in SIZES]
         assert all(t.block_m * t.block_n <= most * 32 * t.num_warps for t in tilings)
         areas = [t.block_m * t.block_n for t in (tilings[0], tilings[-1])]
-        assert areas[0] < areas[1] or carrier == "float64"
+        assert areas[0] < areas[1] or carrier == "float64", (order, form)
 
 
-@pytest.mark.parametrize(
-    ("make", "message"),
-    [
+def test_tilings_are_checked() -> None:
+    for make, message in (
         (lambda: MatmulTpuTiling(12, 128, 128, 8), "block_m=12 must be a multiple of 8"),
         (lambda: MatmulTpuTiling(16, 100, 128, 8), "block_n=100 must be a multiple of 128"),
         (lambda: MatmulTpuTiling(16, 128, 128, 0), "rows=0 must be"),
         (lambda: MatmulGpuTiling(16, 24, 16), "block_n=24 must be a power of two"),
         (lambda: MatmulGpuTiling(16, 16, 16, num_stages=0), "num_stages=0 must be"),
-    ],
-)
-def test_tilings_are_checked(make: Callable[[], Any], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        make()
+    ):
+        with pytest.raises(ValueError, match=message):
+            make()
 
 
 # -- the operation -----------------------------------------------------------------------------------------------------
@@ -358,22 +366,21 @@ def test_the_operation_takes_the_kernel_where_it_can() -> None:
     assert "tpu_custom_call" not in lowered_for_tpu("float64")
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
+def test_the_operation_says_why_it_cannot() -> None:
+    refused: list[tuple[dict[str, Any], str]] = [
         ({"dtype": "float64"}, "dtype float64, and the TPU kernel takes float32"),
         ({"tiling": SMALL["gpu"]}, r"tiling=MatmulGpuTiling\(.*\) is not a MatmulTpuTiling"),
         ({"k": 1 << 30}, "inner dimension is 1073741824"),
-    ],
-)
-def test_the_operation_says_why_it_cannot(arguments: dict[str, Any], message: str) -> None:
-    with pytest.raises(NotImplementedError, match=message):
-        lowered_for_tpu(impl="pallas", **arguments)
+    ]
+    for arguments, message in refused:
+        with pytest.raises(NotImplementedError, match=message):
+            lowered_for_tpu(impl="pallas", **arguments)
 
 
-@pytest.mark.parametrize(
-    ("spec", "dtype", "kernels", "reason"),
-    [
+def test_what_kernels_of_aligned_sums_refuse() -> None:
+    from jchop._kernels.products import matmul
+
+    for spec, dtype, kernels, reason in (
         (jc.tensor_core("blackwell", "mxfp8"), "float32", "tpu gpu", "have scales"),
         (jc.tensor_core("blackwell", "nvfp4"), "float32", "tpu gpu", "has no kernel"),
         (MatmulSpec(None, order="aligned(8, 25)"), "float32", "tpu gpu", "products of more than 24 bits"),
@@ -381,16 +388,11 @@ def test_the_operation_says_why_it_cannot(arguments: dict[str, Any], message: st
         (MatmulSpec("e4m3", order="aligned(33, 25)"), "float32", "tpu", "blocks of 33 products do not fill parts"),
         (jc.tensor_core("hopper", "fp8"), "float32", "", ""),
         (jc.tensor_core("cdna3", "fp8", promote_every=128), "float32", "", ""),
-    ],
-    ids=str,
-)
-def test_what_kernels_of_aligned_sums_refuse(spec: MatmulSpec, dtype: str, kernels: str, reason: str) -> None:
-    from jchop._kernels.products import matmul
-
-    a = jax.ShapeDtypeStruct((1, 4, 200), dtype)
-    for kernel, refuse in (("tpu", matmul._refuse_tpu), ("gpu", matmul._refuse_gpu)):
-        found = refuse(a, a, spec=spec)
-        assert (found is None) if kernel not in kernels else (reason in str(found)), kernel
+    ):
+        a = jax.ShapeDtypeStruct((1, 4, 200), dtype)
+        for kernel, refuse in (("tpu", matmul._refuse_tpu), ("gpu", matmul._refuse_gpu)):
+            found = refuse(a, a, spec=spec)
+            assert (found is None) if kernel not in kernels else (reason in str(found)), (spec, kernel)
 
 
 def test_a_part_of_no_whole_blocks_is_refused() -> None:

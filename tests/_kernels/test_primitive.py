@@ -97,12 +97,12 @@ def test_programs_on_the_cpu_run_the_body(name, taken):
 
 
 @pytest.mark.parametrize("platform", ["tpu", "cuda"])
-@pytest.mark.parametrize("name", PROGRAMS)
 @pytest.mark.usefixtures("capable")
-def test_programs_for_one_chip_or_manual_meshes_take_the_kernel(name, platform, taken):
-    program, inner = PROGRAMS[name]
-    lowered_for(platform, program(taken.op), X)
-    assert set(taken.calls) == {({"cuda": "gpu"}.get(platform, platform), inner)}
+def test_programs_for_one_chip_or_manual_meshes_take_the_kernel(platform):
+    for name, (program, inner) in PROGRAMS.items():
+        taken = Taken()
+        lowered_for(platform, program(taken.op), X)
+        assert set(taken.calls) == {({"cuda": "gpu"}.get(platform, platform), inner)}, name
 
 
 @pytest.mark.parametrize("platform", ["tpu", "cuda"])
@@ -217,23 +217,24 @@ OBSTACLES: dict[str, tuple[str, Callable[[Any], Any], Any, float | None, str]] =
 }
 
 
-@pytest.mark.parametrize("name", OBSTACLES)
-def test_pallas_says_why_it_cannot_and_auto_does_not_try(name, monkeypatch):
-    platform, program, x, capability, words = OBSTACLES[name]
-    monkeypatch.setattr(primitive, "_compute_capability", lambda: capability)
-    taken = Taken(refuse=refuse)
-    with pytest.raises(NotImplementedError, match=f"(?s)impl='pallas' cannot be had for toy: .*{words}.*impl='auto'"):
-        lowered_for(platform, program(taken.op), x)
-    auto = functools.partial(taken.op, shift=1)
-    if name != "several devices":
-        lowered_for(platform, lambda x: auto(x, jnp.float32(3)), x)
-    assert taken.calls == []
+def test_pallas_says_why_it_cannot_and_auto_does_not_try(monkeypatch):
+    for name, (platform, program, x, capability, words) in OBSTACLES.items():
+        monkeypatch.setattr(primitive, "_compute_capability", lambda capability=capability: capability)
+        taken = Taken(refuse=refuse)
+        said = f"(?s)impl='pallas' cannot be had for toy: .*{words}.*impl='auto'"
+        with pytest.raises(NotImplementedError, match=said):
+            lowered_for(platform, program(taken.op), x)
+        auto = functools.partial(taken.op, shift=1)
+        if name != "several devices":
+            lowered_for(platform, lambda x, auto=auto: auto(x, jnp.float32(3)), x)
+        assert taken.calls == [], name
 
 
-@pytest.mark.parametrize("wrong", ["cuda", "PALLAS", None, 1])
-def test_other_impls_are_refused(wrong, taken):
-    with pytest.raises(ValueError, match=r"impl=.* must be one of 'auto', 'xla', 'pallas'"):
-        times(taken.op, wrong)(X)
+def test_other_impls_are_refused(taken):
+    wrongs: tuple[Any, ...] = ("cuda", "PALLAS", None, 1)
+    for wrong in wrongs:
+        with pytest.raises(ValueError, match=r"impl=.* must be one of 'auto', 'xla', 'pallas'"):
+            times(taken.op, wrong)(X)
 
 
 def test_the_device_of_the_cpu_has_no_compute_capability():
@@ -339,13 +340,12 @@ NOT_HARDWARE: dict[str, tuple[dict[str, Any], str]] = {
 }
 
 
-@pytest.mark.parametrize("name", NOT_HARDWARE)
-def test_hardware_bits_are_refused_where_they_say_nothing(name):
-    arguments, words = NOT_HARDWARE[name]
-    with pytest.raises(ValueError, match=f"generator='hardware' .*{words}"):
-        jc.round_to_format(
-            X, **{"spec": "e4m3:stochastic", "key": jax.random.key(0), **arguments}, generator="hardware"
-        )
+def test_hardware_bits_are_refused_where_they_say_nothing():
+    for arguments, words in NOT_HARDWARE.values():
+        with pytest.raises(ValueError, match=f"generator='hardware' .*{words}"):
+            jc.round_to_format(
+                X, **{"spec": "e4m3:stochastic", "key": jax.random.key(0), **arguments}, generator="hardware"
+            )
 
 
 def test_hardware_bits_are_the_tpus():
@@ -369,8 +369,7 @@ def counting_body() -> tuple[Callable[..., jax.Array], list[Any]]:
     return run, traced
 
 
-@pytest.mark.parametrize("platform", ["cpu", "tpu"])
-@pytest.mark.parametrize("more", [{}, {"apart": True}])
+@pytest.mark.parametrize(("platform", "more"), [("cpu", {}), ("cpu", {"apart": True}), ("tpu", {"apart": True})])
 def test_a_program_has_a_body_once_for_each_shape(platform, more):
     op = make_op("toy_often", lambda x, scale, *, shift: jnp.sin(x) * scale + shift, **more)
 
@@ -390,7 +389,6 @@ def flattened(*shapes: tuple[int, ...], shift: int) -> Any:
     return ((math.prod(x),), *others), {"shift": shift}
 
 
-@pytest.mark.slow
 def test_shapes_with_one_plain_shape_share_a_body_in_the_program_of_one_cpu():
     op = make_op("toy_plain", lambda x, scale, *, shift: jnp.sin(x) * scale + shift, plain=flattened)
 
@@ -443,8 +441,11 @@ def test_a_sharded_result_like_the_first_array_keeps_its_sharding(kind):
     np.testing.assert_array_equal(varying, X * X[:, :1] + 1)
 
 
-@pytest.mark.parametrize("name", ["mxfp8_e4m3", "int8(channel=0)", "int8(channel=0,zero_point=integer)"])
-@pytest.mark.parametrize("function", [jc.quantize, jc.round_to_format])
+@pytest.mark.parametrize(
+    ("name", "function"),
+    [("mxfp8_e4m3", jc.quantize), ("int8(channel=0)", jc.round_to_format),
+     ("int8(channel=0,zero_point=integer)", jc.quantize), ("mxfp8_e4m3", jc.round_to_format)],
+)  # fmt: skip
 @pytest.mark.in_turn(6)
 def test_a_branch_is_given_the_numbers_and_nothing_as_large(function, name):
     """XLA writes the operands of a branch to memory: each side computes the bits of the numbers itself."""

@@ -20,6 +20,7 @@ import oracle
 import pytest
 from _kernels.compile_round import GPU_DTYPES, KINDS, MODES, OPTIONS, SHAPE, SHAPES, TPU_DTYPES, narrow
 from _kernels.quickly import compiled
+from further import Further
 from jax.experimental.pallas import tpu as pltpu
 
 import jchop as jc
@@ -29,6 +30,8 @@ from jchop._core.rounding.random_bits import seed_words
 from jchop._core.rounding.stream_offset import StreamOffset, words_like
 from jchop._kernels import round_gpu, round_tpu
 from jchop._kernels.round_tile import RoundGpuTiling, RoundTpuTiling
+
+further = Further()
 
 Array = jax.Array
 Run = Callable[..., Array]
@@ -120,57 +123,56 @@ both = pytest.mark.parametrize("kernel", KERNELS)
 PAIRS = [(kernel, dtype) for kernel, (_, dtypes) in KERNELS.items() for dtype in dtypes]
 
 
-@pytest.mark.in_turn(40)
-@pytest.mark.parametrize(("kind", "kernel"), list(itertools.product(KINDS, KERNELS)))
-def test_every_kind(kernel: str, kind: str) -> None:
-    number = KINDS.index(kind)
-    dtypes = KERNELS[kernel][1]
-    dtype = dtypes[number % 2]
-    check(kernel, [f"{kind}:{mode}" for mode in MODES[number % 4 :: 4]], dtype, [SHAPE], tilings=tame(kernel, dtype))
+def check_kind(kernel: str, kind: str) -> None:
+    """Modes, dtypes and shapes in turn: a fourth of the modes with each kind of format on each kernel."""
+    number, dtypes = KINDS.index(kind), KERNELS[kernel][1]
+    turn = 2 * number + (kernel == "gpu")
+    texts, dtype = [f"{kind}:{mode}" for mode in MODES[turn % 4 :: 4]], dtypes[number % len(dtypes)]
+    dtype = dtype if all(narrow(text, dtype) for text in texts) else "float32"
+    shapes = [SHAPE, SHAPES[number % len(SHAPES)]]
+    check(kernel, texts, dtype, shapes, start=2**33 - 100 if number % 2 else 0, tilings=tame(kernel, dtype))
 
 
-@pytest.mark.parametrize(("kernel", "dtype"), PAIRS)
-@pytest.mark.slow
-def test_every_mode(kernel: str, dtype: str) -> None:
-    check(kernel, [f"e4m3fn:{mode}" for mode in MODES], dtype, [(1025,)], start=2**32 - 7)
+def check_modes(kernel: str, dtype: str, modes: tuple[str, ...] = MODES) -> None:
+    check(kernel, [f"e4m3fn:{mode}" for mode in modes], dtype, [(1025,)], start=2**32 - 7)
 
 
-@pytest.mark.slow
-@both
-def test_every_option(kernel: str) -> None:
+def check_options(kernel: str) -> None:
     check(kernel, OPTIONS, "float32", [(129,)])
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(("kernel", "dtype"), PAIRS[::-1])
-def test_every_shape(kernel: str, dtype: str) -> None:
+def check_shapes(kernel: str, dtype: str) -> None:
     check(kernel, ["e4m3fn:stochastic"], dtype, SHAPES, start=2**40 - 3)
     check(kernel, ["e4m3fn:up"], dtype, SHAPES[::3])
 
 
+#: What is compared, and its arguments; by default two modes on one kernel.
+ROWS: list[tuple[Callable[..., None], tuple]] = [(check_modes, ("gpu", "float32", ("stochastic", "up")))]
+ROWS += [(check_kind, pair) for pair in itertools.product(KERNELS, KINDS)]
+ROWS += [(run, pair) for run in (check_modes, check_shapes) for pair in PAIRS]
+ROWS += [(check_options, (kernel,)) for kernel in KERNELS]
+
+
+@pytest.mark.in_turn(64)
+@pytest.mark.parametrize(
+    ("run", "row"), ROWS, ids=lambda v: "-".join(map(str, v)) if isinstance(v, tuple) else v.__name__
+)
+def test_equals_the_body(run: Callable[..., None], row: tuple) -> None:
+    run(*row)
+
+
 @both
-@pytest.mark.parametrize("shape", [(0,), (3, 0, 5)], ids=str)
-def test_an_empty_array_stays_so(kernel: str, shape: tuple[int, ...]) -> None:
-    for text in ("e4m3fn", "e4m3fn:stochastic"):
+def test_an_empty_array_stays_so(kernel: str) -> None:
+    for text, shape in itertools.product(("e4m3fn", "e4m3fn:stochastic"), ((0,), (3, 0, 5))):
         x = jnp.zeros(shape, jnp.bfloat16)
         same_bits(by_kernel(KERNELS[kernel][0], x, 0, jc.parse(text)), x, text)
-
-
-@pytest.mark.slow
-@both
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("dtype", GPU_DTYPES)
-def test_every_kind_mode_and_shape(kernel: str, kind: str, dtype: str) -> None:
-    if dtype in KERNELS[kernel][1]:
-        texts = [f"{kind}:{mode}" for mode in MODES]
-        shapes = SHAPES[KINDS.index(kind) % 10 :: 10]
-        check(kernel, texts, dtype, shapes, start=2**33 - 100, tilings=tame(kernel, dtype))
 
 
 # -- tilings -----------------------------------------------------------------------------------------------------------
 
 #: Shapes, and tilings other than the heuristic's: blocks smaller and larger than the array, several chunks a block.
 TILINGS: dict[tuple[str, tuple[int, ...]], list[Any]] = {
+    ("gpu", (5003,)): [RoundGpuTiling(128, 1), RoundGpuTiling(1024, 8), RoundGpuTiling(8192)],
     ("tpu", (3, 5, 257)): [
         RoundTpuTiling(1, 16, 128, 16),
         RoundTpuTiling(2, 32, 128, 16),
@@ -178,14 +180,14 @@ TILINGS: dict[tuple[str, tuple[int, ...]], list[Any]] = {
     ],
     ("tpu", (20, 250)): [RoundTpuTiling(1, 16, 256, 16), RoundTpuTiling(1, 64, 128, 32)],
     ("tpu", (5000,)): [RoundTpuTiling(1, 16, 128, 16), RoundTpuTiling(1, 32, 128, 16), RoundTpuTiling(1, 64, 128, 64)],
-    ("gpu", (5003,)): [RoundGpuTiling(128, 1), RoundGpuTiling(1024, 8), RoundGpuTiling(8192)],
 }
 
 
-@pytest.mark.slow
+@further
+@pytest.mark.in_turn(64)
 @pytest.mark.parametrize(("kernel", "shape"), TILINGS, ids=str)
-@pytest.mark.parametrize("dtype", TPU_DTYPES)
-def test_the_tiling_does_not_matter(kernel: str, shape: tuple[int, ...], dtype: str) -> None:
+def the_tiling_does_not_matter(kernel: str, shape: tuple[int, ...]) -> None:
+    dtype = TPU_DTYPES[len(shape) % 2]
     check(kernel, ["e4m3fn:stochastic"], dtype, [shape], start=2**32 - 1000, tilings=TILINGS[kernel, shape])
 
 
@@ -200,11 +202,11 @@ WRONG_TILINGS: dict[str, tuple[Callable[[], Any], str]] = {
 }
 
 
-@pytest.mark.parametrize("name", WRONG_TILINGS)
-def test_wrong_tilings_are_refused(name: str) -> None:
-    make, message = WRONG_TILINGS[name]
-    with pytest.raises(ValueError, match=message):
-        make()
+@further.first
+def wrong_tilings_are_refused() -> None:
+    for make, message in WRONG_TILINGS.values():
+        with pytest.raises(ValueError, match=message):
+            make()
 
 
 @pytest.mark.smoke
@@ -238,8 +240,10 @@ MAPPED: dict[str, tuple[tuple[int, ...], tuple[int | None, ...]]] = {
 
 
 @pytest.mark.in_turn(16)
-@both
-@pytest.mark.parametrize("name", MAPPED)
+@pytest.mark.parametrize(
+    ("kernel", "name"),
+    [*zip(itertools.cycle(KERNELS), MAPPED, strict=False), ("gpu", "vectors"), ("tpu", "vectors, seeds")],
+)
 def test_vmap_is_one_call_for_each(kernel: str, name: str) -> None:
     shape, axes = MAPPED[name]
     run = functools.partial(KERNELS[kernel][0], spec=jc.parse("e4m3fn:stochastic"), interpret=True)
@@ -252,9 +256,9 @@ def test_vmap_is_one_call_for_each(kernel: str, name: str) -> None:
     same_bits(got, np.stack(each), name)
 
 
-@pytest.mark.slow
-@both
-def test_vmap_of_what_draws_nothing_is_one_kernel(kernel: str) -> None:
+@further
+@pytest.mark.parametrize("kernel", ["gpu", pytest.param("tpu", marks=pytest.mark.slow)])
+def vmap_of_what_draws_nothing_is_one_kernel(kernel: str) -> None:
     run = functools.partial(KERNELS[kernel][0], spec=jc.parse("e4m3fn"), interpret=True)
     x = jnp.asarray(numbers((3, 2, 130), "float32"))
     for mapped in (jax.vmap(run), jax.vmap(jax.vmap(run)), jax.vmap(run, in_axes=2, out_axes=2)):
@@ -263,8 +267,7 @@ def test_vmap_of_what_draws_nothing_is_one_kernel(kernel: str) -> None:
     assert grids[0] == grids[1]
 
 
-@pytest.mark.slow
-@both
+@pytest.mark.parametrize("kernel", ["gpu", pytest.param("tpu", marks=pytest.mark.slow)])
 def test_64_bit_mode_changes_nothing(kernel: str) -> None:
     x, spec = numbers((3, 130), "float32"), jc.parse("integer8:stochastic_c")
     run = functools.partial(KERNELS[kernel][0], interpret=True)
@@ -276,8 +279,8 @@ def test_64_bit_mode_changes_nothing(kernel: str) -> None:
 # -- other generators, other forms -------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("dtype", "shape"), list(itertools.product(TPU_DTYPES, [(), (1025,), (3, 5, 257)])))
-@pytest.mark.slow
+@pytest.mark.in_turn(64)
+@pytest.mark.parametrize(("dtype", "shape"), [("float32", ()), ("bfloat16", (1025,)), ("float32", (3, 5, 257))])
 def test_hardware_bits_decide(shape: tuple[int, ...], dtype: str) -> None:
     """The interpreter's generator gives zeros, so every proportional draw goes to the neighbour nearer to zero."""
     spec = jc.parse("e4m3fn:stochastic")
@@ -288,3 +291,6 @@ def test_hardware_bits_decide(shape: tuple[int, ...], dtype: str) -> None:
     toward_zero = round_elements(x, jc.parse("e4m3fn:toward_zero"), CARRIERS[dtype])
     inside = np.abs(np.asarray(x, np.float32)) <= 448
     same_bits(np.asarray(expected)[inside], np.asarray(toward_zero)[inside], dtype)
+
+
+test_further = further.test()

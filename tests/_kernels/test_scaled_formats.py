@@ -16,6 +16,7 @@ import oracle
 import oracle_scaled
 import pytest
 from cases_scaled import adversarial, extreme, ranges, value_of, values_of
+from further import Further
 from oracle import CARRIERS
 from oracle_scaled import Blocks, Scheme
 
@@ -36,6 +37,8 @@ from jchop._kernels.scaled import (
 )
 from jchop.formats import ScaledFormat
 from jchop.spec import Spec
+
+further = Further()
 
 KEY = 7
 
@@ -206,10 +209,13 @@ SOME = [
 ]
 
 
-@pytest.mark.in_turn(40)
-@pytest.mark.parametrize(("text", "shape", "dtype"), SOME)
-def test_against_exact_rationals(text, shape, dtype):
-    check(text, shape, dtype)
+#: Two at a time.
+IN_TWOS = [SOME[i : i + 2] for i in range(0, len(SOME), 2)]
+
+
+def check_some(rows):
+    for row in rows:
+        check(*row)
 
 
 GROUPINGS = {
@@ -230,16 +236,20 @@ MODES = (
 )  # fmt: skip
 
 
-def chessboard(first: Sequence[str], second: Sequence[str]) -> list[tuple[str, str, str]]:
-    """Half of the pairs, as the black squares of a chessboard, with the carriers in turn."""
+def in_turn(first: Sequence[str], second: Sequence[str], one_of: int) -> list[tuple[str, str, str]]:
+    """One of so many of the pairs, so that each meets others, with the carriers in turn."""
     carriers = list(CARRIERS)
-    pairs = [(a, b, i + j) for i, a in enumerate(first) for j, b in enumerate(second)]
-    return [(a, b, carriers[turn // 2 % len(carriers)]) for a, b, turn in pairs if turn % 2 == 0]
+    pairs = [(a, b) for i, a in enumerate(first) for j, b in enumerate(second) if (i + j) % one_of == 0]
+    return [(*pair, carriers[turn % len(carriers)]) for turn, pair in enumerate(pairs)]
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(("rule", "grouping", "dtype"), chessboard(RULES, list(GROUPINGS)))
-def test_every_rule_of_every_grouping(rule, grouping, dtype):
+def check_rules(rule):
+    for of_rule, grouping, dtype in in_turn(RULES, list(GROUPINGS), 4):
+        if of_rule == rule:
+            check_rule(rule, grouping, dtype)
+
+
+def check_rule(rule, grouping, dtype):
     scale = "e4m3fn" if rule == "two_level" else "float32" if rule in RULES[4:] else "e8m0fnu"
     check(f"int4({grouping},rule={rule},scale={scale})", GROUPINGS[grouping], dtype)
 
@@ -254,18 +264,14 @@ EXTREME_MODES = ("nearest_even", "stochastic", "up", "odd")
 
 
 def extremes() -> list[Any]:
-    """Every rule with every scale format, of which the default run takes all two-level ones and a diagonal."""
-    pairs = itertools.product(enumerate(RULES), enumerate(SCALES), range(2))
+    """Every scale format with the rule of two levels, and with one or two of the others."""
+    pairs = itertools.product(enumerate(RULES), enumerate(SCALES))
     return [
-        pytest.param(rule, scale, 2 * (i * len(SCALES) + j) + turn, marks=[] if default else [pytest.mark.slow])
-        for (i, rule), (j, scale), turn in pairs
-        for default in [turn == 0 and (rule == "two_level" or (i + j) % len(SCALES) == 0)]
+        (rule, scale, i * len(SCALES) + j) for (i, rule), (j, scale) in pairs if rule == "two_level" or (i + j) % 6 == 0
     ]
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(("rule", "scale", "turn"), extremes())
-def test_products_with_scales_of_extreme_groups(rule, scale, turn):
+def check_extremes(rule, scale, turn):
     """Neither a product of two scales nor that of a scale and an element need be a number of the carrier."""
     rest = list(itertools.product(EXTREME_GROUPS, EXTREME_ELEMENTS, EXTREME_MODES, CARRIERS))
     for at in range(turn, turn + len(rest)):  # the first ones that go with rule and scale
@@ -287,11 +293,8 @@ ELEMENTS = (
 )  # fmt: skip
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("turn", range(2))
-@pytest.mark.parametrize("name", ELEMENTS)
-def test_every_element_in_turn(name, turn):
-    at = 2 * ELEMENTS.index(name) + turn
+def check_element(name):
+    at = 2 * ELEMENTS.index(name) + ELEMENTS.index(name) // 2 % 2
     grouping, shape = list(GROUPINGS.items())[(3 * at) % len(GROUPINGS)]
     mode, dtype = MODES[(5 * at) % len(MODES)], list(CARRIERS)[at % len(CARRIERS)]
     head = f"{name[:-1]}," if name.endswith(")") else f"{name}("
@@ -307,27 +310,43 @@ def test_every_element_in_turn(name, turn):
     check(str(spec), shape, dtype, at)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("element", "mode", "dtype"), chessboard(["uint8(", "int8(", "int2(", "uint2(", "int8(narrow=true,"], MODES)
-)
-def test_zero_points_in_every_mode(element, mode, dtype):
-    check(f"{element}group=6,zero_point=integer):{mode}", (40, 17), dtype)
+ZERO_POINTS = {"integer": ["uint8(", "int8(", "int2(", "uint2(", "int8(narrow=true,"], "float": ["uint8(", "int12("]}
+#: Two at a time.
+OF_MODES = [
+    (kind, [(elements[i % len(elements)], MODES[i], list(CARRIERS)[(i + i // 4) % 4]) for i in (at, at + 1)])
+    for kind, elements in ZERO_POINTS.items()
+    for at in range(0, len(MODES), 2)
+]
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(("element", "mode", "dtype"), chessboard(["uint8(", "int12("], MODES))
-def test_zero_points_that_are_numbers_in_every_mode(element, mode, dtype):
-    check(f"{element}group=6,zero_point=float):{mode}", (40, 17), dtype)
+def check_zero_points(kind, rows):
+    for element, mode, dtype in rows:
+        check(f"{element}group=6,zero_point={kind}):{mode}", (40, 17), dtype)
 
 
-@pytest.mark.parametrize(("kind", "mode"), [("integer", "down"), ("integer", "stochastic_c"), ("float", "odd")])
-@pytest.mark.slow
-def test_zero_points_in_other_modes(kind, mode):
-    check(f"int4(group=6,zero_point={kind}):{mode}", (30, 6), "float32", 3)
+#: What is compared, and its arguments; by default a small array.
+ALL = [(check, ("int4(group=4,zero_point=integer)", (2, 6), "float32"))]
+ALL += [(check_some, (rows,)) for rows in IN_TWOS]
+ALL += [(check_rules, (rule,)) for rule in RULES]
+ALL += [(check_extremes, row) for row in extremes()]
+ALL += [(check_element, (name,)) for name in ELEMENTS]
+ALL += [(check_zero_points, row) for row in OF_MODES]
 
 
-@pytest.mark.slow
+def text_of(value: Any) -> str:
+    if callable(value):
+        return value.__name__.removeprefix("check_")
+    return "-".join(map(text_of, value)) if isinstance(value, tuple | list) else str(value)
+
+
+@further
+@pytest.mark.in_turn(64)
+@pytest.mark.parametrize(("run", "row"), ALL, ids=text_of)
+def against_exact_rationals(run, row):
+    run(*row)
+
+
+@pytest.mark.in_turn(64)
 @pytest.mark.parametrize(
     "text",
     ["nvfp4(group=4)", "uint4(channel=0,zero_point=integer)", "nf4(group=4,scale=int8(group=2))"],
@@ -350,8 +369,8 @@ def test_fitted_scales_give_what_quantize_chooses(text):
 # -- least squares -----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.slow
-def test_least_squares_is_the_least_of_its_candidates(rng):
+@further
+def least_squares_is_the_least_of_its_candidates(rng):
     """Against every candidate, tried as a given scale, with errors summed in float64."""
     spec = jc.parse("int4(channel=0,rule=mse)")
     x = (rng.standard_normal((5, 40)) ** 3).astype(np.float32)
@@ -369,16 +388,15 @@ def test_least_squares_is_the_least_of_its_candidates(rng):
     np.testing.assert_allclose(best, np.array(scales)[at, np.arange(5)], rtol=1e-6)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("power", [-130, 100])
-def test_least_squares_do_not_depend_on_the_size_of_the_numbers(power, rng):
+def test_least_squares_do_not_depend_on_the_size_of_the_numbers(rng):
     spec = jc.parse("e2m1fn(group=16,rule=mse)")
     x = rng.standard_normal((4, 16)).astype(np.float32)
-    small = np.asarray(fit_scaled(jnp.asarray(np.ldexp(x, power + 10)), spec=spec)[0])
-    np.testing.assert_array_equal(small, np.ldexp(np.asarray(fit_scaled(jnp.asarray(x), spec=spec)[0]), power + 10))
+    plain = np.asarray(fit_scaled(jnp.asarray(x), spec=spec)[0])
+    for power in (-120, 110):
+        moved = np.asarray(fit_scaled(jnp.asarray(np.ldexp(x, power)), spec=spec)[0])
+        np.testing.assert_array_equal(moved, np.ldexp(plain, power), str(power))
 
 
-@pytest.mark.slow
 def test_four_over_six_takes_the_smaller_exact_error():
     """A row of an array whose SQNR is published: its blocks, scales and numbers as exact sums of squares choose."""
     x = (np.random.default_rng(0).standard_normal((512, 1024)) * 0.02).astype(np.float32)
@@ -403,10 +421,13 @@ def test_four_over_six_takes_the_smaller_exact_error():
 # -- shapes, and what is refused ---------------------------------------------------------------------------------------
 
 
-@pytest.mark.in_turn(5)
-@pytest.mark.parametrize("shape", [(0,), (3, 0), (0, 3), (2, 0, 5)])
-@pytest.mark.parametrize("text", ["mxfp4", "nvfp4", "int8(group=tensor)", "uint4(group=all,axis=0,zero_point=integer)",
-                                  "nf4(scale=int8(group=4))"])  # fmt: skip
+@pytest.mark.in_turn(8)
+@pytest.mark.parametrize(
+    ("shape", "text"),
+    [((3, 0), "mxfp4"), ((0, 3), "nvfp4"), ((0,), "int8(group=tensor)"), ((2, 0, 5), "nf4(scale=int8(group=4))"),
+     ((0, 3), "uint4(group=all,axis=0,zero_point=integer)"), ((3, 0), "uint4(group=all,axis=0,zero_point=integer)"),
+     ((0,), "nf4(scale=int8(group=4))"), ((2, 0, 5), "nvfp4")],
+)  # fmt: skip
 def test_empty_arrays(shape, text):
     spec = jc.parse(text)
     x = jnp.zeros(shape, jnp.bfloat16)
@@ -430,10 +451,10 @@ ASKING = [
 ]  # fmt: skip
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("text", ASKING)
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_asking_changes_no_bit(text, dtype, rng):
+@further
+@pytest.mark.in_turn(64)
+@pytest.mark.parametrize(("text", "dtype"), list(zip(ASKING, itertools.cycle(["float32", "bfloat16"]), strict=False)))
+def asking_changes_no_bit(text, dtype, rng):
     """Through the operations, which ask in the program of one CPU, and the bodies that do not."""
     spec = jc.parse(text)
     drawn = seed_words(jax.random.key(KEY)) if spec.rounding.stochastic else ()
@@ -455,8 +476,8 @@ def test_asking_changes_no_bit(text, dtype, rng):
             np.testing.assert_array_equal(np.asarray(one), np.asarray(other), name)
 
 
-@pytest.mark.slow
-def test_zero_points_far_outside_are_not_called_moderate(rng):
+@further
+def zero_points_far_outside_are_not_called_moderate(rng):
     """They are no zero points that are fitted; with all scales moderate the program has to take the other branch."""
     spec = jc.parse("uint8(channel=0,zero_point=integer)")
     shape = (64, select.MOST_UNBRANCHED // 32)
@@ -465,7 +486,7 @@ def test_zero_points_far_outside_are_not_called_moderate(rng):
     for far in (-(2**31), -70_000, -1025, 1025, 70_000, 2**31 - 1):
         given = (scale, zero.at[7].set(far))
         found = quantize_scaled(x, spec=spec, scale=given[0], zero_point=given[1])
-        expected = quantize_body(x, *given, plan=plan_of(spec, "float32"), given=2)
+        expected = jax.jit(functools.partial(quantize_body, plan=plan_of(spec, "float32"), given=2))(x, *given)
         np.testing.assert_array_equal(np.asarray(found[0]), np.asarray(expected[0]), str(far))
 
 
@@ -483,8 +504,11 @@ COLUMNS = {
 
 
 @pytest.mark.in_turn(6)
-@pytest.mark.parametrize("text", ["int8(channel=1)", "int4(group=64,axis=0)", "float8_e4m3fn(channel=1,scale=e8m0fnu)"])
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize(
+    ("text", "dtype"),
+    [("int8(channel=1)", "float32"), ("int8(channel=1)", "bfloat16"), ("int4(group=64,axis=0)", "float32"),
+     ("float8_e4m3fn(channel=1,scale=e8m0fnu)", "bfloat16")],
+)  # fmt: skip
 def test_the_largest_number_of_a_column(text, dtype, rng):
     """A program of one CPU looks for it among numbers first; the body that does not branch_allowed, among integers."""
     spec, shape = jc.parse(text), (select.MOST_UNBRANCHED // 64, 65)
@@ -513,9 +537,11 @@ INEXACT = [
 ]  # fmt: skip
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("devices", [1, pytest.param(8, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("text", INEXACT)
+@pytest.mark.in_turn(64)
+@pytest.mark.parametrize(
+    ("text", "devices"),
+    [*((text, 1) for text in INEXACT), ("nvfp4", 8)],
+)
 def test_products_are_rounded_before_they_are_summed(text, devices, rng):
     """XLA's CPU backend contracts a product with a sum that follows it, unless it cannot see the product."""
     if devices > jax.device_count():
@@ -541,18 +567,18 @@ def test_products_are_rounded_before_they_are_summed(text, devices, rng):
         jax.tree.map(np.testing.assert_array_equal, list(found), expected)
 
 
-@pytest.mark.parametrize(
-    ("given", "message"),
-    [
-        ({"zero_point": np.zeros((3, 1), np.int32)}, "zero_point is given without scale"),
-        ({"scale": np.ones((3, 1), np.float32)}, "zero_point has shape and dtype None"),
-        ({"scale": np.ones((1, 3), np.float32), "zero_point": np.zeros((3, 1), np.int32)}, "scale has shape and dtype"),
-        ({"scale": np.ones((3, 1), np.float16), "zero_point": np.zeros((3, 1), np.int32)}, "float16"),
-    ],
-)
-def test_scales_that_do_not_fit(given, message):
-    with pytest.raises(ValueError, match=message):
-        quantize_scaled(jnp.ones((3, 4)), spec=jc.parse("uint4(channel=0,zero_point=integer)"), **given)
+@further.first
+def scales_that_do_not_fit():
+    ones, zeros = np.ones((3, 1), np.float32), np.zeros((3, 1), np.int32)
+    refused: list[tuple[dict[str, Any], str]] = [
+        ({"zero_point": zeros}, "zero_point is given without scale"),
+        ({"scale": ones}, "zero_point has shape and dtype None"),
+        ({"scale": ones.T, "zero_point": zeros}, "scale has shape and dtype"),
+        ({"scale": ones.astype(np.float16), "zero_point": zeros}, "float16"),
+    ]
+    for given, message in refused:
+        with pytest.raises(ValueError, match=message):
+            quantize_scaled(jnp.ones((3, 4)), spec=jc.parse("uint4(channel=0,zero_point=integer)"), **given)
 
 
 @pytest.mark.smoke
@@ -569,3 +595,6 @@ def test_other_refusals():
         require_scaled(jc.parse("int8(channel=1)"), (3,), "float32")
     with pytest.raises(ValueError, match="element=binary32"):
         require_scaled(jc.parse("binary32(channel=0)"), (3,), "float32")
+
+
+test_further = further.test()

@@ -9,9 +9,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from further import Further
 from zoo import CASES
 
 import jchop as jc
+
+further = Further()
 
 #: Models with products in a custom derivative, a shard_map, or a while loop.
 CLOSED = {"dict_custom_vjp", "dict_shard_map", "odd_power_iteration"}
@@ -38,7 +41,6 @@ def int8(x: Any, most: Any) -> Any:
     return np.clip(np.rint(np.asarray(x, np.float64) / np.float64(scale)), -128, 127) * np.float64(scale)
 
 
-@pytest.mark.slow
 def test_a_range_follows_in_updates_and_stays_in_calls() -> None:
     low = jc.quantize_fn(mlp, jc.Rule("up", activation=TENSOR, scale_from=jc.MovingAverage(0.75)))
     scales, span = low.start(PARAMS, jax.ShapeDtypeStruct((4, 8), jnp.float32)), None
@@ -56,8 +58,11 @@ def test_a_range_follows_in_updates_and_stays_in_calls() -> None:
     np.testing.assert_allclose(low(PARAMS, X[0], scales=scales), expected, rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("source", SOURCES, ids=lambda s: type(s).__name__)
+#: State that calls follow, and parameters; the first is the default case.
+ONE_OF_BOTH = [SOURCES[0], *(pytest.param(source, marks=pytest.mark.slow) for source in SOURCES[1:])]
+
+
+@pytest.mark.parametrize("source", ONE_OF_BOTH, ids=lambda s: type(s).__name__)
 def test_layers_keep_the_same_scales(source: Any) -> None:
     """A Linear of `jchop.nn` and its program: results, gradients and state of two steps."""
     nnx = pytest.importorskip("flax.nnx")
@@ -97,8 +102,8 @@ def test_layers_keep_the_same_scales(source: Any) -> None:
             np.testing.assert_allclose(dl["w_activation_scale"], state["left"]["scale"][...], rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.slow
-def test_a_recipe_with_a_history() -> None:
+@further
+def a_recipe_with_a_history() -> None:
     rule = jc.Rule(
         weight="float8_e4m3fn(group=tensor)", activation="float8_e4m3fn(group=tensor)",
         gradient="float8_e5m2(group=tensor)", scale_from=jc.DelayedScaling(2),
@@ -114,9 +119,21 @@ def test_a_recipe_with_a_history() -> None:
     assert after.stats["up_activation_history"].tolist() == [jnp.abs(X[1]).max(), jnp.abs(X[0]).max()]
 
 
-@pytest.mark.parametrize("source", SOURCES, ids=lambda s: type(s).__name__)
-@pytest.mark.slow
-def test_layers_of_a_scan_keep_scales_of_their_own(source: Any) -> None:
+@further.first
+def the_largest_or_the_last_of_a_history_counts() -> None:
+    """The last one is the smallest, under which numbers of the largest saturate."""
+    sizes = [float(jnp.abs(x).max()) for x in X[1:]]
+    assert sizes[1] < sizes[0] / 2
+    for take, most in (("max", sizes[0]), ("last", sizes[1])):
+        low = jc.quantize_fn(mlp, jc.Rule("up", activation=TENSOR, scale_from=jc.DelayedScaling(2, take)))  # type: ignore[arg-type]
+        kept = jc.Scales({}, {"up_activation_history": jnp.asarray(sizes[::-1])})
+        wanted = np.tanh(int8(X[1], most) @ np.asarray(PARAMS["up"], np.float64)) @ PARAMS["down"]
+        np.testing.assert_allclose(low(PARAMS, X[1], scales=kept), wanted, rtol=1e-4, atol=1e-5, err_msg=take)
+
+
+@further
+@pytest.mark.parametrize("source", ONE_OF_BOTH, ids=lambda s: type(s).__name__)
+def layers_of_a_scan_keep_scales_of_their_own(source: Any) -> None:
     w = normal(3, 8, 8)
 
     def scanned(p: Any, x: Any) -> Any:
@@ -150,7 +167,6 @@ def test_layers_of_a_scan_keep_scales_of_their_own(source: Any) -> None:
                 np.testing.assert_allclose(value, stacked, rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.slow
 def test_a_product_in_every_turn_of_a_loop_keeps_one_range() -> None:
     w, xs = normal(8, 8) / 3, jnp.stack(X)
 
@@ -172,7 +188,6 @@ def test_a_product_in_every_turn_of_a_loop_keeps_one_range() -> None:
     np.testing.assert_array_equal(static.stats["w_activation_range"], [xs.min(), xs.max()])
 
 
-@pytest.mark.slow
 def test_a_branch_that_is_not_taken_keeps_its_range() -> None:
     def either(p: Any, x: Any) -> Any:
         return jax.lax.cond(x.sum() > 0, lambda x: x @ p["a"], lambda x: x @ p["b"], x)
@@ -186,34 +201,39 @@ def test_a_branch_that_is_not_taken_keeps_its_range() -> None:
     assert list(found.stats) == ["a_activation_range"]
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("source", SOURCES, ids=lambda s: type(s).__name__)
-@pytest.mark.parametrize("name", CASES)
-def test_models_keep_scales(name: str, source: Any) -> None:
-    """State comes out as it went in, or the error names the rule to put before."""
+@pytest.mark.parametrize(
+    "name", ["dict_mlp", *(pytest.param(name, marks=pytest.mark.slow) for name in CASES if name != "dict_mlp")]
+)
+def test_models_keep_scales(name: str) -> None:
+    """State comes out as it went in, or the error names the rule to put before.
+
+    Of each model the scales that are parameters, and one of the two kinds of state in turn.
+    """
     case = CASES[name]
     params, args = case.params()
-    low = jc.quantize_fn(case.apply, jc.Rule(**BOTH, scale_from=source))
+    for source in (SOURCES[2], SOURCES[sorted(CASES).index(name) % 2]):
+        low = jc.quantize_fn(case.apply, jc.Rule(**BOTH, scale_from=source))
 
-    def step(params: Any) -> Any:
-        scales = low.start(params, *args)
-        grad = jax.grad(
-            lambda learned: case.loss(low.update(params, *args, scales=scales._replace(learned=learned))[0])
-        )
-        return scales, low.update(params, *args, scales=scales)[1], grad(scales.learned)
+        def step(params: Any, low: Any = low) -> Any:
+            scales = low.start(params, *args)
+            grad = jax.grad(
+                lambda learned: case.loss(low.update(params, *args, scales=scales._replace(learned=learned))[0])
+            )
+            return scales, low.update(params, *args, scales=scales)[1], grad(scales.learned)
 
-    if name in CLOSED and (name != "odd_power_iteration" or isinstance(source, jc.LSQ)):
-        with pytest.raises(NotImplementedError, match=r"out of which its data cannot come\. Put Rule\('\w+', \.\.\.\)"):
-            jax.eval_shape(step, params)
-        return
-    scales, after, gradient = jax.eval_shape(step, params)
-    assert scales.learned or scales.stats
-    chex.assert_trees_all_equal_shapes_and_dtypes(scales, after)
-    chex.assert_trees_all_equal_shapes_and_dtypes(scales.learned, gradient)
+        if name in CLOSED and (name != "odd_power_iteration" or isinstance(source, jc.LSQ)):
+            closed = r"out of which its data cannot come\. Put Rule\('\w+', \.\.\.\)"
+            with pytest.raises(NotImplementedError, match=closed):
+                jax.eval_shape(step, params)
+            continue
+        scales, after, gradient = jax.eval_shape(step, params)
+        assert scales.learned or scales.stats, source
+        chex.assert_trees_all_equal_shapes_and_dtypes(scales, after)
+        chex.assert_trees_all_equal_shapes_and_dtypes(scales.learned, gradient)
 
 
-@pytest.mark.slow
-def test_packed_parameters_have_learned_scales() -> None:
+@further
+def packed_parameters_have_learned_scales() -> None:
     low = jc.quantize_fn(mlp, jc.Rule(weight="int4(group=2)", activation=TENSOR, scale_from=jc.LSQ()))
     scales = low.start(PARAMS, X[0])
     assert scales.learned["up_weight_scale"].shape == (4, 6) and scales.learned["up_activation_scale"].shape == ()
@@ -224,7 +244,6 @@ def test_packed_parameters_have_learned_scales() -> None:
     assert (low(packed, X[0], scales=moved) != low(PARAMS, X[0], scales=scales)).any()
 
 
-@pytest.mark.slow
 def test_a_fixed_range() -> None:
     low = jc.quantize_fn(mlp, [jc.Rule("down"), jc.Rule(activation="int8", weight="int4(group=2)")])
     fixed = low.calibrate(PARAMS, [X[0], (X[1],)], method="minmax")
@@ -263,7 +282,8 @@ def test_fixed_ranges_are_those_of_the_function_and_its_rules() -> None:
     np.testing.assert_array_equal(low(PARAMS, X[0], scales=low.start(PARAMS, X[0])), low(PARAMS, X[0]))
 
 
-def test_fixed_ranges_of_all_shapes_and_of_the_branches_that_were_taken() -> None:
+@further
+def fixed_ranges_of_all_shapes_and_of_the_branches_that_were_taken() -> None:
     def steps(w: Any, xs: Any) -> Any:
         h = jnp.zeros(8)
         for x in xs:
@@ -280,7 +300,6 @@ def test_fixed_ranges_of_all_shapes_and_of_the_branches_that_were_taken() -> Non
         low(params, X[0][:3], scales=fixed)
 
 
-@pytest.mark.slow
 def test_what_is_missing_is_said() -> None:
     moving = jc.Rule(**BOTH, scale_from=jc.MovingAverage())
     low, history = jc.quantize_fn(mlp, moving), jc.quantize_fn(mlp, jc.Rule(**BOTH, scale_from=jc.DelayedScaling(2)))
@@ -312,7 +331,8 @@ def test_what_is_missing_is_said() -> None:
         jc.quantize_fn(lambda p, x: p["up"][x], moving)(PARAMS, jnp.arange(3))
 
 
-def test_parameters_of_one_path_have_scales_of_their_own() -> None:
+@further
+def parameters_of_one_path_have_scales_of_their_own() -> None:
     params = {"a": {"b": normal(8, 6)}, "a/b": normal(6, 3, seed=1)}
     low = jc.quantize_fn(
         lambda p, x: x @ p["a"]["b"] @ p["a/b"], jc.Rule(weight="int4(group=all)", scale_from=jc.LSQ())
@@ -321,3 +341,6 @@ def test_parameters_of_one_path_have_scales_of_their_own() -> None:
     shapes = {name: scale.shape for name, scale in scales.learned.items()}
     assert shapes == {"a/b_weight_scale": (1, 6), "a/b_weight_scale_1": (1, 3)}
     assert low(params, X[0], scales=scales).shape == (4, 3)
+
+
+test_further = further.test()

@@ -9,9 +9,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from further import Further
 from jax.sharding import PartitionSpec as P
 
 import jchop as jc
+
+further = Further()
 
 RNG = np.random.default_rng(7)
 
@@ -55,35 +58,32 @@ CASES: dict[str, tuple[tuple[int, ...], tuple[int, ...], Function, Function, Fun
     ),
     "rows": ((7, 64), (), lambda w, x: w[jnp.array([1, 5, 1])], lambda w: w, lambda r: r),
 }  # fmt: skip
-SPECS = [
-    "int8(group=all)",
-    "int4(group=16)",
-    "mxfp8_e4m3",
-    "nvfp4",
-    "nf4(group=32)",
-    "uint4(group=16,zero_point=integer)",
-]
+BLOCKS = ["int4(group=16)", "nvfp4", "uint4(group=16,zero_point=integer)", "mxfp8_e4m3", "nf4(group=32)"]
 PLAIN = ["int8", "e4m3", "bfloat16"]
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("spec", [*SPECS, *PLAIN])
-@pytest.mark.parametrize("name", CASES)
-def test_groups_lie_along_the_sum(name: str, spec: str) -> None:
+@further
+@pytest.mark.parametrize(
+    "name", ["heads joined", *(pytest.param(n, marks=pytest.mark.slow) for n in CASES if n != "heads joined")]
+)
+def groups_lie_along_the_sum(name: str) -> None:
+    """A scale for each row, for each block of one, and for all or none."""
     shape, data, product, lay, back = CASES[name]
     w, x = numbers(*shape), numbers(*data)
-    expected = product(jnp.asarray(back(rows_of(lay(w), spec))), x)
-    low = jc.quantize_fn(product, jc.Rule(weight=spec))
-    packed = low.pack(w, x)
-    assert packed.shape == w.shape
-    np.testing.assert_array_equal(low(w, x), expected)
-    np.testing.assert_array_equal(low(packed, x), expected)
+    turn = list(CASES).index(name)
+    for spec in ("int8(group=all)", BLOCKS[turn % len(BLOCKS)], PLAIN[turn % len(PLAIN)]):
+        expected = product(jnp.asarray(back(rows_of(lay(w), spec))), x)
+        low = jc.quantize_fn(product, jc.Rule(weight=spec))
+        packed = low.pack(w, x)
+        assert packed.shape == w.shape, spec
+        np.testing.assert_array_equal(low(w, x), expected, spec)
+        np.testing.assert_array_equal(low(packed, x), expected, spec)
 
 
+@further
 @pytest.mark.in_turn(9)
-@pytest.mark.parametrize("spec", ["int8", "int4(group=16)", "nvfp4"])
-@pytest.mark.parametrize("taken", ["scan", "index"])
-def test_each_of_a_stack_is_rounded_by_itself(taken: str, spec: str) -> None:
+@pytest.mark.parametrize(("taken", "spec"), [("scan", "int8"), ("index", "int4(group=16)"), ("scan", "nvfp4")])
+def each_of_a_stack_is_rounded_by_itself(taken: str, spec: str) -> None:
     w, x = numbers(3, 32, 32) * jnp.array([1.0, 100.0, 0.01])[:, None, None], numbers(2, 32)
 
     def scanned(w: Any, x: Any) -> Any:
@@ -102,8 +102,8 @@ def test_each_of_a_stack_is_rounded_by_itself(taken: str, spec: str) -> None:
     np.testing.assert_array_equal(jax.jit(low)(packed, x), jax.jit(low)(w, x))
 
 
-@pytest.mark.slow
-def test_a_stack_of_float8_is_not_converted_whole() -> None:
+@further
+def a_stack_of_float8_is_not_converted_whole() -> None:
     """The quirk `stack_of_short_floats_converted`: as much memory as codes of integers, forwards and backwards."""
     w, x = numbers(4, 64, 64), numbers(2, 64)
 
@@ -154,22 +154,24 @@ NUMBERS: dict[str, tuple[Function, Function, Function]] = {  # with the table la
 }  # fmt: skip
 
 
-@pytest.mark.in_turn(5)
-@pytest.mark.parametrize("spec", ["int4(group=4)", "int4(group=all)", "int4(group=32)"])
+@further
+@pytest.mark.in_turn(3)
 @pytest.mark.parametrize("name", NUMBERS)
-def test_a_table_of_single_numbers_has_groups_along_its_last_axis(name: str, spec: str) -> None:
+def a_table_of_single_numbers_has_groups_along_its_last_axis(name: str) -> None:
+    """Of 4 numbers, and of all or 32, of which a row has fewer."""
     look_up, lay, back = NUMBERS[name]
     table, i = numbers(4, 16, 8), jnp.array([3, 1])
     if name == "both indexes":
         table = table.reshape(64, 8)
-    rounded = back(rows_of(lay(table), spec)).reshape(table.shape)
-    low = jc.quantize_fn(look_up, jc.Rule(weight=spec))
-    packed = low.pack(table, i)
-    assert low.report(table, i).parameters[0].use == "rows"
-    assert packed.nbytes <= table.size / 2 + 4 * table.size / 4  # one scale for 4 numbers at least
-    np.testing.assert_array_equal(jc.dequantize(packed), rounded)
-    np.testing.assert_array_equal(low(table, i), look_up(jnp.asarray(rounded), i))
-    np.testing.assert_array_equal(low(packed, i), low(table, i))
+    for spec in ("int4(group=4)", f"int4(group={'all' if 'one' in name else 32})"):
+        rounded = back(rows_of(lay(table), spec)).reshape(table.shape)
+        low = jc.quantize_fn(look_up, jc.Rule(weight=spec))
+        packed = low.pack(table, i)
+        assert low.report(table, i).parameters[0].use == "rows"
+        assert packed.nbytes <= table.size / 2 + 4 * table.size / 4  # one scale for 4 numbers at least
+        np.testing.assert_array_equal(jc.dequantize(packed), rounded, spec)
+        np.testing.assert_array_equal(low(table, i), look_up(jnp.asarray(rounded), i), spec)
+        np.testing.assert_array_equal(low(packed, i), low(table, i), spec)
 
 
 def test_a_vector_of_single_numbers_has_groups_along_itself() -> None:
@@ -181,7 +183,8 @@ def test_a_vector_of_single_numbers_has_groups_along_itself() -> None:
     np.testing.assert_array_equal(low(packed, i), low(vector, i))
 
 
-def test_an_axis_that_the_operand_has_not_is_an_error_in_every_mode() -> None:
+@further.first
+def an_axis_that_the_operand_has_not_is_an_error_in_every_mode() -> None:
     low = jc.quantize_fn(lambda w, x: x @ w, jc.Rule(weight="int8(channel=5)"))
     for call in (low, low.pack, low.report):
         with pytest.raises(ValueError, match=r"weight='int8\(channel=5\)' of the parameter.*axis 5.*2 axes"):
@@ -198,9 +201,9 @@ GATHERED: dict[str, Function] = {
 }
 
 
-@pytest.mark.slow
+@further
 @pytest.mark.parametrize("name", [pytest.param(n, marks=() if n == "tiled" else pytest.mark.slow) for n in GATHERED])
-def test_a_weight_that_devices_gather_is_rounded_as_a_whole(name: str) -> None:
+def a_weight_that_devices_gather_is_rounded_as_a_whole(name: str) -> None:
     mesh = jax.make_mesh((2,), ("d",), axis_types=(jax.sharding.AxisType.Auto,), devices=jax.devices()[:2])
     w, x = numbers(64, 8), numbers(4, 64)
 
@@ -234,3 +237,6 @@ def test_a_weight_behind_a_barrier_with_data_is_rounded_and_keeps_its_adapter() 
     adapted = jc.nn.add_lora(packed, lora, fun=low, inputs=(x,), key=key, original=w)
     np.testing.assert_array_equal(low(adapted, x), plain(adapted, x))
     assert bool((low(adapted, x) != low(packed, x)).any())
+
+
+test_further = further.test()

@@ -9,9 +9,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
+from further import Further
 from jax import lax
 
 import jchop as jc
+
+further = Further()
 
 
 def kept(low: Any, m: int) -> int:
@@ -20,6 +23,7 @@ def kept(low: Any, m: int) -> int:
     return int((groups.reshape(-1, m, groups.shape[1]) != 0).sum(1).max())
 
 
+@further
 @pytest.mark.in_turn(4)
 @pytest.mark.parametrize(
     ("text", "stored"),
@@ -30,7 +34,7 @@ def kept(low: Any, m: int) -> int:
         ("nvfp4(sparse=2:4)", "nvfp4(axis=-2,sparse=2:4)"),
     ],
 )
-def test_a_product_of_matrices(text: str, stored: str) -> None:
+def a_product_of_matrices(text: str, stored: str) -> None:
     w, x = (jax.random.normal(jax.random.key(i), shape) for i, shape in enumerate([(32, 12), (5, 32)]))
     low = jc.quantize_fn(lambda w, x: x @ w, jc.Rule(weight=text))
     packed = low.pack(w, x)
@@ -44,10 +48,16 @@ def test_a_product_of_matrices(text: str, stored: str) -> None:
     np.testing.assert_allclose(gradient, jnp.broadcast_to(x.sum(0)[:, None], w.shape), rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("channels", [8, 3])
-@pytest.mark.parametrize("text", ["int8(channel=0,sparse=2:4)", "int4(group=36,sparse=2:4)"])
-def test_a_convolution(channels: int, text: str) -> None:
+@further
+@pytest.mark.parametrize(
+    ("channels", "text"),
+    [
+        (3, "int8(channel=0,sparse=2:4)"),
+        pytest.param(8, "int4(group=36,sparse=2:4)", marks=pytest.mark.slow),
+        pytest.param(3, "int4(group=36,sparse=2:4)", marks=pytest.mark.slow),
+    ],
+)
+def a_convolution(channels: int, text: str) -> None:
     """Consecutive inputs are channels; with three of them, groups of four run over the window, too."""
     kernel = jax.random.normal(jax.random.key(0), (3, 3, channels, 5))  # HWIO
     image = jax.random.normal(jax.random.key(1), (2, 7, 7, channels))
@@ -65,8 +75,8 @@ def test_a_convolution(channels: int, text: str) -> None:
     np.testing.assert_array_equal(low(packed, image), low(kernel, image))
 
 
-@pytest.mark.slow
-def test_experts_stacks_and_inputs() -> None:
+@further
+def experts_stacks_and_inputs() -> None:
     text = "int4(group=8,sparse=2:4)"
     w, x = (jax.random.normal(jax.random.key(i), shape) for i, shape in enumerate([(3, 16, 16), (5, 16)]))
     low = jc.quantize_fn(lambda w, x: lax.scan(lambda h, one: (jnp.tanh(h @ one), None), x, w)[0], jc.Rule(weight=text))
@@ -81,12 +91,12 @@ def test_experts_stacks_and_inputs() -> None:
     np.testing.assert_allclose(turned(w[0], x.T), rounded.T, rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.slow
 def test_layers_of_flax() -> None:
     rule = jc.nn.Rule(weight="int4(group=16,scale=bfloat16,sparse=2:4)")
     x = jax.random.normal(jax.random.key(2), (4, 32))
     model = nnx.Sequential(nnx.Linear(32, 16, rngs=nnx.Rngs(0)), nnx.LayerNorm(16, rngs=nnx.Rngs(1)))
-    low, packed = jc.nn.quantize(model, rule), jc.nn.quantize(model, rule, "ptq")
+    rules = [jc.nn.Rule(layer="LayerNorm", weight=rule.weight), rule]
+    low, packed = jc.nn.quantize(model, rules), jc.nn.quantize(model, rules, "ptq")
     kernel = model.layers[0].kernel[...]
     wanted = jc.round_to_format(kernel.T, rule.weight).T
     stored = packed.layers[0].kernel.get_value()
@@ -96,7 +106,8 @@ def test_layers_of_flax() -> None:
     assert str(packed.layers[1].scale.get_value().spec) == "int4(group=16,scale=bfloat16)"  # no number is dropped
 
 
-def test_what_is_refused() -> None:
+@further.first
+def what_is_refused() -> None:
     text, x = "int4(group=16,sparse=2:4)", jnp.ones((2, 32))
     with pytest.raises(ValueError, match="it stores no codes of the numbers that sparse drops"):
         rule = jc.Rule(weight=text, activation="int8", product="codes")
@@ -104,3 +115,6 @@ def test_what_is_refused() -> None:
     pairs = jc.quantize_fn(lambda w, x: jnp.einsum("bij,jki->bk", x, w), jc.Rule(weight="int4(group=9,sparse=2:4)"))
     with pytest.raises(ValueError, match="lie in several axes of the parameter, of which the fastest has 3"):
         pairs(jnp.ones((3, 5, 6)), jnp.ones((2, 6, 3)))
+
+
+test_further = further.test()

@@ -10,9 +10,12 @@ import ml_dtypes
 import numpy as np
 import oracle
 import pytest
+from further import Further
 
 from jchop.compat import piquant
 from jchop.compat.piquant import ReduceOp, RoundMode
+
+further = Further()
 
 BITS = {"uint8": 8, "uint4": 4, "uint2": 2}
 
@@ -31,9 +34,10 @@ def unpacked(codes: np.ndarray, bits: int, count: int) -> list[int]:
     return [stream >> bits * k & (1 << bits) - 1 for k in range(count)]
 
 
+@further
 @pytest.mark.in_turn(2)
 @pytest.mark.parametrize(("name", "dtype"), [("uint4", ml_dtypes.bfloat16), ("uint2", np.float32)])
-def test_there_and_back(name: str, dtype: Any) -> None:
+def there_and_back(name: str, dtype: Any) -> None:
     x = numbers().astype(dtype)
     top = (1 << BITS[name]) - 1
     scale, zero = piquant.compute_quant_params(x, name)
@@ -49,7 +53,6 @@ def test_there_and_back(name: str, dtype: Any) -> None:
     np.testing.assert_array_equal(back, np.array([rounds((c - zero) * exact(scale)) for c in wanted], dtype))
 
 
-@pytest.mark.slow
 def test_set_and_add() -> None:
     codes, out = np.array([[0, 1], [2, 255]], np.uint8), np.full((2, 2), 10, np.float32)
     given = piquant.dequantize(codes, scale=0.5, zero_point=1, reduce_op=ReduceOp.ADD, out=out)
@@ -63,7 +66,6 @@ def test_set_and_add() -> None:
     assert tail.tolist() == [1, 2, 3, 4, 2]
 
 
-@pytest.mark.slow
 def test_where_the_original_is_wrong() -> None:
     x = np.array([np.inf, 3e9, -np.inf, 0.49999997, 2.0**23 + 1], np.float32)
     assert piquant.quantize(x, scale=1.0, zero_point=0).tolist() == [255, 255, 0, 0, 255]
@@ -73,7 +75,8 @@ def test_where_the_original_is_wrong() -> None:
     assert piquant.quantize(np.full(4, 1000, np.float32), scale=scale, zero_point=zero).tolist() == [255] * 4
 
 
-def test_the_last_codes_are_zero_points() -> None:
+@further.first
+def the_last_codes_are_zero_points() -> None:
     x = np.array([-300.0, -255.0, -1.0, 0.0], np.float32)
     codes = piquant.quantize(x, scale=1.0, zero_point=255)
     assert codes.tolist() == [0, 0, 254, 255]
@@ -81,7 +84,6 @@ def test_the_last_codes_are_zero_points() -> None:
     assert piquant.quantize(-x, scale=1.0, zero_point=0).tolist() == [255, 255, 1, 0]
 
 
-@pytest.mark.slow
 def test_stochastic() -> None:
     x = np.full(4000, 0.3, np.float32)
     codes = piquant.quantize(x, scale=1.0, zero_point=7, round_mode=RoundMode.STOCHASTIC, key=jax.random.key(0))
@@ -113,3 +115,6 @@ def test_refused() -> None:
     ):
         with pytest.raises(error, match=said):
             call()
+
+
+test_further = further.test()

@@ -15,10 +15,13 @@ import jax.numpy as jnp
 import numpy as np
 import oracle
 import pytest
+from further import Further
 
 import jchop as jc
 from jchop.compat import pychop
 from jchop.compat.pychop import Chop, Chopf, Chopi, ChopSTE, Customs, FaultChop, LightChop, float_params, ptq
+
+further = Further()
 
 RMODES = {
     1: "nearest_even",
@@ -58,7 +61,6 @@ def test_floating_point() -> None:
 
 
 @pytest.mark.smoke
-@pytest.mark.slow
 def test_the_chop_of_the_paper() -> None:
     x = numbers()
     half = oracle.ieee(5, 10)
@@ -89,26 +91,25 @@ def test_fixed_point() -> None:
     np.testing.assert_array_equal(ch.quantize(x), ch(x))
 
 
-@pytest.mark.in_turn(2)
-@pytest.mark.parametrize("symmetric", [True, False])
-def test_integers(symmetric: bool) -> None:
+def test_integers() -> None:
     x = np.array([[0.1, -0.2], [0.3, 0.4]], np.float32)
-    ch = Chopi(bits=8, symmetric=symmetric)
-    codes = ch.quantize(x)
-    low, high = (0.0, float(np.abs(x).max())) if symmetric else (float(x.min()), float(x.max()))
-    steps = 127 if symmetric else 255
-    scale = np.float32(float((Fraction(high) - Fraction(low)) / steps))
-    zero = 0 if symmetric else oracle.rne(-Fraction(low) / Fraction(float(scale)))
-    wanted = [oracle.rne(Fraction(float(v)) / Fraction(float(scale)) + zero) for v in x.ravel()]
-    assert codes.ravel().tolist() == wanted and codes.dtype == (np.int8 if symmetric else np.uint8)
-    np.testing.assert_array_equal(ch.dequantize(codes), ch(x))
-    np.testing.assert_array_equal(
-        ch(x).ravel(), [np.float32(float((c - zero) * Fraction(float(scale)))) for c in wanted]
-    )
+    for symmetric in (True, False):
+        ch = Chopi(bits=8, symmetric=symmetric)
+        codes = ch.quantize(x)
+        low, high = (0.0, float(np.abs(x).max())) if symmetric else (float(x.min()), float(x.max()))
+        steps = 127 if symmetric else 255
+        scale = np.float32(float((Fraction(high) - Fraction(low)) / steps))
+        zero = 0 if symmetric else oracle.rne(-Fraction(low) / Fraction(float(scale)))
+        wanted = [oracle.rne(Fraction(float(v)) / Fraction(float(scale)) + zero) for v in x.ravel()]
+        assert codes.ravel().tolist() == wanted and codes.dtype == (np.int8 if symmetric else np.uint8)
+        np.testing.assert_array_equal(ch.dequantize(codes), ch(x))
+        np.testing.assert_array_equal(
+            ch(x).ravel(), [np.float32(float((c - zero) * Fraction(float(scale)))) for c in wanted]
+        )
 
 
-@pytest.mark.slow
-def test_integers_by_earlier_names() -> None:
+@further
+def integers_by_earlier_names() -> None:
     x = np.array([-3.5, -1.0, 0.0, 0.3, 3.5, 1.75])
     for bits in (3, 7):
         most = 2 ** (bits - 1) - 1
@@ -130,8 +131,8 @@ def test_integers_by_earlier_names() -> None:
         Chopi(num_bits=16)
 
 
-@pytest.mark.slow
-def test_integers_by_channel_and_calibrated() -> None:
+@further.first
+def integers_by_channel_and_calibrated() -> None:
     x = np.random.default_rng(0).standard_normal((3, 40)).astype(np.float32) * [[1], [10], [100]]
     x = x.astype(np.float32)
     ch = Chopi(bits=4, symmetric=True, per_channel=True, axis=0)
@@ -146,8 +147,8 @@ def test_integers_by_channel_and_calibrated() -> None:
         Chopi().dequantize(codes)
 
 
-@pytest.mark.slow
-def test_functions() -> None:
+@further
+def functions() -> None:
     ch = Chop(5, 2)
     x = np.linspace(-3, 3, 25)
     for name in ("sin", "tanh", "exp"):
@@ -299,7 +300,6 @@ def test_more_exponents_than_the_array_has() -> None:
         Chop(10, 9)(jnp.asarray(x))
 
 
-@pytest.mark.slow
 def test_what_matlab_hands_over() -> None:
     """Doubles for every number, and the memory of matrices, by columns."""
     x = numbers().reshape(4, 40)
@@ -319,7 +319,6 @@ def test_what_matlab_hands_over() -> None:
         Chop(exp_bits=5.5, sig_bits=2)  # type: ignore[arg-type]
 
 
-@pytest.mark.slow
 def test_copies() -> None:
     x = np.full(50, 1.0625)
     for ch in (Chop(5, 2, rmode=5), FaultChop("q52", rmode=5), Chopf(2, 2, rmode=5)):
@@ -351,9 +350,8 @@ def test_refused() -> None:
             call()
 
 
-@pytest.mark.parametrize(
-    ("name", "instead"),
-    [
+def test_a_name_that_is_absent_says_what_there_is_instead() -> None:
+    for name, instead in (
         ("P3109", "binary8p4se"),
         ("p3109_encode", "binary8p4se"),
         ("mx_quantize", "mxfp8_e4m3"),
@@ -361,9 +359,10 @@ def test_refused() -> None:
         ("BFP_FORMATS", "block floating point"),
         ("builtin", "jchop.emulate"),
         ("Simulate", "values()"),
-    ],
-)
-def test_a_name_that_is_absent_says_what_there_is_instead(name: str, instead: str) -> None:
-    with pytest.raises(AttributeError, match=re.escape(instead)):
-        getattr(pychop, name)
-    assert not hasattr(pychop, name)
+    ):
+        with pytest.raises(AttributeError, match=re.escape(instead)):
+            getattr(pychop, name)
+        assert not hasattr(pychop, name)
+
+
+test_further = further.test()

@@ -29,7 +29,6 @@ def ends(method: str, chop: Any, data: Any, **options: Any) -> list[float]:
 
 
 @pytest.mark.smoke
-@pytest.mark.slow
 def test_ranges() -> None:
     x = np.random.default_rng(0).standard_normal((2, 4000)).astype(np.float32)
     x[:, :3] = [8.0, -9.5, 0.0]
@@ -109,7 +108,6 @@ def test_fused_norms(net: Any) -> None:
     assert torch.equal(plain(x), wanted)
 
 
-@pytest.mark.slow
 def test_mixed() -> None:
     torch.manual_seed(0)
     model, x = nn.Sequential(nn.Linear(4, 3), nn.ReLU()), torch.randn(6, 4)

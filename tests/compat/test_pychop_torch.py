@@ -8,11 +8,14 @@ import exact
 import numpy as np
 import oracle
 import pytest
+from further import Further
 
 torch: Any = pytest.importorskip("torch")
 
 from jchop.compat import pychop  # noqa: E402
 from jchop.compat.pychop import Chop, Chopf, ChopfSTE, Chopi, ChopiSTE, ChopSTE, FaultChop, layers, optimizers  # noqa: E402
+
+further = Further()
 
 nn = torch.nn
 E4M3 = oracle.ieee(4, 3)
@@ -22,8 +25,8 @@ def of(x: Any) -> np.ndarray:
     return x.detach().numpy().astype(np.float64)
 
 
-@pytest.mark.slow
-def test_tensors() -> None:
+@further
+def tensors() -> None:
     x = torch.tensor([1.1, -2.3, 3.7, 300.0], requires_grad=True)
     for ch, values in ((Chop(4, 3), E4M3), (FaultChop("q43"), E4M3), (Chopf(4, 4), oracle.fixed(4, 4))):
         rounded = ch(x)
@@ -93,8 +96,8 @@ def test_activations_round_their_input_too(prefix: str, chop: Any) -> None:
             assert name in ("ReLU", "Dropout") or not torch.equal(y, other), name
 
 
-@pytest.mark.slow
-def test_every_layer_runs_and_trains() -> None:
+@further
+def every_layer_runs_and_trains() -> None:
     """Each class of the original, with the layer's own arguments; parameters stay what they are and get gradients."""
     image, line, volume = torch.rand(2, 2, 6, 6), torch.rand(2, 2, 6), torch.rand(2, 2, 4, 4, 4)
     arguments = {
@@ -131,6 +134,7 @@ def test_every_layer_runs_and_trains() -> None:
         _ = layers.QuantizedNothing
 
 
+@further
 @pytest.mark.parametrize(
     ("prefix", "chop"),
     [
@@ -140,8 +144,7 @@ def test_every_layer_runs_and_trains() -> None:
     ],
     ids=["float", "fixed", "integer"],
 )
-@pytest.mark.slow
-def test_the_network_in_its_three_variants(prefix: str, chop: Any) -> None:
+def the_network_in_its_three_variants(prefix: str, chop: Any) -> None:
     def layer(name: str, *args: Any) -> Any:
         return getattr(layers, prefix + name)(*args, chop=chop)
 
@@ -177,8 +180,8 @@ def test_optimizers() -> None:
                 assert torch.equal(value, Chop(4, 3)(value))
 
 
-@pytest.mark.slow
-def test_after_training(capsys: pytest.CaptureFixture[str]) -> None:
+@further.first
+def after_training(capsys: pytest.CaptureFixture[str]) -> None:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3), nn.ReLU())
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
@@ -201,3 +204,6 @@ def test_after_training(capsys: pytest.CaptureFixture[str]) -> None:
     assert torch.equal(layers.mixed_post_quantization(model, Chopi(8), None)[0].weight, Chopi(8)(model[0].weight))
     with pytest.raises(ValueError, match="calibration_data=None"):
         layers.mixed_post_quantization(model, None, ch, dynamic=False)
+
+
+test_further = further.test()

@@ -44,7 +44,6 @@ def test_parameters_and_input_are_rounded(make: Any, values: Any, mode: str) -> 
     np.testing.assert_allclose(of(x.grad)[0], weight.sum(0), rtol=1e-6)
 
 
-@pytest.mark.slow
 def test_integers_round_the_output_too() -> None:
     torch.manual_seed(0)
     layer, x, ch = layers.IntQuantizedLinear(5, 4, num_bits=6), torch.randn(3, 5), Chopi(6, symmetric=True)
@@ -55,7 +54,6 @@ def test_integers_round_the_output_too() -> None:
     assert torch.equal(once(x), Chopi(3, symmetric=True)(x))
 
 
-@pytest.mark.slow
 def test_bits_after_the_sizes() -> None:
     """Where torch has arguments in these places, ``rmode=`` says that they are bits."""
     image, line, volume = torch.rand(2, 3, 6, 6), torch.rand(2, 3, 6), torch.rand(2, 3, 4, 4, 4)

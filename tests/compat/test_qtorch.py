@@ -8,9 +8,12 @@ import jax.numpy as jnp
 import numpy as np
 import oracle
 import pytest
+from further import Further
 
 from jchop.compat.qtorch import BlockFloatingPoint, FixedPoint, FloatingPoint
 from jchop.compat.qtorch.quant import block_quantize, fixed_point_quantize, float_quantize
+
+further = Further()
 
 KEY = jax.random.key(2)
 
@@ -20,8 +23,8 @@ def without_specials(exp: int, man: int) -> oracle.FloatSet:
     return oracle.FloatSet(exp, man, (1 << exp - 1) - 1, inf=False, nan="none")
 
 
-@pytest.mark.slow
-def test_value_sets() -> None:
+@further.first
+def value_sets() -> None:
     x = np.arange(-30, 30, 0.05).astype(np.float32)
     for exp, man in ((2, 2), (2, 3), (3, 2), (3, 0)):
         wanted = exact.rounded(x, without_specials(exp, man), "nearest_away", "saturate")
@@ -39,7 +42,6 @@ def test_powers_of_two() -> None:
     assert set(float_quantize(np.full(200, 0.75, np.float32), 2, 0, key=KEY).tolist()) == {0, 1}
 
 
-@pytest.mark.slow
 def test_halves_and_subnormals() -> None:
     half = np.array([65504, 65519, -65519, 65535], np.float32)
     assert float_quantize(half, 5, 10, "nearest").tolist() == [65504, 65504, -65504, 65536]
@@ -85,8 +87,8 @@ def test_blocks() -> None:
     assert block_quantize(huge, 4, rounding="nearest").tolist() == [2.0**127, 2.0**126, 0]
 
 
-@pytest.mark.slow
-def test_stochastic_rounding_is_unbiased() -> None:
+@further
+def stochastic_rounding_is_unbiased() -> None:
     x = np.full(20000, 0.3, np.float32)
     for got, step in (
         (fixed_point_quantize(x, 7, 6, key=KEY), 2.0**-6),
@@ -114,3 +116,6 @@ def test_refused() -> None:
     ):
         with pytest.raises(error, match=said):
             call()
+
+
+test_further = further.test()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import exact
@@ -95,22 +96,22 @@ def test_random_quantizers() -> None:
     assert torch.equal(Quantizer(FloatingPoint(5, 2))(x), first)
 
 
-@pytest.mark.parametrize(("rounding", "draws"), [("nearest", False), ("stochastic", True)])
-def test_torch_generator_is_drawn_from_by_stochastic_roundings_alone(rounding: str, draws: bool) -> None:
+def test_torch_generator_is_drawn_from_by_stochastic_roundings_alone() -> None:
     """As by QPyTorch's functions, so that a script has the same data and initial weights."""
-    number, weight = FloatingPoint(5, 2), nn.Parameter(torch.ones(3))
-    torch.manual_seed(0)
-    before = torch.get_rng_state()
-    rounds = quantizer(number, number, rounding, rounding)
-    module = Quantizer(number, number, rounding, rounding)
-    inner = torch.optim.SGD([weight], lr=0.125)
-    optimizer = OptimLP(inner, weight_quant=rounds, grad_quant=rounds, acc_quant=rounds)
-    assert torch.equal(torch.get_rng_state(), before) and not list(module.state_dict())
-    weight.grad = torch.ones(3)
-    for call in (lambda: gradient(rounds, torch.ones(3)), lambda: module(torch.ones(3)), optimizer.step):
+    for rounding in ("nearest", "stochastic"):
+        number, weight = FloatingPoint(5, 2), nn.Parameter(torch.ones(3))
+        torch.manual_seed(0)
         before = torch.get_rng_state()
-        call()
-        assert torch.equal(torch.get_rng_state(), before) != draws
+        rounds = quantizer(number, number, rounding, rounding)
+        module = Quantizer(number, number, rounding, rounding)
+        inner = torch.optim.SGD([weight], lr=0.125)
+        optimizer = OptimLP(inner, weight_quant=rounds, grad_quant=rounds, acc_quant=rounds)
+        assert torch.equal(torch.get_rng_state(), before) and not list(module.state_dict())
+        weight.grad = torch.ones(3)
+        for call in (partial(gradient, rounds, torch.ones(3)), partial(module, torch.ones(3)), optimizer.step):
+            before = torch.get_rng_state()
+            call()
+            assert torch.equal(torch.get_rng_state(), before) == (rounding == "nearest"), rounding
 
 
 def test_random_steps_follow_the_seed_of_torch() -> None:
@@ -126,14 +127,14 @@ def test_random_steps_follow_the_seed_of_torch() -> None:
     assert stepped(1) == stepped(1) != stepped(2)
 
 
-@pytest.mark.parametrize("rounded", [False, True])
-def test_gradients_are_scaled_if_they_are_rounded(rounded: bool) -> None:
-    weight = nn.Parameter(torch.ones(1))
-    quant = quantizer(FloatingPoint(8, 7), forward_rounding="nearest") if rounded else None
-    optimizer = OptimLP(torch.optim.SGD([weight], lr=1.0), grad_scaling=0.25, grad_quant=quant)
-    weight.grad = torch.tensor([2.0])
-    optimizer.step()
-    assert weight.item() == (0.5 if rounded else -1.0)
+def test_gradients_are_scaled_if_they_are_rounded() -> None:
+    for rounded in (False, True):
+        weight = nn.Parameter(torch.ones(1))
+        quant = quantizer(FloatingPoint(8, 7), forward_rounding="nearest") if rounded else None
+        optimizer = OptimLP(torch.optim.SGD([weight], lr=1.0), grad_scaling=0.25, grad_quant=quant)
+        weight.grad = torch.tensor([2.0])
+        optimizer.step()
+        assert weight.item() == (0.5 if rounded else -1.0)
 
 
 def test_the_optimizer() -> None:

@@ -28,15 +28,23 @@ def turned(ranks: int) -> list[tuple[int, int]]:
 def main(port: str, processes: int, number: int, devices: int, folder: str, cases: str) -> None:
     os.environ["XLA_FLAGS"] = f"--xla_force_host_platform_device_count={devices}"
     import jax
+
+    jax.distributed.initialize(f"127.0.0.1:{port}", num_processes=processes, process_id=number)
+    shards: dict[str, Any] = shards_of(processes, devices, cases)
+    np.savez(Path(folder) / f"{number}.npz", **shards)
+
+
+def shards_of(processes: int, devices: int, cases: str) -> dict[str, np.ndarray]:
+    """The results of the devices of this process."""
+    import jax
     from distributed.replay import STOCHASTIC
     from jax.sharding import AxisType, NamedSharding
     from jax.sharding import PartitionSpec as P
 
     import jchop as jc
 
-    jax.distributed.initialize(f"127.0.0.1:{port}", num_processes=processes, process_id=number)
-    mesh = jax.make_mesh((processes, devices), ("process", "device"), axis_types=(AxisType.Auto,) * 2)
     every, ranks = ("process", "device"), processes * devices
+    mesh = jax.make_mesh((processes, devices), every, axis_types=(AxisType.Auto,) * 2, devices=jax.devices()[:ranks])
     rows = NamedSharding(mesh, P(every))
     whole = np.random.default_rng(0).standard_normal((processes * devices, *SHAPE)).astype(np.float32)
     x = jax.make_array_from_callback(whole.shape, rows, lambda index: whole[index])
@@ -57,12 +65,11 @@ def main(port: str, processes: int, number: int, devices: int, folder: str, case
         return {name: known[name]()[None] for name in cases.split(",")}
 
     found = jax.jit(jax.shard_map(both, mesh=mesh, in_specs=P(every), out_specs=P(every)))(x)
-    shards = {
+    return {
         f"{name} {shard.index[0].start or 0}": np.asarray(shard.data)[0]
         for name, value in found.items()
         for shard in value.addressable_shards
     }
-    np.savez(Path(folder) / f"{number}.npz", **shards)
 
 
 if __name__ == "__main__":

@@ -12,11 +12,13 @@ import numpy as np
 import pytest
 from distributed import replay
 from distributed.replay import NEAREST, STOCHASTIC
+from further import Further
 from jax.sharding import AxisType, Mesh
 from jax.sharding import PartitionSpec as P
 
 import jchop as jc
-from jchop.formats import CATALOGUE, SCALED_CATALOGUE
+
+further = Further()
 
 KEY = jax.random.key(7)
 
@@ -56,32 +58,33 @@ def test_two_shot(ranks: int, rng: np.random.Generator) -> None:
         same(each, np.stack([replay.psum(list(x), key)] * ranks))
 
 
-@pytest.mark.parametrize("ranks", [pytest.param(2, marks=pytest.mark.slow), 8])
-@pytest.mark.slow
+@pytest.mark.parametrize("ranks", [3, pytest.param(8, marks=pytest.mark.slow)])
 def test_ring(ranks: int, rng: np.random.Generator) -> None:
     x = rng.standard_normal((ranks, 150)).astype(np.float32)
     found = over(mesh_of(ranks), lambda x: jc.distributed.psum(x, "d", STOCHASTIC, KEY, algorithm="ring"), x)
     same(found, np.stack([replay.psum(list(x), KEY, replay.ring)] * ranks))
 
 
-@pytest.mark.slow
-def test_hierarchical(rng: np.random.Generator) -> None:
-    x = rng.standard_normal((8, 150)).astype(np.float32)
+@pytest.mark.parametrize(
+    ("inner", "spec", "key"), [(2, NEAREST, None), pytest.param(4, STOCHASTIC, KEY, marks=pytest.mark.slow)], ids=str
+)
+def test_hierarchical(inner: int, spec: str, key: Any, rng: np.random.Generator) -> None:
+    x = rng.standard_normal((2 * inner, 150)).astype(np.float32)
     algorithm = jc.distributed.hierarchical("d", "outer")
-    found = over(
-        mesh_of(2, 4), lambda x: jc.distributed.psum(x, ("outer", "d"), STOCHASTIC, KEY, algorithm=algorithm), x
-    )
-    same(found, np.stack([replay.psum(list(x), KEY, replay.two_stages, 2, 4)] * 8))
+    found = over(mesh_of(2, inner), lambda x: jc.distributed.psum(x, ("outer", "d"), spec, key, algorithm=algorithm), x)
+    same(found, np.stack([replay.psum(list(x), key, replay.two_stages, 2, inner)] * 2 * inner))
 
 
-@pytest.mark.slow
-def test_a_process_with_one_device_replays_with_vmap(rng: np.random.Generator) -> None:
+@further
+@pytest.mark.parametrize(
+    ("spec", "key"), [(NEAREST, None), pytest.param(STOCHASTIC, KEY, marks=pytest.mark.slow)], ids=str
+)
+def a_process_with_one_device_replays_with_vmap(spec: str, key: Any, rng: np.random.Generator) -> None:
     x = rng.standard_normal((4, 60)).astype(np.float32)
-    found = jax.vmap(lambda x: jc.distributed.psum(x, "d", STOCHASTIC, KEY), axis_name="d")(x)
-    same(found, np.stack([replay.psum(list(x), KEY)] * 4))
+    found = jax.jit(jax.vmap(lambda x: jc.distributed.psum(x, "d", spec, key), axis_name="d"))(x)
+    same(found, np.stack([replay.psum(list(x), key)] * 4))
 
 
-@pytest.mark.slow
 def test_accumulators_in_rank_order(rng: np.random.Generator) -> None:
     def rounded(c: np.ndarray, x: np.ndarray) -> np.ndarray:
         return (c.astype(np.float64) + x).astype(ml_dtypes.bfloat16).astype(np.float32)
@@ -98,80 +101,92 @@ def test_accumulators_in_rank_order(rng: np.random.Generator) -> None:
     same(found, np.stack([replay.psum(list(x), None, from_zero)] * 4))
 
 
-@pytest.mark.slow
-def test_the_other_collectives(rng: np.random.Generator) -> None:
+OTHERS = ["scatter tiled", "permute", "scatter", "gather", "gather tiled", "exchange"]
+
+
+@pytest.mark.parametrize("kinds", [OTHERS[:2], pytest.param(OTHERS[2:], marks=pytest.mark.slow)], ids=",".join)
+def test_the_other_collectives(kinds: list[str], rng: np.random.Generator) -> None:
     x = rng.standard_normal((4, 4, 16)).astype(np.float32)
     perm = [(0, 1), (1, 3), (3, 0)]
 
     def all_of(x: Any) -> dict[str, Any]:
         d = jc.distributed
-        return {
-            "scatter": d.psum_scatter(x, "d", STOCHASTIC, KEY),
-            "scatter tiled": d.psum_scatter(x[:, :2].repeat(16, 1), "d", NEAREST, scatter_dimension=1, tiled=True),
-            "gather": d.all_gather(x, "d", STOCHASTIC, KEY, axis=1),
-            "gather tiled": d.all_gather(x, "d", NEAREST, axis=1, tiled=True),
-            "exchange": d.all_to_all(x, "d", STOCHASTIC, KEY, concat_axis=1),
-            "permute": d.ppermute(x, "d", STOCHASTIC, KEY, perm=perm),
+        made = {
+            "scatter": lambda: d.psum_scatter(x, "d", STOCHASTIC, KEY),
+            "scatter tiled": lambda: d.psum_scatter(
+                x[:, :2].repeat(16, 1), "d", NEAREST, scatter_dimension=1, tiled=True
+            ),
+            "gather": lambda: d.all_gather(x, "d", STOCHASTIC, KEY, axis=1),
+            "gather tiled": lambda: d.all_gather(x, "d", NEAREST, axis=1, tiled=True),
+            "exchange": lambda: d.all_to_all(x, "d", STOCHASTIC, KEY, concat_axis=1),
+            "permute": lambda: d.ppermute(x, "d", STOCHASTIC, KEY, perm=perm),
         }
+        return {kind: made[kind]() for kind in kinds}
 
     found = over(mesh_of(4), all_of, x)
     key = replay.fold(KEY, 0)
-    same(found["scatter"], replay.exchange(x, key))
-    wide = np.moveaxis(x[:, :, :2].repeat(16, 2).reshape(4, 4, 4, 8), 2, 1)
-    same(found["scatter tiled"], replay.exchange(np.ascontiguousarray(wide), None))
-    same(found["gather"], np.stack([np.moveaxis(replay.gather(x, key), 0, 1)] * 4))
+    wide = np.ascontiguousarray(np.moveaxis(x[:, :, :2].repeat(16, 2).reshape(4, 4, 4, 8), 2, 1))
     tiled = np.concatenate([replay.sent(each) for each in x], 1)
-    same(found["gather tiled"], np.stack([tiled] * 4))
     pieces = [
         [replay.sent(x[rank, p], replay.fold(key, replay.SEND, 0, rank), p) for rank in range(4)] for p in range(4)
     ]
-    same(found["exchange"], np.stack([np.stack(each, 1) for each in pieces]))
     moved = np.zeros_like(x)
     for source, target in perm:
         moved[target] = replay.sent(x[source], replay.fold(key, replay.SEND, 0), source)
-    same(found["permute"], moved)
+    wanted = {
+        "scatter": lambda: replay.exchange(x, key),
+        "scatter tiled": lambda: replay.exchange(wide, None),
+        "gather": lambda: np.stack([np.moveaxis(replay.gather(x, key), 0, 1)] * 4),
+        "gather tiled": lambda: np.stack([tiled] * 4),
+        "exchange": lambda: np.stack([np.stack(each, 1) for each in pieces]),
+        "permute": lambda: moved,
+    }
+    for kind in kinds:
+        same(found[kind], wanted[kind]())
 
 
-@pytest.mark.slow
-def test_gathered_is_the_whole_rounded(rng: np.random.Generator) -> None:
+@pytest.mark.parametrize(
+    "spec", ["int4(group=(2,8)):stochastic", pytest.param("nf4(group=16):stochastic", marks=pytest.mark.slow)]
+)
+def test_gathered_is_the_whole_rounded(spec: str, rng: np.random.Generator) -> None:
     """Groups that lie within a shard, and words by the place in the whole array."""
     x = rng.standard_normal((4, 2, 32)).astype(np.float32)
     key = replay.fold(KEY, 0, replay.GATHER)
-    for spec in ("nf4(group=16):stochastic", "int4(group=(2,8)):stochastic"):
-        found = over(mesh_of(4), lambda x, s=spec: jc.distributed.all_gather(x, "d", s, KEY, tiled=True), x)
-        same(found[3], jc.round_to_format(x.reshape(8, 32), spec, key))
+    found = over(mesh_of(4), lambda x: jc.distributed.all_gather(x, "d", spec, KEY, tiled=True), x)
+    same(found[3], jc.round_to_format(x.reshape(8, 32), spec, key))
 
 
-FORMATS = ["nvfp4", "uint4(group=16,zero_point=integer)", "int8(group=(4,8))", "bfloat16"]
-MORE = ["mxfp4", "nf4(group=16,scale=uint8(group=4,zero_point=float))", "int8", "int8(channel=0)", "integer8", "e5m2",
-        "binary32", "int3(group=all)"]  # fmt: skip
-
-
-@pytest.mark.parametrize("specs", [FORMATS, pytest.param(MORE, marks=pytest.mark.slow)], ids=["default", "more"])
-@pytest.mark.slow
-def test_every_kind_of_format_moves(specs: list[str], rng: np.random.Generator) -> None:
-    """Messages of QArrays: the sum over ranks of one piece is that of the dequantized messages."""
+@further
+def tiles_and_channels_move(rng: np.random.Generator) -> None:
+    """Messages of arrays that keep their shape: the sum over ranks of one piece is that of the dequantized messages."""
     x = rng.standard_normal((2, 2, 8, 16)).astype(np.float32)
+    specs = ["int8(group=(4,8))", "int8(channel=0)"]
     found = over(mesh_of(2), lambda x: [jc.distributed.psum_scatter(x, "d", spec) for spec in specs], x)
     for spec, each in zip(specs, found, strict=True):
         own = [[np.asarray(jc.round_to_format(x[rank, owner], spec)) for rank in range(2)] for owner in range(2)]
         same(each, np.stack([a + b for a, b in own]))
 
 
-#: Codes of tf32 are not stored, and binary64 needs numbers in float64.
-NAMED = [name for name in (*CATALOGUE, *SCALED_CATALOGUE) if name not in ("tf32", "binary64")]
-WRITTEN = ["int4(group=32,scale=bfloat16)", "uint4(group=16,zero_point=integer)", "integer8", "posit8", "posit16",
-           "nf4(group=16,scale=uint8(group=4,zero_point=float))"]  # fmt: skip
+#: Every way to store numbers: codes of a byte, of several, several codes in one; floats, tables and integers; scales of
+#: groups, of tensors and of scales; zero points. Some at a time, in one program.
+SENT = {
+    "default": ["uint4(group=16,zero_point=integer)", "bfloat16"],
+    "bits": ["int3(group=all)", "mxfp6_e2m3", "int4(group=32,scale=bfloat16)", "integer8", "mxint8"],
+    "scales": ["mxfp4", "nf4(group=16,scale=uint8(group=4,zero_point=float))", "int8", "nvfp4", "mxfp8_e5m2"],
+    "plain": ["e5m2", "binary32", "binary16", "posit8", "posit16", "float8_e8m0fnu"],
+}
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("spec", [*NAMED, *WRITTEN])
-def test_every_format_and_collective(spec: str, rng: np.random.Generator) -> None:
-    """Each named format with a stored form: what arrives is what `jc.round_to_format` gives, summed in rank order."""
-    x = rng.standard_normal((4, 4, 64)).astype(np.float32)
-    perm = [(0, 1), (1, 3), (3, 0)]
+@further
+@pytest.mark.parametrize(
+    "name", ["default", *(pytest.param(n, marks=pytest.mark.slow) for n in SENT if n != "default")]
+)
+def every_format_and_collective(name: str, rng: np.random.Generator) -> None:
+    """What arrives is what `jc.round_to_format` gives, summed in rank order."""
+    ranks, perm = (2, [(0, 1)]) if name == "default" else (4, [(0, 1), (1, 3), (3, 0)])
+    x = rng.standard_normal((ranks, ranks, 64)).astype(np.float32)
 
-    def all_of(x: Any) -> dict[str, Any]:
+    def all_of(x: Any, spec: str) -> dict[str, Any]:
         d = jc.distributed
         return {
             "psum": d.psum(x, "d", spec),
@@ -181,41 +196,47 @@ def test_every_format_and_collective(spec: str, rng: np.random.Generator) -> Non
             "ppermute": d.ppermute(x[0], "d", spec, perm=perm),
         }
 
-    found = over(mesh_of(4), all_of, x)
-    sent = np.stack([[np.asarray(jc.round_to_format(piece, spec)) for piece in rank] for rank in x])
-    sums = [[sum(sent[1:, p], sent[0, p]) for p in range(4)]] * 4
-    np.testing.assert_array_equal(found["psum_scatter"], [sums[0][rank] for rank in range(4)])
-    np.testing.assert_array_equal(
-        found["psum"], [[np.asarray(jc.round_to_format(c, spec)) for c in one] for one in sums]
-    )
-    np.testing.assert_array_equal(found["all_gather"], [sent[:, 0]] * 4)
-    np.testing.assert_array_equal(found["all_to_all"], sent.swapaxes(0, 1))
-    moved = np.zeros((4, 64), np.float32)
-    for source, target in perm:
-        moved[target] = sent[source, 0]
-    np.testing.assert_array_equal(found["ppermute"], moved)
+    every = over(mesh_of(ranks), lambda x: {spec: all_of(x, spec) for spec in SENT[name]}, x)
+    for spec, found in every.items():
+        sent = np.stack([[np.asarray(jc.round_to_format(piece, spec)) for piece in rank] for rank in x])
+        sums = [sum(sent[1:, owner], sent[0, owner]) for owner in range(ranks)]
+        moved = np.zeros_like(x[:, 0])
+        for source, target in perm:
+            moved[target] = sent[source, 0]
+        wanted = {
+            "psum": [[np.asarray(jc.round_to_format(total, spec)) for total in sums]] * ranks,
+            "psum_scatter": sums,
+            "all_gather": [sent[:, 0]] * ranks,
+            "all_to_all": sent.swapaxes(0, 1),
+            "ppermute": moved,
+        }
+        for kind, values in wanted.items():
+            np.testing.assert_array_equal(found[kind], values, f"{kind} of {spec}")
 
 
-@pytest.mark.slow
-def test_psum_of_channels_and_tiles_keeps_shapes(rng: np.random.Generator) -> None:
+#: The axis of a piece: 6 rows in 4 pieces of 2; 16 channels; 16 columns beside one block of 6 rows.
+SHAPED = [("int8(group=(2,8))", 0), ("int8(channel=-1)", 1), ("int4(group=8,axis=0)", 1)]
+
+
+@pytest.mark.parametrize(
+    ("spec", "axis"), [SHAPED[0], *(pytest.param(*row, marks=pytest.mark.slow) for row in SHAPED[1:])]
+)
+def test_psum_of_channels_and_tiles_keeps_shapes(spec: str, axis: int, rng: np.random.Generator) -> None:
     x = rng.standard_normal((4, 6, 16)).astype(np.float32)
-    specs = ["int8(channel=-1)", "int8(group=(2,8))", "int4(group=8,axis=0)"]
-    found = over(mesh_of(4), lambda x: [jc.distributed.psum(x, "d", spec) for spec in specs], x)
-    axes = [1, 0, 1]  # 16 channels; 6 rows in 4 pieces of 2; 16 columns beside one block of 6 rows
-    for spec, axis, each in zip(specs, axes, found, strict=True):
-        padded = np.pad(x, [(0, 0), (0, 2 if axis == 0 else 0), (0, 0)], mode="edge")
-        pieces = [np.split(own, 4, axis) for own in padded]
-        sums = []
-        for owner in range(4):
-            total = np.asarray(jc.round_to_format(pieces[0][owner], spec))
-            for rank in range(1, 4):
-                total = total + np.asarray(jc.round_to_format(pieces[rank][owner], spec))
-            sums.append(np.asarray(jc.round_to_format(total, spec)))
-        same(each, np.stack([np.concatenate(sums, axis)[:6]] * 4))
+    found = over(mesh_of(4), lambda x: jc.distributed.psum(x, "d", spec), x)
+    padded = np.pad(x, [(0, 0), (0, 2 if axis == 0 else 0), (0, 0)], mode="edge")
+    pieces = [np.split(own, 4, axis) for own in padded]
+    sums = []
+    for owner in range(4):
+        total = np.asarray(jc.round_to_format(pieces[0][owner], spec))
+        for rank in range(1, 4):
+            total = total + np.asarray(jc.round_to_format(pieces[rank][owner], spec))
+        sums.append(np.asarray(jc.round_to_format(total, spec)))
+    same(found, np.stack([np.concatenate(sums, axis)[:6]] * 4))
 
 
-@pytest.mark.slow
-def test_trees_are_joined(rng: np.random.Generator) -> None:
+@further
+def trees_are_joined(rng: np.random.Generator) -> None:
     tree = {"a": rng.standard_normal((2, 5)), "b": rng.standard_normal((2, 40)), "c": rng.standard_normal((2,)),
             "d": rng.standard_normal((2, 0)), "e": rng.standard_normal((2, 3))}  # fmt: skip
     tree = jax.tree.map(lambda leaf: leaf.astype(np.float32), tree)
@@ -229,7 +250,6 @@ def test_trees_are_joined(rng: np.random.Generator) -> None:
         same(found[name][1], wanted)
 
 
-@pytest.mark.slow
 def test_sums_of_short_floats_are_float32(rng: np.random.Generator) -> None:
     x = rng.standard_normal((4, 64)).astype(ml_dtypes.bfloat16)
     found = over(mesh_of(4), lambda x: jc.distributed.psum(x, "d", NEAREST), x)
@@ -237,7 +257,6 @@ def test_sums_of_short_floats_are_float32(rng: np.random.Generator) -> None:
     same(found, np.stack([wanted.astype(ml_dtypes.bfloat16)] * 4))
 
 
-@pytest.mark.slow
 def test_nonfinite_numbers_stay_in_their_group(rng: np.random.Generator) -> None:
     x = rng.standard_normal((4, 128)).astype(np.float32)
     x[2, 17], x[1, 100] = np.nan, np.inf
@@ -247,8 +266,8 @@ def test_nonfinite_numbers_stay_in_their_group(rng: np.random.Generator) -> None
     assert (np.isnan(found) == wrong).all()
 
 
-@pytest.mark.slow
-def test_scan_and_vmap(rng: np.random.Generator) -> None:
+@further
+def scan_and_vmap(rng: np.random.Generator) -> None:
     x = rng.standard_normal((4, 3, 24)).astype(np.float32)
 
     def both(x: Any) -> Any:
@@ -261,7 +280,6 @@ def test_scan_and_vmap(rng: np.random.Generator) -> None:
 
 
 @pytest.mark.parametrize("checked", [True, pytest.param(False, marks=pytest.mark.slow)])
-@pytest.mark.slow
 def test_derivatives(checked: bool, rng: np.random.Generator) -> None:
     """psum and a broadcast, all_gather and psum_scatter, all_to_all and ppermute and their inverses."""
     x = rng.standard_normal((4, 4, 8)).astype(np.float32)
@@ -301,7 +319,8 @@ def test_derivatives(checked: bool, rng: np.random.Generator) -> None:
     same(found["permute"], wanted)
 
 
-def test_gradient_of_a_loss_that_is_summed(rng: np.random.Generator) -> None:
+@further.first
+def gradient_of_a_loss_that_is_summed(rng: np.random.Generator) -> None:
     """The derivative of psum is that of jax.lax.psum, inside of shard_map and through it."""
     w, x = rng.standard_normal(8).astype(np.float32), rng.standard_normal((4, 8)).astype(np.float32)
     mesh = mesh_of(4)
@@ -315,3 +334,6 @@ def test_gradient_of_a_loss_that_is_summed(rng: np.random.Generator) -> None:
     ours = jax.jit(jax.grad(lambda w: loss(lambda v: jc.distributed.psum(v, "d", NEAREST), w)))(w)
     theirs = jax.jit(jax.grad(lambda w: loss(lambda v: jax.lax.psum(v, "d"), w)))(w)
     np.testing.assert_allclose(ours, theirs, rtol=1e-6)
+
+
+test_further = further.test()

@@ -9,8 +9,11 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from further import Further
 
 import jchop as jc
+
+further = Further()
 
 GROUP = 16
 INT4 = f"int4(group={GROUP})"
@@ -18,9 +21,7 @@ INT4 = f"int4(group={GROUP})"
 SIGNS = jc.ScaledFormat(jc.CodebookFormat((-1.0, 1.0)), group=GROUP, scale="binary32", rule="percentile(50)")
 
 
-@pytest.mark.parametrize("spec", [INT4, pytest.param(INT4 + ":stochastic", marks=pytest.mark.slow)])
-@pytest.mark.slow
-def test_sums_of_100_steps_are_within_one_quantum(spec: str, rng: np.random.Generator) -> None:
+def check_sums(spec: str, rng: np.random.Generator) -> None:
     """The sum of what all ranks got differs from the true sum by the errors that are kept, and by no more."""
     ranks, size, steps = 8, 256, 100
     x = rng.standard_normal((steps, ranks, size)).astype(np.float32)
@@ -46,10 +47,10 @@ def test_sums_of_100_steps_are_within_one_quantum(spec: str, rng: np.random.Gene
     assert np.abs(missing).max() <= ranks * wanted + largest
 
 
-@pytest.mark.slow
-def test_optims_error_feedback_before_a_sum(rng: np.random.Generator) -> None:
+@further.first
+def optims_error_feedback_before_a_sum(rng: np.random.Generator) -> None:
     """Updates that `optim.error_feedback` rounded travel without another error: the sum is that of the rounded ones."""
-    x = rng.standard_normal((4, 3, 2 * GROUP)).astype(np.float32)
+    x = rng.standard_normal((4, 2, 2 * GROUP)).astype(np.float32)
     spec = f"int4(group={GROUP},scale=e8m0fnu,rule=ceil)"  # steps that are powers of two: sums of 4 fit 16 bits
     chain = optax.chain(
         jc.optim.error_feedback(spec),
@@ -60,7 +61,7 @@ def test_optims_error_feedback_before_a_sum(rng: np.random.Generator) -> None:
     def run(x: jax.Array) -> Any:
         both, own = chain.init(x[0]), local.init(x[0])
         found = []
-        for step in range(3):
+        for step in range(2):
             y, both = chain.update(x[step], both)
             q, own = local.update(x[step], own)
             found.append((y, q))
@@ -114,9 +115,24 @@ def _trained(reduce: Any, steps: int = 400) -> float:
     return float(jax.jit(jax.vmap(run, axis_name="d"))(jnp.arange(ranks))[0])
 
 
-@pytest.mark.slow
-def test_one_bit_trains_like_floats() -> None:
+def check_training(spec: Any, rng: np.random.Generator) -> None:
     exact = _trained(optax.stateless(lambda u, _: jax.lax.psum(u, "d")))
-    signs = _trained(jc.distributed.psum_with_feedback("d", SIGNS))
+    signs = _trained(jc.distributed.psum_with_feedback("d", spec))
     print(f"losses: floats {exact:.4f}, one bit {signs:.4f}")
     assert abs(signs - exact) <= 0.02 * exact
+
+
+@pytest.mark.parametrize(
+    ("check", "spec"),
+    [
+        (check_sums, INT4),
+        pytest.param(check_sums, INT4 + ":stochastic", marks=pytest.mark.slow),
+        pytest.param(check_training, SIGNS, marks=pytest.mark.slow),
+    ],
+    ids=["sums", "stochastic sums", "one bit trains like floats"],
+)
+def test_errors_are_kept_for_later_sums(check: Any, spec: Any, rng: np.random.Generator) -> None:
+    check(spec, rng)
+
+
+test_further = further.test()

@@ -10,10 +10,13 @@ import numpy as np
 import pytest
 from distributed.hlo import wire_bytes
 from flax import nnx
+from further import Further
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jchop as jc
+
+further = Further()
 
 RANKS = 4
 #: The format of a weight, and its axis that is cut.
@@ -43,24 +46,30 @@ def applied(weights: dict[str, Any], x: jax.Array) -> dict[str, Any]:
     return {name: (jc.dequantize(w), x @ jc.dequantize(w)) for name, w in weights.items()}
 
 
-RULES = {f"/{name}/".replace(" ", "?"): P(*[None] * axis, "fsdp") for name, (_, axis) in WEIGHTS.items()}
+def rule_of(name: str) -> str:
+    return f"/{name}/".replace(" ", "?")
 
 
+RULES = {rule_of(name): P(*[None] * axis, "fsdp") for name, (_, axis) in WEIGHTS.items()}
+
+
+@further
 @pytest.mark.parametrize(
-    "kind",
+    "kind, names",
     [
-        pytest.param(AxisType.Auto, marks=pytest.mark.slow),
-        AxisType.Explicit,
-        pytest.param(AxisType.Manual, marks=pytest.mark.slow),
+        (AxisType.Explicit, ["int4", "channels"]),
+        *(
+            pytest.param(kind, list(WEIGHTS), marks=pytest.mark.slow)
+            for kind in (AxisType.Auto, AxisType.Explicit, AxisType.Manual)
+        ),
     ],
     ids=str,
 )
-@pytest.mark.slow
-def test_codes_are_gathered(kind: AxisType, rng: np.random.Generator) -> None:
-    weights = stored(rng)
+def codes_are_gathered(kind: AxisType, names: list[str], rng: np.random.Generator) -> None:
+    weights = {name: q for name, q in stored(rng).items() if name in names}
     x = jnp.asarray(rng.standard_normal((4, 32)), jnp.float32)
     mesh = mesh_of(AxisType.Auto if kind == AxisType.Manual else kind)
-    placed = jc.nn.shard(weights, mesh, RULES)
+    placed = jc.nn.shard(weights, mesh, {rule: place for rule, place in RULES.items() if rule in map(rule_of, names)})
     for name, q in placed.items():
         assert (
             q.qvalue.sharding.shard_shape(q.qvalue.shape)[WEIGHTS[name][1]] * RANKS == q.qvalue.shape[WEIGHTS[name][1]]
@@ -103,8 +112,9 @@ PEAKS = [
 ]
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(("spec", "counts_codes"), [row for row in PEAKS if "8_" not in row[0]])
+@pytest.mark.parametrize(
+    ("spec", "counts_codes"), [PEAKS[4], *(pytest.param(*PEAKS[at], marks=pytest.mark.slow) for at in (1, 3))]
+)
 def test_one_layer_is_whole_at_a_time(spec: str, counts_codes: bool) -> None:
     """100 million parameters on 8 devices: at most 1.2 times a part of all codes and one layer of numbers.
 
@@ -120,8 +130,9 @@ def test_one_layer_is_whole_at_a_time(spec: str, counts_codes: bool) -> None:
     check_peak(spec, model, in_layers(stack_of(spec)), counts_codes)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(("spec", "counts_codes"), PEAKS)
+@pytest.mark.parametrize(
+    ("spec", "counts_codes"), [PEAKS[6], *(pytest.param(*PEAKS[at], marks=pytest.mark.slow) for at in (0, 2, 5, 7))]
+)
 def test_one_layer_by_its_number_is_whole_at_a_time(spec: str, counts_codes: bool) -> None:
     """The same of a scan over numbers of layers: no stack of float8 is converted before it."""
 
@@ -134,8 +145,9 @@ def test_one_layer_by_its_number_is_whole_at_a_time(spec: str, counts_codes: boo
     check_peak(spec, model, in_layers(stack_of(spec)), counts_codes)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("spec", [spec for spec, _ in PEAKS])
+@pytest.mark.parametrize(
+    "spec", [PEAKS[4][0], *(pytest.param(PEAKS[at][0], marks=pytest.mark.slow) for at in (1, 3, 5, 7))]
+)
 def test_a_layer_of_two_matrices(spec: str) -> None:
     """The codes of one matrix are gone when those of the other come, so they need not count in any format."""
 
@@ -150,8 +162,9 @@ def test_a_layer_of_two_matrices(spec: str) -> None:
     check_peak(spec, model, [in_layers(stack_of(spec, *shape)) for shape in ((WIDTH, half), (half, WIDTH))], False)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(("spec", "counts_codes"), [PEAKS[1], PEAKS[3], PEAKS[5]])
+@pytest.mark.parametrize(
+    ("spec", "counts_codes"), [PEAKS[5], *(pytest.param(*PEAKS[at], marks=pytest.mark.slow) for at in (1, 3))]
+)
 def test_one_layer_of_a_loop_is_whole_at_a_time(spec: str, counts_codes: bool) -> None:
     """The same of layers that are no stack: `after` orders them."""
     one = jax.tree.map(lambda leaf: placed_shape(leaf.shape, leaf, 0), stack_of(spec))
@@ -198,14 +211,12 @@ def check_peak(spec: str, model: Any, weights: Any, counts_codes: bool) -> None:
     assert peak <= 1.2 * allowed
 
 
-@pytest.mark.slow
-def test_a_layer_by_its_number(rng: np.random.Generator) -> None:
+@further
+@pytest.mark.parametrize("spec", ["e4m3fn(group=(4,16))", pytest.param("nvfp4", marks=pytest.mark.slow)])
+def a_layer_by_its_number(spec: str, rng: np.random.Generator) -> None:
     """The bits of the layer, in an automatic mesh and in jax.shard_map."""
     numbers = jnp.asarray(rng.standard_normal((3, 32, 64)), jnp.float32)
-    stacks = {
-        "tiles": jax.vmap(lambda w: jc.quantize(w, "e4m3fn(group=(4,16))"))(numbers),
-        "nvfp4": jax.vmap(lambda w: jc.quantize(w, "nvfp4"))(numbers),
-    }
+    stacks = {"w": jax.vmap(lambda w: jc.quantize(w, spec))(numbers)}
     mesh = mesh_of(AxisType.Auto)
     placed = jc.nn.shard(stacks, mesh, {"*": P(None, "fsdp")})
 
@@ -220,12 +231,14 @@ def test_a_layer_by_its_number(rng: np.random.Generator) -> None:
     def local(parts: Any) -> Any:
         return jax.tree.map(jc.dequantize, jc.distributed.unshard(parts, "fsdp", entry=1), is_leaf=is_stored)
 
+    if spec == "nvfp4":  # its scale of the tensor is in no part
+        return
     mapped = jax.shard_map(local, mesh=mesh, in_specs=P(None, "fsdp"), out_specs=P(), check_vma=False)
-    tiles = {"tiles": placed["tiles"]}
-    jax.tree.map(np.testing.assert_array_equal, jax.jit(mapped)(tiles), {"tiles": wanted["tiles"][1]})
+    jax.tree.map(np.testing.assert_array_equal, jax.jit(mapped)(placed), {"w": wanted["w"][1]})
 
 
-def test_an_entry_is_one_of_a_stack_of_layers() -> None:
+@further.first
+def an_entry_is_one_of_a_stack_of_layers() -> None:
     stacks = {"w": jax.eval_shape(lambda x: jax.vmap(lambda w: jc.quantize(w, "nvfp4"))(x), jnp.ones((3, 32, 64)))}
     stacks = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), stacks)
     whole = {"w": jc.quantize(jnp.ones((3, 32, 64)), "nvfp4"), "b": jnp.ones(4)}
@@ -245,7 +258,6 @@ def is_stored(leaf: Any) -> bool:
     return isinstance(leaf, jc.QArray)
 
 
-@pytest.mark.slow
 def test_a_module_is_placed() -> None:
     model = jc.nn.quantize(nnx.Linear(64, 32, rngs=nnx.Rngs(0)), jc.nn.Rule(weight="int4(group=16)"), "ptq")
     placed = jc.nn.shard(model, mesh_of(AxisType.Auto), {"kernel": P(None, "fsdp")})
@@ -281,3 +293,6 @@ def test_what_is_refused(rng: np.random.Generator) -> None:
         jax.vmap(lambda q: jc.distributed.unshard(q, "i", axis=1), axis_name="i")(
             jax.tree.map(lambda leaf: leaf[None], jc.quantize(jnp.ones((2, 40)), "int4(group=32)"))
         )
+
+
+test_further = further.test()

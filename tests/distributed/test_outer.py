@@ -34,7 +34,6 @@ def replayed(gradients: np.ndarray, start: np.ndarray) -> tuple[np.ndarray, np.n
     return np.stack(own), anchor
 
 
-@pytest.mark.slow
 def test_exchanges_equal_a_replay(rng: np.random.Generator) -> None:
     gradients = rng.standard_normal((STEPS, RANKS, *SHAPE)).astype(np.float32)
     start = rng.standard_normal(SHAPE).astype(np.float32)

@@ -11,10 +11,13 @@ import ml_dtypes
 import numpy as np
 import pytest
 from distributed.hlo import wire_bytes
+from further import Further
 from jax.sharding import AxisType, Mesh
 from jax.sharding import PartitionSpec as P
 
 import jchop as jc
+
+further = Further()
 
 RANKS = 4
 FP8 = "e4m3fn(group=tensor)"
@@ -60,22 +63,22 @@ def test_fp8_weights_are_gathered_with_one_all_reduce(rng: np.random.Generator) 
     assert wire_bytes(text, RANKS) == {"u8": share * size, "s32": 2 * share * 4 * 2 * len(tree)}
 
 
-@pytest.mark.slow
+PARTS = [
+    (FP8 + ":stochastic", 0),
+    ("float8_e5m2:stochastic", 0),
+    ("nvfp4:stochastic", 0),
+    ("nvfp4", 1),
+    ("int8(channel=1)", 0),
+    ("int4(group=tensor,scale=bfloat16,rule=ceil)", 1),
+    ("uint4(channel=1,zero_point=integer)", 0),
+    ("int8(channel=0)", 0),
+    ("int4(group=(all,16))", 0),
+    ("nf4(group=16,scale=uint8(group=2,zero_point=float))", 0),
+]
+
+
 @pytest.mark.parametrize(
-    ("spec", "axis"),
-    [
-        (FP8 + ":stochastic", 0),
-        ("float8_e5m2:stochastic", 0),
-        ("nvfp4", 0),
-        ("nvfp4:stochastic", 0),
-        ("nvfp4", 1),
-        ("int8(channel=1)", 0),
-        ("int4(group=tensor,scale=bfloat16,rule=ceil)", 1),
-        ("uint4(channel=1,zero_point=integer)", 0),
-        ("int8(channel=0)", 0),
-        ("int4(group=(all,16))", 0),
-        ("nf4(group=16,scale=uint8(group=2,zero_point=float))", 0),
-    ],
+    ("spec", "axis"), [PARTS[0], *(pytest.param(*row, marks=pytest.mark.slow) for row in PARTS[1:])]
 )
 def test_parts_are_the_whole(spec: str, axis: int, rng: np.random.Generator) -> None:
     tree = weights(rng)
@@ -89,14 +92,15 @@ def test_parts_are_the_whole(spec: str, axis: int, rng: np.random.Generator) -> 
             np.testing.assert_array_equal(np.atleast_1d(got).view(np.uint8), np.atleast_1d(want).view(np.uint8), name)
 
 
-@pytest.mark.slow
-def test_an_infinity_reaches_the_parts_of_others(rng: np.random.Generator) -> None:
+@further
+def an_infinity_reaches_the_parts_of_others(rng: np.random.Generator) -> None:
     tree = weights(rng)
     found, _ = gathered(tree, "e4m3fn(group=tensor,nan_block=true)")
     assert np.isnan(jc.dequantize(found["c"])).all() and np.isfinite(jc.dequantize(found["a"])).all()
 
 
-def test_parts_that_are_refused() -> None:
+@further.first
+def parts_that_are_refused() -> None:
     x = jnp.ones((2, 4, 24))
 
     def parts(spec: str, axis: int = 0, x: Any = x) -> Any:
@@ -113,3 +117,6 @@ def test_parts_that_are_refused() -> None:
     ):
         with pytest.raises(error, match=said):
             call()
+
+
+test_further = further.test()

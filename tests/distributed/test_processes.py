@@ -12,8 +12,11 @@ import jax
 import numpy as np
 import pytest
 from distributed import process, replay
+from further import Further
 
 import jchop
+
+further = Further()
 
 TESTS = Path(__file__).resolve().parents[1]
 
@@ -53,10 +56,14 @@ def start_processes(script: Path, processes: int, *arguments: str) -> list[subpr
 ALL = "two_shot,ring,hierarchical,gather,scatter,exchange,permute"
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(("processes", "devices"), [(2, 2), (4, 2)])
-def test_processes_get_the_replayed_bits(processes: int, devices: int, tmp_path: Path) -> None:
-    run_processes(Path(process.__file__), processes, str(devices), str(tmp_path), ALL)
+@further.first
+@pytest.mark.parametrize(
+    ("processes", "devices", "names"), [(1, 2, "gather,permute"), pytest.param(4, 2, ALL, marks=pytest.mark.slow)]
+)
+def processes_get_the_replayed_bits(processes: int, devices: int, names: str, tmp_path: Path) -> None:
+    """And so does one process, which needs no other to be started."""
+    if processes > 1:
+        run_processes(Path(process.__file__), processes, str(devices), str(tmp_path), names)
     ranks = processes * devices
     x = np.random.default_rng(0).standard_normal((ranks, *process.SHAPE)).astype(np.float32)
     key = jax.random.key(7)
@@ -75,12 +82,15 @@ def test_processes_get_the_replayed_bits(processes: int, devices: int, tmp_path:
         "gather": replay.gather(x, own),
     }
     each = {"scatter": replay.exchange(pieces, own), "exchange": np.stack(sent).swapaxes(0, 1), "permute": moved}
-    found = {}
-    for number in range(processes):
+    found = {} if processes > 1 else process.shards_of(processes, devices, names)
+    for number in range(processes if processes > 1 else 0):
         with np.load(tmp_path / f"{number}.npz") as file:
             found |= dict(file)
-    assert set(found) == {f"{name} {rank}" for name in ALL.split(",") for rank in range(ranks)}
+    assert set(found) == {f"{name} {rank}" for name in names.split(",") for rank in range(ranks)}
     for name, value in found.items():
         case, rank = name.split()
         same = each[case][int(rank)] if case in each else wanted[case]
         np.testing.assert_array_equal(value.view(np.uint32), np.asarray(same).view(np.uint32), name)
+
+
+test_further = further.test()

@@ -7,6 +7,7 @@ import math
 import ml_dtypes
 import numpy as np
 import pytest
+from each_case import each
 
 import jchop as jc
 from jchop.formats import ALIASES, CATALOGUE, parse_format
@@ -50,7 +51,7 @@ def test_every_named_format_is_here():
     assert set(CATALOGUE) == set(FACTS)
 
 
-@pytest.mark.parametrize("name", FACTS)
+@each("name", FACTS)
 def test_facts(name):
     exp_bits, frac_bits, bias, largest, normal, subnormal, inf, nan, negative_zero = FACTS[name]
     fmt, signed = CATALOGUE[name], name != "float8_e8m0fnu"
@@ -67,7 +68,7 @@ def test_facts(name):
     assert (fmt.has_inf, fmt.has_nan, fmt.has_negative_zero) == (inf, nan, negative_zero)
 
 
-@pytest.mark.parametrize("name", DTYPES)
+@each("name", DTYPES)
 def test_facts_agree_with_finfo(name):
     fmt, info = CATALOGUE[name], ml_dtypes.finfo(DTYPES[name])
     assert fmt.max == float(info.max) and fmt.eps == float(info.eps)
@@ -79,7 +80,7 @@ def test_facts_agree_with_finfo(name):
         assert fmt.min == float(info.min)
 
 
-@pytest.mark.parametrize("name", [name for name in DTYPES if CATALOGUE[name].bits <= 16])
+@each("name", [name for name in DTYPES if CATALOGUE[name].bits <= 16])
 def test_codes_agree_with_the_dtype(name):
     """Every code decodes to what the dtype library reads in it, and encodes back to that library's code."""
     fmt, dtype = CATALOGUE[name], np.dtype(DTYPES[name])
@@ -100,7 +101,7 @@ def fmt_sign(fmt: jc.FloatFormat) -> int:
     return 1 << fmt.bits - 1 if fmt.has_negative_zero else 0
 
 
-@pytest.mark.parametrize("name", CATALOGUE)
+@each("name", CATALOGUE)
 def test_names(name):
     fmt = CATALOGUE[name]
     assert str(fmt) == name and parse_format(name) is fmt
@@ -109,7 +110,7 @@ def test_names(name):
     assert eval(repr(fmt), {"FloatFormat": jc.FloatFormat}) == fmt
 
 
-@pytest.mark.parametrize(
+@each(
     ("alias", "name"),
     [
         *[(alias, "binary16") for alias in ("float16", "half", "fp16", "h", "e5m10")],
@@ -145,7 +146,7 @@ P3109 = [
 ]
 
 
-@pytest.mark.parametrize(("bits", "precision", "signed", "extended"), P3109)
+@each(("bits", "precision", "signed", "extended"), P3109)
 def test_p3109(bits, precision, signed, extended):
     fmt = jc.p3109(bits, precision, signed, extended)
     name = f"binary{bits}p{precision}{'s' if signed else 'u'}{'e' if extended else 'f'}"
@@ -174,7 +175,7 @@ def test_p3109(bits, precision, signed, extended):
         assert values == set(fmt.values().tolist())
 
 
-@pytest.mark.parametrize(
+@each(
     ("name", "largest", "smallest"),
     [
         ("binary8p1se", 2.0**62, 2.0**-63),
@@ -190,7 +191,7 @@ def test_p3109_ends(name, largest, smallest):
     assert (fmt.max, fmt.smallest) == (largest, smallest)
 
 
-@pytest.mark.parametrize(
+@each(
     ("arguments", "words"),
     [
         ((1, 1), "bits=1 must be an integer from 2 to 16"),

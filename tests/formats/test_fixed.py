@@ -9,6 +9,7 @@ from fractions import Fraction
 import numpy as np
 import oracle
 import pytest
+from each_case import each
 
 from jchop import FixedFormat, IntegerFormat
 from jchop.formats import parse_format
@@ -37,7 +38,7 @@ FACTS = {
 FORMATS = [row[0] for row in FACTS.values()]
 
 
-@pytest.mark.parametrize("text", FACTS)
+@each("text", FACTS)
 def test_facts(text):
     fmt, bits, low, high, quantum = FACTS[text]
     assert (fmt.bits, fmt.min, fmt.max, fmt.smallest) == (bits, low, high, quantum)
@@ -48,7 +49,7 @@ def test_facts(text):
     assert str(fmt) == fmt.text == text and parse_format(text) == fmt
 
 
-@pytest.mark.parametrize("fmt", FORMATS, ids=FACTS)
+@each("fmt", FORMATS)
 def test_values_and_codes(fmt):
     values = fmt.values()
     assert [Fraction(value) for value in values] == oracle.values(oracle.describe(fmt))
@@ -62,7 +63,7 @@ def test_values_and_codes(fmt):
     assert np.isnan(fmt.decode(unused)).all() and len(unused) == (fmt.min == -fmt.max)
 
 
-@pytest.mark.parametrize(
+@each(
     ("fmt", "value"),
     [
         (FixedFormat(4, 4), 8.0),
@@ -75,7 +76,6 @@ def test_values_and_codes(fmt):
         (IntegerFormat(8), np.nan),
         (IntegerFormat(8), -np.inf),
     ],
-    ids=str,
 )
 def test_encode_refuses_other_values(fmt, value):
     with pytest.raises(ValueError, match=r"values\[1\]=.* is not a value of") as error:
@@ -83,15 +83,13 @@ def test_encode_refuses_other_values(fmt, value):
     assert str(value) in str(error.value) and str(fmt) in str(error.value)
 
 
-@pytest.mark.parametrize(
-    "fmt", [FixedFormat(16, 16), IntegerFormat(32), FixedFormat(1, 31), IntegerFormat(48)], ids=str
-)
+@each("fmt", [FixedFormat(16, 16), IntegerFormat(32), FixedFormat(1, 31), IntegerFormat(48)])
 def test_wide_formats_have_codes(fmt, rng):
     codes = rng.integers(0, 1 << fmt.bits, 300, dtype=np.uint64)
     np.testing.assert_array_equal(fmt.encode(fmt.decode(codes)), codes)
 
 
-@pytest.mark.parametrize("fmt", [FixedFormat(32, 32), IntegerFormat(64), FixedFormat(1, 63, False)], ids=str)
+@each("fmt", [FixedFormat(32, 32), IntegerFormat(64), FixedFormat(1, 63, False)])
 def test_wide_formats_that_binary64_does_not_hold(fmt):
     """Exact fractions where binary64 is too narrow: nothing is rounded on the way."""
     codes = np.array([0, 1, 2**53 + 1, 2**63 - 1, 2**63 + 1, 2**64 - 1], np.uint64)
@@ -106,7 +104,7 @@ def test_exact_integers_can_be_encoded():
     assert IntegerFormat(64).encode(np.array([2**53 + 1, -1])).tolist() == [2**53 + 1, 2**64 - 1]
 
 
-@pytest.mark.parametrize(
+@each(
     ("build", "words"),
     [
         (lambda: FixedFormat(1001, 4), "int_bits=1001 must be an integer from -1000 to 1000"),
@@ -139,7 +137,7 @@ def test_numpy_integers_are_integers():
     assert fmt == FixedFormat(4, 60) and repr(fmt) == repr(FixedFormat(4, 60)) and fmt.max == FixedFormat(4, 60).max
 
 
-@pytest.mark.parametrize("fmt", FORMATS, ids=FACTS)
+@each("fmt", FORMATS)
 def test_formats_are_values(fmt):
     for other in (pickle.loads(pickle.dumps(fmt)), copy.copy(fmt), copy.deepcopy(fmt)):
         assert other == fmt and hash(other) == hash(fmt) and str(other) == str(fmt)
@@ -155,8 +153,8 @@ def test_each_field_counts_in_equality():
     assert len(set(everything)) == len(everything)
 
 
-@pytest.mark.parametrize("fmt", [FixedFormat(4, 4), IntegerFormat(8)], ids=str)
-@pytest.mark.parametrize("field", ["bits", "signed", "name", "frac_bits", "brand_new"])
+@each("fmt", [FixedFormat(4, 4), IntegerFormat(8)])
+@each("field", ["bits", "signed", "name", "frac_bits", "brand_new"])
 def test_formats_cannot_be_changed(fmt, field):
     with pytest.raises(AttributeError):
         setattr(fmt, field, 3)

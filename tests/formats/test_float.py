@@ -11,6 +11,7 @@ from fractions import Fraction
 import numpy as np
 import oracle
 import pytest
+from each_case import each
 
 import jchop as jc
 from jchop import FloatFormat
@@ -40,7 +41,21 @@ SHAPES = {
     "p3109 narrow": jc.p3109(10, 10, False),
 }
 
-LARGE = pytest.mark.slow  #: formats of more codes than 4,096
+#: The formats whose every code is met by default, and those of more codes than 4,096.
+FEW = [fmt for fmt in SHAPES.values() if fmt.bits <= 8]
+BY_SIZE = pytest.mark.parametrize(
+    "formats",
+    [FEW, pytest.param([fmt for fmt in SHAPES.values() if fmt.bits > 8], marks=pytest.mark.slow)],
+    ids=["to 8 bits", "wider"],
+)
+NAMED_BY_SIZE = pytest.mark.parametrize(
+    "formats",
+    [
+        [fmt for fmt in CATALOGUE.values() if fmt.bits <= 8],
+        pytest.param([fmt for fmt in CATALOGUE.values() if 8 < fmt.bits <= 16], marks=pytest.mark.slow),
+    ],
+    ids=["to 8 bits", "wider"],
+)
 
 
 def codes_of(fmt: jc.formats.ElementFormat) -> np.ndarray:
@@ -49,40 +64,35 @@ def codes_of(fmt: jc.formats.ElementFormat) -> np.ndarray:
     return np.array([code for code, value in enumerate(values) if value is not None and value == value])
 
 
-@pytest.mark.in_turn(24)
-@pytest.mark.parametrize("fmt", SHAPES.values(), ids=SHAPES)
-def test_values_and_codes(fmt):
+@BY_SIZE
+def test_values_and_codes(formats):
     """Sorted, unique, the set that the definition gives; closed under encode and decode over every code."""
-    values = fmt.values()
-    exact = [Fraction(value) for value in values]
-    assert exact == oracle.values(oracle.describe(fmt))
-    assert values.dtype == (np.float64 if all(isinstance(v, float) for v in values.tolist()) else object)
-    assert all(low < high for low, high in itertools.pairwise(exact))
-    assert exact[-1] == Fraction(fmt.max) and exact[0] == Fraction(fmt.min)
-    assert next(value for value in exact if value > 0) == Fraction(fmt.smallest)
-    codes = codes_of(fmt)
-    np.testing.assert_array_equal(fmt.encode(fmt.decode(codes)), codes)
-    np.testing.assert_array_equal(fmt.decode(fmt.encode(values)), values)
-    assert fmt.encode(values).dtype == (np.uint8 if fmt.bits <= 8 else np.uint16)
+    for fmt in formats:
+        values = fmt.values()
+        exact = [Fraction(value) for value in values]
+        assert exact == oracle.values(oracle.describe(fmt)), fmt
+        assert values.dtype == (np.float64 if all(isinstance(v, float) for v in values.tolist()) else object), fmt
+        assert all(low < high for low, high in itertools.pairwise(exact)), fmt
+        assert exact[-1] == Fraction(fmt.max) and exact[0] == Fraction(fmt.min), fmt
+        assert next(value for value in exact if value > 0) == Fraction(fmt.smallest), fmt
+        codes = codes_of(fmt)
+        np.testing.assert_array_equal(fmt.encode(fmt.decode(codes)), codes, str(fmt))
+        np.testing.assert_array_equal(fmt.decode(fmt.encode(values)), values, str(fmt))
+        assert fmt.encode(values).dtype == (np.uint8 if fmt.bits <= 8 else np.uint16), fmt
 
 
-@pytest.mark.in_turn(15)
-@pytest.mark.parametrize(
-    "name",
-    [pytest.param(name, marks=LARGE if f.bits > 12 else ()) for name, f in CATALOGUE.items() if f.bits <= 16],
-)
-def test_named_formats_are_closed(name):
-    fmt = CATALOGUE[name]
-    codes = codes_of(fmt)
-    np.testing.assert_array_equal(fmt.encode(fmt.decode(codes)), codes)
-    values = fmt.values()
-    assert values.dtype == np.float64 and (np.diff(values) > 0).all() and not np.signbit(values[values == 0]).any()
-    np.testing.assert_array_equal(fmt.decode(fmt.encode(values)), values)
+@NAMED_BY_SIZE
+def test_named_formats_are_closed(formats):
+    for fmt in formats:
+        codes = codes_of(fmt)
+        np.testing.assert_array_equal(fmt.encode(fmt.decode(codes)), codes, str(fmt))
+        values = fmt.values()
+        assert values.dtype == np.float64 and (np.diff(values) > 0).all(), fmt
+        assert not np.signbit(values[values == 0]).any(), fmt
+        np.testing.assert_array_equal(fmt.decode(fmt.encode(values)), values, str(fmt))
 
 
-@pytest.mark.parametrize(
-    "fmt", [pytest.param(fmt, marks=LARGE if fmt.bits > 12 else ()) for fmt in SHAPES.values()], ids=SHAPES
-)
+@each("fmt", [fmt for fmt in SHAPES.values() if fmt.bits <= 12])
 def test_facts_are_those_of_the_values(fmt):
     positive = [Fraction(value) for value in fmt.values() if value > 0]
     one = Fraction(2) ** fmt.emax
@@ -95,7 +105,7 @@ def test_facts_are_those_of_the_values(fmt):
     assert fmt.bits == fmt.signed + fmt.exp_bits + fmt.frac_bits
 
 
-@pytest.mark.parametrize(
+@each(
     ("fmt", "value"),
     [
         (jc.float8_e4m3fn, 449.0),
@@ -114,7 +124,6 @@ def test_facts_are_those_of_the_values(fmt):
         (jc.p3109(8, 3, extended=False), -np.inf),
         (jc.binary32, 0.1),
     ],
-    ids=str,
 )
 def test_encode_refuses_other_values(fmt, value):
     with pytest.raises(ValueError, match=r"values\[1\]=.* is not a value of .*round_to_format") as error:
@@ -122,7 +131,7 @@ def test_encode_refuses_other_values(fmt, value):
     assert str(float(value)) in str(error.value) and str(fmt) in str(error.value)
 
 
-@pytest.mark.parametrize("fmt", [jc.tf32, jc.binary32, jc.binary64, FloatFormat(8, 10), FloatFormat(9, 11)], ids=str)
+@each("fmt", [jc.tf32, jc.binary32, jc.binary64, FloatFormat(8, 10), FloatFormat(9, 11)])
 def test_wide_formats_have_codes(fmt, rng):
     codes = rng.integers(0, 1 << fmt.bits, 300, dtype=np.uint64)
     codes = codes[~np.isnan(fmt.decode(codes))]
@@ -130,17 +139,16 @@ def test_wide_formats_have_codes(fmt, rng):
     assert fmt.encode(fmt.decode(codes)).dtype == fmt.code_dtype == (np.uint64 if fmt.bits > 32 else np.uint32)
 
 
-@pytest.mark.parametrize("dtype", [np.float16, np.float32, np.float64], ids=lambda dtype: dtype.__name__)
+@each("dtype", [np.float16, np.float32, np.float64])
 def test_codes_are_the_patterns_of_ieee_dtypes(dtype, rng):
     x = rng.standard_normal(200).astype(dtype)
     fmt = jc.parse(np.dtype(dtype).name).format
     np.testing.assert_array_equal(fmt.encode(x), x.view(f"uint{x.itemsize * 8}"))
 
 
-@pytest.mark.parametrize(
+@each(
     "fmt",
     [FloatFormat(16, 10), FloatFormat(12, 20, bias=1), FloatFormat(8, 20, bias=3000)],
-    ids=["e16m10", "e12m20", "e8m20"],
 )
 def test_wide_formats_that_binary64_does_not_hold(fmt):
     """Exact fractions, as for the narrow ones: nothing is rounded on the way."""
@@ -169,7 +177,7 @@ def test_decoded_values_are_the_callers_own():
     assert jc.float8_e4m3fn.decode([56]).tolist() == [1.0] and jc.float8_e4m3fn.values()[-1] == 448
 
 
-@pytest.mark.parametrize(
+@each(
     ("codes", "words"),
     [
         ([256], r"codes must lie in \[0, 2\^8\).*256"),
@@ -189,7 +197,7 @@ def test_values_of_wide_formats_are_refused():
         jc.binary32.values()
 
 
-@pytest.mark.parametrize(
+@each(
     ("fields", "words"),
     [
         ({"exp_bits": 0}, "exp_bits=0 must be an integer from 1 to 16"),
@@ -219,7 +227,6 @@ def test_values_of_wide_formats_are_refused():
         ({"exp_bits": 1, "frac_bits": 0}, "exp_bits=1, frac_bits=0, nans='ieee' leave no positive finite value"),
         ({"exp_bits": 1, "frac_bits": 2, "subnormals": False}, "exp_bits=1, frac_bits=2.*no positive finite value"),
     ],
-    ids=str,
 )
 def test_bad_fields_are_refused(fields, words):
     with pytest.raises((TypeError, ValueError), match=words):
@@ -243,7 +250,7 @@ def test_the_default_bias_is_an_integer():
     assert FloatFormat(5, 2, bias=None) == FloatFormat(5, 2, bias=15)  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("fmt", [*SHAPES.values(), *CATALOGUE.values()], ids=[*SHAPES, *CATALOGUE])
+@each("fmt", [*SHAPES.values(), *CATALOGUE.values()])
 def test_formats_are_values(fmt):
     """Hashable, picklable, copyable; equal where the fields are, whatever the name."""
     fmt.values() if fmt.bits <= 8 else fmt.max  # cached facts are no part of it
@@ -267,7 +274,7 @@ def test_each_field_counts_in_equality():
     assert fmt != "e4m3" and fmt != jc.IntegerFormat(8)
 
 
-@pytest.mark.parametrize("field", ["exp_bits", "bias", "name", "max", "brand_new"])
+@each("field", ["exp_bits", "bias", "name", "max", "brand_new"])
 def test_formats_cannot_be_changed(field):
     with pytest.raises(AttributeError):
         setattr(jc.binary16, field, 3)

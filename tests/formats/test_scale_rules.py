@@ -5,13 +5,14 @@ from __future__ import annotations
 from fractions import Fraction
 
 import pytest
+from each_case import each
 
 import jchop as jc
 from jchop.formats import SCALE_RULES, ScaledFormat, parse_format
 from jchop.formats.scale_rules import rule_of
 
 
-@pytest.mark.parametrize(
+@each(
     ("element", "rule", "divisors"),
     [
         ("e4m3fn", "floor", (448,)),
@@ -59,7 +60,7 @@ def test_what_is_fitted_and_how():
     assert rule_of(name).name == name == ScaledFormat("integer8", rule=name).rule
 
 
-@pytest.mark.parametrize("rule", ["best", "percentile(q)", "percentile(0)", "percentile(100.01)", "percentile(1.234)"])
+@each("rule", ["best", "percentile(q)", "percentile(0)", "percentile(100.01)", "percentile(1.234)"])
 def test_texts_that_name_no_rule(rule):
     with pytest.raises(ValueError, match="must be one of 'floor', 'ceil'"):
         rule_of(rule)

@@ -7,6 +7,7 @@ from typing import Any
 import hypothesis.strategies as st
 import numpy as np
 import pytest
+from each_case import each
 from hypothesis import assume, given, settings
 
 import jchop as jc
@@ -63,7 +64,7 @@ def test_what_is_printed_reads_back(fmt: ScaledFormat):
     assert jc.parse(str(jc.Spec(fmt, overflow="ieee"))).overflow is jc.Overflow.IEEE
 
 
-@pytest.mark.parametrize(
+@each(
     ("text", "fmt"),
     [
         ("int8(channel=0,rule=half_range)", ScaledFormat("integer8", channel=0, rule="half_range")),
@@ -96,8 +97,8 @@ def test_texts(text, fmt):
     assert parse_format(text) == fmt
 
 
-@pytest.mark.parametrize("bits", [2, 3, 4, 5, 8, 16])
-@pytest.mark.parametrize("signed", [True, False])
+@each("bits", [2, 3, 4, 5, 8, 16])
+@each("signed", [True, False])
 def test_integers_under_a_scale_and_without(bits, signed):
     kind, plain = "int" if signed else "uint", IntegerFormat(bits, signed=signed)
     scaled = ScaledFormat(plain)
@@ -116,7 +117,7 @@ def test_an_element_format_is_plain():
         jc.math.add(1.0, 2.0, "int8")
 
 
-@pytest.mark.parametrize(
+@each(
     ("text", "message"),
     [
         ("mxfp5", "close: mxfp4"),
@@ -193,7 +194,7 @@ def test_other_refusals():
 # -- calls -------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
+@each(
     ("fmt", "expected"),
     [
         (jc.mxfp4(channel=0), (None, -1, 0)),
@@ -257,7 +258,7 @@ def test_another_element_is_not_the_named_format():
 # -- groups, and what they take ----------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
+@each(
     ("fmt", "shape", "sizes", "scales"),
     [
         (jc.int8, (4, 6), (4, 6), (1, 1)),
@@ -279,7 +280,7 @@ def test_shapes(fmt, shape, sizes, scales):
     assert fmt.scale_shape(shape) == scales
 
 
-@pytest.mark.parametrize(
+@each(
     ("fmt", "shape", "expected"),
     [
         (jc.int4(group=128, scale="bfloat16"), None, 4.125),
@@ -322,7 +323,7 @@ def test_block_floating_point_is_as_it_is_defined():
         np.testing.assert_array_equal(jc.round_to_format(x, jc.bfp(bits, 16)), expected)
 
 
-@pytest.mark.parametrize(
+@each(
     ("text", "parts"),
     [
         ("int8", ("scale",)),

@@ -7,7 +7,7 @@ import itertools
 import math
 
 import numpy as np
-import pytest
+from each_case import each
 
 import jchop as jc
 from jchop.formats import CodebookFormat
@@ -46,9 +46,7 @@ def create_dynamic_map(signed: bool, exponent_bits: int, total_bits: int) -> lis
     return sorted(data)
 
 
-@pytest.mark.parametrize(
-    ("fmt", "arguments"), [(jc.dynamic8, (True, 7, 8)), (jc.udynamic8, (False, 7, 8)), (jc.dynamic4, (True, 3, 4))]
-)
+@each(("fmt", "arguments"), [(jc.dynamic8, (True, 7, 8)), (jc.udynamic8, (False, 7, 8)), (jc.dynamic4, (True, 3, 4))])
 def test_dynamic_maps_are_those_of_bitsandbytes(fmt, arguments):
     assert levels_of(fmt).tolist() == create_dynamic_map(*arguments)
 

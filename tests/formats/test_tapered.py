@@ -9,13 +9,14 @@ from fractions import Fraction
 import numpy as np
 import oracle
 import pytest
+from each_case import each
 
 import jchop as jc
 from jchop.formats import StringFormat, parse_format
 
 FORMATS = {"posit": jc.PositFormat, "takum": jc.TakumFormat}
-SMALL = [("posit", 2), ("posit", 3), ("posit", 4), ("posit", 5), ("posit", 8), ("posit", 11), ("takum", 6),
-         ("takum", 8), ("takum", 11), ("takum", 12)]  # fmt: skip
+SMALL = [("posit", 2), ("posit", 3), ("posit", 4), ("posit", 5), ("posit", 8), ("takum", 6), ("takum", 8)]
+LARGE = [("posit", 11), ("posit", 16), ("takum", 11), ("takum", 12), ("takum", 16)]
 
 
 def check_codes(kind: str, n: int) -> None:
@@ -24,27 +25,21 @@ def check_codes(kind: str, n: int) -> None:
     nar = 1 << n - 1
     table = [math.nan if code == nar else oracle.string_value(kind, n, code) for code in range(1 << n)]
     decoded = fmt.decode(range(1 << n))
-    assert math.isnan(decoded[nar]) and fmt.value_of(0) == 0.0
-    assert all(Fraction(got) == wanted for got, wanted in zip(decoded, table, strict=True) if wanted == wanted)
+    assert math.isnan(decoded[nar]) and fmt.value_of(0) == 0.0, fmt
+    assert all(Fraction(got) == wanted for got, wanted in zip(decoded, table, strict=True) if wanted == wanted), fmt
     ordered = [*decoded[nar + 1 :], *decoded[:nar]]
-    assert all(low < high for low, high in itertools.pairwise(ordered))
-    np.testing.assert_array_equal(fmt.values(), ordered)
-    assert fmt.encode(decoded).tolist() == list(range(1 << n))
+    assert all(low < high for low, high in itertools.pairwise(ordered)), fmt
+    np.testing.assert_array_equal(fmt.values(), ordered, str(fmt))
+    assert fmt.encode(decoded).tolist() == list(range(1 << n)), fmt
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(("kind", "n"), SMALL)
-def test_every_code(kind: str, n: int) -> None:
-    check_codes(kind, n)
+@pytest.mark.parametrize("sizes", [SMALL, pytest.param(LARGE, marks=pytest.mark.slow)], ids=["to 8 bits", "wider"])
+def test_every_code(sizes: list[tuple[str, int]]) -> None:
+    for kind, n in sizes:
+        check_codes(kind, n)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("kind", FORMATS)
-def test_every_code_of_16_bits(kind: str) -> None:
-    check_codes(kind, 16)
-
-
-@pytest.mark.parametrize("n", [2, 8, 16, 32])
+@each("n", [2, 8, 16, 32])
 def test_the_ends_of_posits(n: int) -> None:
     """Standard for Posit Arithmetic, 2022, 3.2: maxPos is 2^(4n - 8) and minPos its reciprocal."""
     fmt = jc.PositFormat(n)

@@ -11,10 +11,14 @@ import numpy as np
 import oracle
 import oracle_math
 import pytest
+from further import Further
 from oracle_matmul import Arithmetic, How, Sum
+from refusals import assert_refused
 
 import jchop as jc
 from jchop import MatmulSpec
+
+further = Further()
 
 KEY = jax.random.key(3)
 PLAIN = MatmulSpec()
@@ -36,26 +40,30 @@ def in_order(a: np.ndarray, b: np.ndarray, text: str = "e5m5") -> float:
     return float(oracle_math.array([total.result()])[0])
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("left", "right"),
-    [((3,), (3,)), ((2, 3), (3,)), ((2, 3), (4, 3, 5)), ((3,), (3, 4)), ((), (2, 3)), ((2,), ()), ((), ())],
-)
-def test_dot_has_the_shapes_of_numpy(left: tuple[int, ...], right: tuple[int, ...]) -> None:
-    a, b = integers(*left), integers(*right, seed=1)
-    np.testing.assert_array_equal(jc.math.dot(a, b, PLAIN), np.dot(a, b))
-    np.testing.assert_array_equal(jc.math.dot(jnp.asarray(a), b, PLAIN), np.dot(a, b))
+DOTS: list[tuple[tuple[int, ...], tuple[int, ...]]] = [
+    ((3,), (3,)), ((2, 3), (3,)), ((2, 3), (4, 3, 5)), ((3,), (3, 4)), ((), (2, 3)), ((2,), ()), ((), ())
+]  # fmt: skip
 
 
-@pytest.mark.slow
-def test_dot_rounds_every_operation() -> None:
+@further
+def dot_has_the_shapes_of_numpy() -> None:
+    pairs = [(integers(*left), integers(*right, seed=1)) for left, right in DOTS]
+    found = jax.jit(lambda pairs: [jc.math.dot(a, b, PLAIN) for a, b in pairs])(pairs)
+    for got, (a, b) in zip(found, pairs, strict=True):
+        np.testing.assert_array_equal(got, np.dot(a, b), err_msg=f"{a.shape} {b.shape}")
+    own = jc.math.dot(*pairs[0], PLAIN)
+    assert own == found[0] and not isinstance(own, jax.Array)
+
+
+@further.first
+def dot_rounds_every_operation() -> None:
     a, b = (np.asarray(jc.round_to_format(normal(40, seed=i), "e5m5")) for i in range(2))
     assert jc.math.dot(a, b, "e5m5") == in_order(a, b)
     assert jc.math.dot(a, b, "e5m5") != np.dot(a, b)
 
 
-@pytest.mark.slow
-def test_an_element_that_is_repeated_is_rounded_once() -> None:
+@further
+def an_element_that_is_repeated_is_rounded_once() -> None:
     """Its random word is its own, not that of a copy."""
     spec = MatmulSpec("e4m2:stochastic")
     window = jc.math.conv(normal(1, 1, 9), np.ones((1, 1, 1), np.float32), spec, KEY)
@@ -84,15 +92,15 @@ def test_convolutions_are_those_of_lax(name: str) -> None:
     np.testing.assert_array_equal(jc.math.conv(x, w, PLAIN, **how), want)
 
 
-@pytest.mark.slow
-def test_the_order_of_a_convolution_is_that_of_its_kernel() -> None:
+@further
+def the_order_of_a_convolution_is_that_of_its_kernel() -> None:
     x, w = (np.asarray(jc.round_to_format(normal(*s), "e5m5")) for s in ((1, 3, 5, 5), (2, 3, 2, 2)))
     got = jc.math.conv(x, w, "e5m5")
     assert got[0, 1, 2, 3] == in_order(x[0, :, 2:4, 3:5].ravel(), w[1].ravel())
 
 
-@pytest.mark.slow
-def test_axpy_rounds_product_and_sum() -> None:
+@further
+def axpy_rounds_product_and_sum() -> None:
     a, x, y = (np.asarray(jc.round_to_format(normal(60, seed=i), "e5m5")) for i in range(3))
     product = jc.math.multiply(a, x, "e5m5")
     np.testing.assert_array_equal(jc.math.axpy(a, x, y, "e5m5"), jc.math.add(product, y, "e5m5"))
@@ -106,30 +114,28 @@ def test_axpy_rounds_product_and_sum() -> None:
     assert np.mean(drawn != jc.math.axpy(a, x, y, "e5m3")) > 0.1
 
 
-@pytest.mark.slow
-def test_transforms_and_derivatives() -> None:
-    x, w = jnp.asarray(normal(3, 1, 2, 4)), jnp.asarray(normal(2, 2, 3, seed=1))
-    keys = jax.random.split(KEY, 3)
+KERNEL = normal(2, 2, 3, seed=1)
+#: Functions of an array of shape (1, 2, 4), and what they compute without rounding.
+FUNCTIONS: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {
+    "axpy": (lambda x, *spec: jc.math.axpy(3.0, x[0, 0], x[0, 1], *spec), lambda x, k: 3 * x[0, 0] + x[0, 1]),
+    "dot": (lambda x, *spec: jc.math.dot(x[0], x[0, 0], *spec), lambda x, k: x[0] @ x[0, 0]),
+    "conv": (
+        lambda x, *spec: jc.math.conv(x, KERNEL, *spec),
+        lambda x, k: jax.lax.conv_general_dilated(x, k, (1,), "VALID"),
+    ),
+}
 
-    def drawn(x: jax.Array, key: jax.Array) -> tuple[jax.Array, ...]:
-        m = x[0, :, :3]
-        text = "e5m4:stochastic"
-        return (
-            jc.math.conv(x, w, text, key),
-            jc.math.dot(m, m.T, text, key),
-            jc.math.axpy(m[0], m[1], 1.5, text, key),
-        )
 
-    each = jax.jit(jax.vmap(drawn))(x, keys)
-    for got, want in zip(each, drawn(x[1], keys[1]), strict=True):
-        np.testing.assert_array_equal(got[1], want)
-    r, k = jc.round_to_format(x[0], "e5m9"), jc.round_to_format(w, "e5m9")
-    for function, exact in (
-        (lambda x: jc.math.conv(x, w, "e5m9"), lambda x: jax.lax.conv_general_dilated(x, k, (1,), "VALID")),
-        (lambda x: jc.math.axpy(3.0, x, 1.0, "e5m9"), lambda x: 3 * x + 1),
-    ):
-        got = jax.grad(lambda x, function=function: function(x).sum())(x[0])
-        np.testing.assert_allclose(got, jax.grad(lambda x, exact=exact: exact(x).sum())(r), rtol=1e-6, atol=1e-6)
+@further
+@pytest.mark.parametrize("name", FUNCTIONS)
+def transforms_and_derivatives(name: str) -> None:
+    function, exact = FUNCTIONS[name]
+    x, keys, text = jnp.asarray(normal(3, 1, 2, 4)), jax.random.split(KEY, 3), "e5m4:stochastic"
+    each = jax.jit(jax.vmap(lambda x, key: function(x, text, key)))(x, keys)
+    np.testing.assert_array_equal(each[1], function(x[1], text, keys[1]))
+    r, k = jc.round_to_format(x[0], "e5m9"), jc.round_to_format(KERNEL, "e5m9")
+    got = jax.grad(lambda x: function(x, "e5m9").sum())(x[0])
+    np.testing.assert_allclose(got, jax.grad(lambda x: exact(x, k).sum())(r), rtol=1e-6, atol=1e-6)
 
 
 untyped: Any = jc.math
@@ -145,8 +151,8 @@ REFUSED: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", REFUSED)
-def test_what_cannot_be_done_is_refused_with_a_reason(name: str) -> None:
-    make, error, message = REFUSED[name]
-    with pytest.raises(error, match=message):
-        make()
+def test_what_cannot_be_done_is_refused_with_a_reason() -> None:
+    assert_refused(REFUSED)
+
+
+test_further = further.test()

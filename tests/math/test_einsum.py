@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -12,10 +11,14 @@ import numpy as np
 import oracle
 import oracle_math
 import pytest
+from further import Further
 from oracle_matmul import Arithmetic, How, Sum
+from refusals import assert_refused
 
 import jchop as jc
 from jchop import MatmulSpec
+
+further = Further()
 
 KEY = jax.random.key(3)
 PLAIN = MatmulSpec()
@@ -69,21 +72,20 @@ EINSUMS = {
 
 
 @pytest.mark.smoke
-@pytest.mark.in_turn(9)
-@pytest.mark.parametrize("subscripts", EINSUMS)
-def test_einsum_is_that_of_numpy(subscripts: str) -> None:
-    operands = [integers(*shape, seed=i) for i, shape in enumerate(EINSUMS[subscripts])]
-    np.testing.assert_array_equal(jc.math.einsum(subscripts, *operands, spec=PLAIN), np.einsum(subscripts, *operands))
+def test_einsum_is_that_of_numpy() -> None:
+    given = {text: [integers(*shape, seed=i) for i, shape in enumerate(shapes)] for text, shapes in EINSUMS.items()}
+    found = jax.jit(lambda given: {text: jc.math.einsum(text, *own, spec=PLAIN) for text, own in given.items()})(given)
+    for text, own in given.items():
+        np.testing.assert_array_equal(found[text], np.einsum(text, *own), err_msg=text)
 
 
-@pytest.mark.slow
 def test_the_order_of_an_einsum_is_that_of_its_indices() -> None:
     a, b = (np.asarray(jc.round_to_format(normal(*shape), "e5m5")) for shape in ((3, 4), (4, 3)))
     assert jc.math.einsum("ij,ji->", a, b, spec="e5m5") == in_order(a.ravel(), b.T.ravel())
     assert jc.math.einsum("ji,ij->", b, a, spec="e5m5") == in_order(b.ravel(), a.T.ravel())
 
 
-@pytest.mark.slow
+@pytest.mark.in_turn(1000)
 @pytest.mark.parametrize("text", HOWS)
 def test_three_arrays_are_contracted_from_left_to_right(text: str) -> None:
     """Each pair as an einsum of its own, whose result is rounded to the operands again."""
@@ -94,8 +96,8 @@ def test_three_arrays_are_contracted_from_left_to_right(text: str) -> None:
     np.testing.assert_array_equal(jc.math.einsum("ij,jk,kl->il", a, b, c, spec=SPECS[text]), want)
 
 
-@pytest.mark.slow
-def test_another_order_of_contractions_is_another_result() -> None:
+@further
+def another_order_of_contractions_is_another_result() -> None:
     a, b, c = rounded(2, 3), rounded(3, 4, seed=1), rounded(4, 1, seed=2)
     right = jc.math.einsum("ij,jl->il", a, jc.math.einsum("jk,kl->jl", b, c, spec="e5m5"), spec="e5m5")
     left = jc.math.einsum("ij,jk,kl->il", a, b, c, spec="e5m5")
@@ -118,24 +120,24 @@ MANY = {
 }
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(("subscripts", "optimize"), list(itertools.product(MANY, [False, True, "greedy"])))
-def test_many_arrays_give_what_numpy_gives(subscripts: str, optimize: Any) -> None:
+@further.first
+@pytest.mark.parametrize("subscripts", MANY)
+def many_arrays_give_what_numpy_gives(subscripts: str) -> None:
     operands = [integers(*shape, seed=i) for i, shape in enumerate(MANY[subscripts])]
-    got = jc.math.einsum(subscripts, *operands, spec=PLAIN, optimize=optimize)
-    np.testing.assert_array_equal(got, np.einsum(subscripts, *operands))
+    for optimize in (False, True, "greedy"):
+        got = jc.math.einsum(subscripts, *operands, spec=PLAIN, optimize=optimize)
+        np.testing.assert_array_equal(got, np.einsum(subscripts, *operands), err_msg=str(optimize))
 
 
-@pytest.mark.slow
-def test_each_contraction_has_a_key_of_its_own() -> None:
-    a, b, c = normal(2, 3), normal(3, 4, seed=1), normal(4, 2, seed=2)
-    text = "e5m3:stochastic"
-    first = jc.math.einsum("ij,jk->ik", a, b, spec=text, key=jax.random.fold_in(KEY, 0))
-    want = jc.math.einsum("ik,kl->il", first, c, spec=text, key=jax.random.fold_in(KEY, 1))
-    np.testing.assert_array_equal(jc.math.einsum("ij,jk,kl->il", a, b, c, spec=text, key=KEY), want)
+@further
+def each_contraction_has_a_key_of_its_own() -> None:
+    a, b, c = normal(3, 3), normal(3, 3, seed=1), normal(3, 3, seed=2)
+    spec = MatmulSpec("e5m3:stochastic")  # operands alone draw: sums in the carrier are compiled fast
+    first = jc.math.einsum("ij,jk->ik", a, b, spec=spec, key=jax.random.fold_in(KEY, 0))
+    want = jc.math.einsum("ij,jk->ik", first, c, spec=spec, key=jax.random.fold_in(KEY, 1))
+    np.testing.assert_array_equal(jc.math.einsum("ij,jk,kl->il", a, b, c, spec=spec, key=KEY), want)
 
 
-@pytest.mark.slow
 def test_an_element_that_is_repeated_is_rounded_once() -> None:
     """Its random word is its own, not that of a copy: k stands in the second array alone."""
     got = jc.math.einsum(
@@ -155,23 +157,30 @@ TENSORDOTS: dict[str, tuple[tuple[int, ...], tuple[int, ...], Any]] = {
 }
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", TENSORDOTS)
-def test_tensordot_is_that_of_numpy(name: str) -> None:
-    left, right, axes = TENSORDOTS[name]
-    a, b = integers(*left), integers(*right, seed=1)
-    np.testing.assert_array_equal(jc.math.tensordot(a, b, PLAIN, axes=axes), np.tensordot(a, b, axes))
+@further
+def tensordot_is_that_of_numpy() -> None:
+    pairs = {name: (integers(*left), integers(*right, seed=1)) for name, (left, right, _) in TENSORDOTS.items()}
+
+    def products(pairs: Any) -> Any:
+        return {name: jc.math.tensordot(a, b, PLAIN, axes=TENSORDOTS[name][2]) for name, (a, b) in pairs.items()}
+
+    for name, got in jax.jit(products)(pairs).items():
+        np.testing.assert_array_equal(got, np.tensordot(*pairs[name], TENSORDOTS[name][2]), err_msg=name)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(("left", "right"), [((3,), (3,)), ((2, 3), (4, 3)), ((), (2, 3)), ((2,), ()), ((2, 0), (0,))])
-def test_inner_is_that_of_numpy(left: tuple[int, ...], right: tuple[int, ...]) -> None:
-    a, b = integers(*left), integers(*right, seed=1)
-    np.testing.assert_array_equal(jc.math.inner(a, b, PLAIN), np.inner(a, b))
+@further
+def inner_is_that_of_numpy() -> None:
+    shapes: list[tuple[tuple[int, ...], tuple[int, ...]]] = [
+        ((3,), (3,)), ((2, 3), (4, 3)), ((), (2, 3)), ((2,), ()), ((2, 0), (0,))
+    ]  # fmt: skip
+    pairs = [(integers(*left), integers(*right, seed=1)) for left, right in shapes]
+    found = jax.jit(lambda pairs: [jc.math.inner(a, b, PLAIN) for a, b in pairs])(pairs)
+    for got, (a, b) in zip(found, pairs, strict=True):
+        np.testing.assert_array_equal(got, np.inner(a, b), err_msg=f"{a.shape} {b.shape}")
 
 
-@pytest.mark.slow
-def test_every_operation_is_rounded_in_the_order_of_the_first_array() -> None:
+@further
+def every_operation_is_rounded_in_the_order_of_the_first_array() -> None:
     a, b = rounded(4, 5), rounded(5, 4, seed=1)
     text = list(HOWS)[2]
     assert jc.math.tensordot(a, b, SPECS[text], axes=((1, 0), (0, 1))) == in_order(a.ravel(), b.T.ravel(), text)
@@ -186,8 +195,8 @@ def test_every_operation_is_rounded_in_the_order_of_the_first_array() -> None:
     assert jc.math.trace(a, spec) == jc.math.add(first, second, "e5m5")
 
 
-@pytest.mark.slow
-def test_traces_have_the_axes_of_numpy() -> None:
+@further
+def traces_have_the_axes_of_numpy() -> None:
     x = integers(3, 4, 5)
     many: list[dict[str, Any]] = [
         {},
@@ -196,12 +205,13 @@ def test_traces_have_the_axes_of_numpy() -> None:
         {"axis1": -1},
         {"offset": 9},
     ]
-    for more in many:
-        np.testing.assert_array_equal(jc.math.trace(x, PLAIN, **more), np.trace(x, **more))
+    traces = jax.jit(lambda x: [jc.math.trace(x, PLAIN, **more) for more in many])(x)
+    for got, more in zip(traces, many, strict=True):
+        np.testing.assert_array_equal(got, np.trace(x, **more), err_msg=str(more))
 
 
-@pytest.mark.slow
-def test_outer_rounds_each_product_once() -> None:
+@further
+def outer_rounds_each_product_once() -> None:
     a, b = normal(2, 3), normal(4, seed=1)
     want = jc.math.multiply(a.reshape(6, 1), b, "e5m4:up")
     np.testing.assert_array_equal(jc.math.outer(a, b, "e5m4:up"), want)
@@ -210,26 +220,28 @@ def test_outer_rounds_each_product_once() -> None:
     assert jc.math.outer(2, [1, 2], "e5m2").tolist() == [[2, 4]]
 
 
-@pytest.mark.slow
-def test_transforms_and_derivatives() -> None:
-    x, keys = jnp.asarray(normal(3, 2, 3)), jax.random.split(KEY, 3)
-    functions: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {
-        "einsum": (
-            lambda x, *spec: jc.math.einsum("ij,kj,kl->l", x, x, x, spec=spec[0], key=(*spec, None)[1]),
-            lambda x: jnp.einsum("ij,kj,kl->l", x, x, x),
-        ),
-        "tensordot": (lambda x, *spec: jc.math.tensordot(x, x, *spec, axes=((0,), (0,))), lambda x: x.T @ x),
-        "outer": (lambda x, *spec: jc.math.outer(x[0], x[1], *spec), lambda x: jnp.outer(x[0], x[1])),
-        "vdot": (lambda x, *spec: jc.math.vdot(x, x, *spec), lambda x: (x * x).sum()),
-        "trace": (lambda x, *spec: jc.math.trace(x, *spec, offset=1), lambda x: jnp.trace(x, offset=1)),
-    }
-    text = "e5m4:stochastic"
-    each = jax.jit(jax.vmap(lambda x, key: [f(x, text, key) for f, _ in functions.values()]))(x, keys)
+FUNCTIONS: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {
+    "outer": (lambda x, *spec: jc.math.outer(x[0], x[1], *spec), lambda x: jnp.outer(x[0], x[1])),
+    "einsum": (
+        lambda x, *spec: jc.math.einsum("ij,kj,kl->l", x, x, x, spec=spec[0], key=(*spec, None)[1]),
+        lambda x: jnp.einsum("ij,kj,kl->l", x, x, x),
+    ),
+    "tensordot": (lambda x, *spec: jc.math.tensordot(x, x, *spec, axes=((0,), (0,))), lambda x: x.T @ x),
+    "vdot": (lambda x, *spec: jc.math.vdot(x, x, *spec), lambda x: (x * x).sum()),
+    "trace": (lambda x, *spec: jc.math.trace(x, *spec, offset=1), lambda x: jnp.trace(x, offset=1)),
+}
+
+
+@further
+@pytest.mark.parametrize("name", FUNCTIONS)
+def transforms_and_derivatives(name: str) -> None:
+    function, exact = FUNCTIONS[name]
+    x, keys, text = jnp.asarray(normal(3, 2, 3)), jax.random.split(KEY, 3), "e5m4:stochastic"
+    each = jax.jit(jax.vmap(lambda x, key: function(x, text, key)))(x, keys)
+    np.testing.assert_array_equal(each[1], function(x[1], text, keys[1]))
+    slope = jax.grad(lambda x: function(x, "e6m11").sum())(x[0])
     own = jc.round_to_format(x[0], "e6m11")
-    for got, (name, (function, exact)) in zip(each, functions.items(), strict=True):
-        np.testing.assert_array_equal(got[1], function(x[1], text, keys[1]), err_msg=name)
-        slope = jax.grad(lambda x, f=function: f(x, "e6m11").sum())(x[0])
-        np.testing.assert_allclose(slope, jax.grad(lambda x, f=exact: f(x).sum())(own), rtol=5e-3, atol=5e-3)
+    np.testing.assert_allclose(slope, jax.grad(lambda x: exact(x).sum())(own), rtol=5e-3, atol=5e-3)
 
 
 untyped: Any = jc.math
@@ -264,8 +276,8 @@ REFUSED: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", REFUSED)
-def test_what_cannot_be_done_is_refused_with_a_reason(name: str) -> None:
-    make, error, message = REFUSED[name]
-    with pytest.raises(error, match=message):
-        make()
+def test_what_cannot_be_done_is_refused_with_a_reason() -> None:
+    assert_refused(REFUSED)
+
+
+test_further = further.test()

@@ -10,8 +10,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from further import Further
+from refusals import assert_refused
 
 import jchop as jc
+
+further = Further()
 
 KEY = jax.random.key(4)
 TINY = np.float32(1e-45)
@@ -50,7 +54,6 @@ def test_subnormal_numbers_zeros_infinities_and_nan(dtype: Any) -> None:
     np.testing.assert_array_equal(jc.math.argmin(x, spec, axis=1), [1, 0, 2, 0])
 
 
-@pytest.mark.slow
 def test_where_and_initial() -> None:
     x, mask = some(3, 6), np.array([[True, False, True], [False] * 3, [True] * 3]).repeat(2, 1)
     own = np.asarray(jc.round_to_format(x, "e5m2"))
@@ -62,7 +65,6 @@ def test_where_and_initial() -> None:
         same(getattr(jc.math, name)(x[:, :0], "e5m2", axis=1, initial=0.3), np.full(3, 0.3125, np.float32))
 
 
-@pytest.mark.slow
 def test_the_place_is_the_first_of_equal_elements() -> None:
     x = np.array([[2.9, 3.0, 3.1, 1.0], [-0.0, 0.0, 0.0, -0.0]], np.float32)
     for name in ("argmax", "argmin"):
@@ -74,8 +76,8 @@ def test_the_place_is_the_first_of_equal_elements() -> None:
         assert getattr(jc.math, name)(x, "e5m2", axis=0, keepdims=True).shape == (1, 4)
 
 
-@pytest.mark.slow
-def test_draws_and_transforms() -> None:
+@further
+def draws_and_transforms() -> None:
     x, text = jnp.asarray(some(4, 5)), "e4m2:stochastic"
     keys = jax.random.split(KEY)
     own, first = jc.round_to_format(x, text, keys[0]), jc.round_to_format(jnp.float32(0.3), text, keys[1])
@@ -105,8 +107,9 @@ REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
 }
 
 
-@pytest.mark.parametrize("name", REFUSED)
-def test_what_cannot_be_done_is_refused_with_a_reason(name: str) -> None:
-    make, message = REFUSED[name]
-    with pytest.raises((TypeError, ValueError), match=message):
-        make()
+@further.first
+def what_cannot_be_done_is_refused_with_a_reason() -> None:
+    assert_refused({name: (make, (TypeError, ValueError), message) for name, (make, message) in REFUSED.items()})
+
+
+test_further = further.test()

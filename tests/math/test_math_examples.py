@@ -3,30 +3,37 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 from example_cases import load
+from further import Further
 
-pytestmark = pytest.mark.slow
+further = Further()
+
+Lines = list[list[str]]
 
 
 @pytest.fixture
-def lines(request: pytest.FixtureRequest, monkeypatch: Any, capsys: Any, tmp_path: Path) -> list[list[str]]:
+def run(monkeypatch: Any, capsys: Any, tmp_path: Path) -> Callable[[str], Lines]:
     """The words that an example prints at its small size; it has drawn a picture too."""
-    name, picture = request.param, tmp_path / "picture.png"
-    monkeypatch.setattr(sys, "argv", [f"{name}.py", "--small", "--plot", str(picture)])
-    load(name).main()
-    assert picture.read_bytes().startswith(b"\x89PNG")
-    printed = capsys.readouterr().out.splitlines()
-    assert printed.pop() == f"wrote {picture}"
-    return [line.replace("|", " ").split() for line in printed]
+
+    def lines(command: str) -> Lines:
+        (name, *words), picture = command.split(), tmp_path / "picture.png"
+        monkeypatch.setattr(sys, "argv", [f"{name}.py", "--small", *words, "--plot", str(picture)])
+        load(name).main()
+        assert picture.read_bytes().startswith(b"\x89PNG")
+        printed = capsys.readouterr().out.splitlines()
+        assert printed.pop() == f"wrote {picture}"
+        return [line.replace("|", " ").split() for line in printed]
+
+    return lines
 
 
-@pytest.mark.parametrize("lines", ["backward_error"], indirect=True)
-def test_factors_are_off_by_a_few_units(lines: list[list[str]]) -> None:
+def factors_are_off_by_a_few_units(lines: Lines) -> None:
     assert lines[0] == ["float8_e4m3", "bfloat16", "binary16"] and [line[0] for line in lines[1:]] == [
         "LU",
         "QR",
@@ -35,8 +42,7 @@ def test_factors_are_off_by_a_few_units(lines: list[list[str]]) -> None:
     assert all(0.05 < float(line[i]) < 10 for line in lines[1:] for i in (1, 3, 5))
 
 
-@pytest.mark.parametrize("lines", ["refinement"], indirect=True)
-def test_refinement_needs_gmres_at_condition_1e5(lines: list[list[str]]) -> None:
+def refinement_needs_gmres_at_condition_1e5(lines: Lines) -> None:
     head, _, easy, _, hard, _ = lines
     assert head == ["κ", "binary16,", "lu", "binary16,", "gmres(6)"]
     assert 10 <= float(easy[0]) < 100 and 1e5 <= float(hard[0]) < 1e6
@@ -44,10 +50,8 @@ def test_refinement_needs_gmres_at_condition_1e5(lines: list[list[str]]) -> None
     assert good == [True, True, False, True]
 
 
-def test_refinement_in_double_precision(monkeypatch: Any, capsys: Any) -> None:
-    monkeypatch.setattr(sys, "argv", ["refinement.py", "--small", "--working", "binary64"])
-    load("refinement").main()
-    _, _, easy, _, hard, _ = (line.replace("|", " ").split() for line in capsys.readouterr().out.splitlines())
+def refinement_in_double_precision(lines: Lines) -> None:
+    _, _, easy, _, hard, _ = lines
     assert [cells[2].startswith("**") and float(cells[2].strip("*")) < 2.0**-52 for cells in (easy, hard)] == [
         True,
         True,
@@ -55,8 +59,7 @@ def test_refinement_in_double_precision(monkeypatch: Any, capsys: Any) -> None:
     assert float(easy[1].strip("*")) < 1e-9 < 1e-7 < float(hard[1])
 
 
-@pytest.mark.parametrize("lines", ["summation"], indirect=True)
-def test_a_long_sum_to_nearest_is_lost_but_in_pairs_or_stochastically(lines: list[list[str]]) -> None:
+def a_long_sum_to_nearest_is_lost_but_in_pairs_or_stochastically(lines: Lines) -> None:
     assert lines[0] == ["n", "64", "512", "4096"]
     errors = {" ".join(line[:-3]): [float(word) for word in line[-3:]] for line in lines[1:]}
     short, _, long = errors["sequential"]
@@ -66,15 +69,13 @@ def test_a_long_sum_to_nearest_is_lost_but_in_pairs_or_stochastically(lines: lis
     assert all(error < bound for error, bound in zip(errors["stochastic"], errors["√n u"], strict=True))
 
 
-@pytest.mark.parametrize("lines", ["tensor_cores"], indirect=True)
-def test_sums_of_512_positive_fp8_numbers_need_promotion(lines: list[list[str]]) -> None:
+def sums_of_512_positive_fp8_numbers_need_promotion(lines: Lines) -> None:
     assert lines[1] == ["products", "128", "512"]
     errors = {" ".join(line[:-2]): float(line[-1]) for line in lines[2:6]}
     assert errors["Hopper"] > 0.005 > 0.001 > errors["Hopper, promoted every 128"] > 1e-4 > 1e-6 > errors["Blackwell"]
 
 
-@pytest.mark.parametrize("lines", ["lorenz"], indirect=True)
-def test_the_lorenz_system_stands_still_to_nearest_and_not_stochastically(lines: list[list[str]]) -> None:
+def the_lorenz_system_stands_still_to_nearest_and_not_stochastically(lines: Lines) -> None:
     assert [line[0] for line in lines[1:]] == ["float8_e5m2:stochastic", "bfloat16", "bfloat16:stochastic"]
     eight, nearest, stochastic = lines[1:]
     assert nearest[3:] == ["0", "of", "100"] and int(stochastic[3]) > 90
@@ -82,7 +83,7 @@ def test_the_lorenz_system_stands_still_to_nearest_and_not_stochastically(lines:
     assert 20 < float(eight[1]) < 28
 
 
-def test_a_step_of_the_lorenz_system_is_eulers() -> None:
+def a_step_of_the_lorenz_system_is_eulers() -> None:
     import jax
 
     lorenz = load("lorenz")
@@ -91,3 +92,26 @@ def test_a_step_of_the_lorenz_system_is_eulers() -> None:
     x, y, z = state.astype(float)
     slopes = np.array([10 * (y - x), x * (28 - z) - y, x * y - lorenz.BETA * z])
     np.testing.assert_allclose(got, state + slopes * 2.0**-6, rtol=1e-6)
+
+
+EXAMPLES: dict[str, Callable[[Lines], None]] = {
+    "tensor_cores": sums_of_512_positive_fp8_numbers_need_promotion,
+    "summation": a_long_sum_to_nearest_is_lost_but_in_pairs_or_stochastically,
+    "backward_error": factors_are_off_by_a_few_units,
+    "refinement": refinement_needs_gmres_at_condition_1e5,
+    "refinement --working binary64": refinement_in_double_precision,
+    "lorenz": the_lorenz_system_stands_still_to_nearest_and_not_stochastically,
+}
+
+
+@further.first
+@pytest.mark.in_turn(1000)
+@pytest.mark.parametrize("command", ["a step of lorenz", *EXAMPLES])
+def an_example_shows_what_it_says(command: str, run: Callable[[str], Lines]) -> None:
+    if command == "a step of lorenz":
+        a_step_of_the_lorenz_system_is_eulers()
+    else:
+        EXAMPLES[command](run(command))
+
+
+test_further = further.test()

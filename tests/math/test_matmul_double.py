@@ -9,9 +9,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from further import Further
+from refusals import assert_refused
 
 import jchop as jc
 from jchop.math._matmul_double import slices_for
+
+further = Further()
 
 #: Largest errors over sums of |a b| of 2 to 8 slices that were measured with another program on data of this kind.
 FIGURES = {2: 2.0e-4, 3: 1.8e-6, 4: 1.3e-8, 5: 9.9e-11, 6: 7.4e-13, 7: 8.0e-15, 8: 9.0e-17}
@@ -47,9 +51,9 @@ def error(c: Any, wanted: np.ndarray, over: np.ndarray, low: Any = None) -> floa
     return max(abs(float(Fraction(float(v)) + Fraction(float(u)) - w)) / s for v, u, w, s in rows)
 
 
+@further
 @pytest.mark.parametrize("few", [True, pytest.param(False, marks=pytest.mark.slow)])
-@pytest.mark.slow
-def test_each_slice_gains_seven_bits(few: bool) -> None:
+def each_slice_gains_seven_bits(few: bool) -> None:
     """Two, three and eight slices by default, and those between in the slow run."""
     a, b = matrices(0.5)
     wanted, over = exact(a, b), np.abs(a) @ np.abs(b)
@@ -66,7 +70,6 @@ def test_each_slice_gains_seven_bits(few: bool) -> None:
     assert errors[8] <= error(a @ b, wanted, over), "no worse than NumPy's float64 product"
 
 
-@pytest.mark.slow
 def test_rows_that_span_many_orders_of_magnitude() -> None:
     """The figure of the file for nine slices and phi = 2 is 1.7e-16, and 4.8e-16 for NumPy's product."""
     a, b = matrices(2.0, n=8)
@@ -76,8 +79,8 @@ def test_rows_that_span_many_orders_of_magnitude() -> None:
     assert error(c, wanted, over) <= 1.2 * 1.7e-16
 
 
-@pytest.mark.slow
-def test_pairs_of_float32_numbers() -> None:
+@further
+def pairs_of_float32_numbers() -> None:
     """No float64 is computed, so that devices without it give the same; the error is 2^-46 of the sums or so."""
     a, b = matrices(0.5, n=8)
     pairs = [(x.astype(np.float32), (x - x.astype(np.float32)).astype(np.float32)) for x in (a, b)]
@@ -95,24 +98,25 @@ def test_pairs_of_float32_numbers() -> None:
 SHAPES = [((3,), (3,)), ((2, 3), (3,)), ((3,), (3, 4)), ((5, 1, 2, 3), (4, 3, 2)), ((2, 0), (0, 3)), ((0, 3), (3, 2))]
 
 
-@pytest.mark.in_turn(3)
-@pytest.mark.parametrize(("left", "right"), SHAPES)
-def test_shapes(left: tuple[int, ...], right: tuple[int, ...]) -> None:
+@further
+def shapes() -> None:
     """Small integers, whose products are exact."""
-    rng = np.random.default_rng(1)
-    a, b = rng.integers(-9, 9, left).astype(float), rng.integers(-9, 9, right).astype(float)
-    np.testing.assert_array_equal(jc.math.matmul_double(a, b, tolerance=tolerance_of(3)), a @ b)
+    for left, right in SHAPES:
+        rng = np.random.default_rng(1)
+        a, b = rng.integers(-9, 9, left).astype(float), rng.integers(-9, 9, right).astype(float)
+        got = jc.math.matmul_double(a, b, tolerance=tolerance_of(3))
+        np.testing.assert_array_equal(got, a @ b, err_msg=f"{left} {right}")
 
 
-@pytest.mark.slow
-def test_sums_of_more_products_than_int32_holds() -> None:
+@further
+def sums_of_more_products_than_int32_holds() -> None:
     k = 3 << 17
     a, b = np.full((1, k), 1 - 2.0**-8), np.full((k, 1), -(1 - 2.0**-8))
     assert jc.math.matmul_double(a, b, tolerance=tolerance_of(3)).item() == -k * (1 - 2.0**-8) ** 2
 
 
-@pytest.mark.slow
-def test_specials_are_those_of_a_product() -> None:
+@further
+def specials_are_those_of_a_product() -> None:
     rows = [[np.inf, 1, 0], [-np.inf, 2, np.inf], [np.nan, 0, 1], [1, 2, 3], [0, 0, 0], [1e300, 1e300, 1e300]]
     a = np.array(rows)
     b = np.array([[1, 0, -2, 1, 1e300], [np.inf, 1, 0, 1, 1e300], [3, 2, 1, 1, 1e300]])
@@ -125,8 +129,8 @@ def test_specials_are_those_of_a_product() -> None:
     np.testing.assert_array_equal(high.astype(float) + low, wanted[:5, :4])
 
 
-@pytest.mark.slow
-def test_ends_of_the_range() -> None:
+@further.first
+def ends_of_the_range() -> None:
     tiny, large = np.full((1, 4), 2.0**-1000), np.full((4, 1), 1.75 * 2.0**1000)
     assert jc.math.matmul_double(tiny, large).item() == 7.0
     assert jc.math.matmul_double(tiny, tiny.T).item() == 0.0
@@ -135,8 +139,8 @@ def test_ends_of_the_range() -> None:
     assert jc.math.matmul_double(top, np.ones((1, 1))).item() == top.item()
 
 
-@pytest.mark.slow
-def test_transforms() -> None:
+@further
+def transforms() -> None:
     rng = np.random.default_rng(2)
     with jax.enable_x64(True):
         a, b = jnp.asarray(rng.standard_normal((2, 3, 4))), jnp.asarray(rng.standard_normal((4, 2)))
@@ -184,7 +188,8 @@ REFUSED = [
 ]
 
 
-@pytest.mark.parametrize(("call", "kind", "text"), REFUSED)
-def test_what_is_refused(call: Any, kind: type[Exception], text: str) -> None:
-    with pytest.raises(kind, match=text):
-        call()
+def test_what_is_refused() -> None:
+    assert_refused({text: (call, kind, text) for call, kind, text in REFUSED})
+
+
+test_further = further.test()

@@ -13,11 +13,14 @@ import oracle
 import oracle_arithmetic as arithmetic
 import oracle_math
 import pytest
+from further import Further
 from oracle import Fraction, Value
 from oracle_matmul import Arithmetic, How, Sum, rounded
 
 import jchop as jc
 from jchop import MatmulSpec
+
+further = Further()
 
 KEY = jax.random.key(8)
 F32 = oracle.CARRIERS["float32"]
@@ -93,18 +96,24 @@ def test_operations_are_rounded_one_by_one(name: str, masked: bool) -> None:
     same(jc.math.logsumexp(x, spec, axis=1, where=where), want)
 
 
-@pytest.mark.slow
-def test_in_the_carrier_they_are_those_of_jax() -> None:
-    x = some(2, 3, 4)
-    for axis in (-1, 0, (0, 2), None):
-        got, want = jc.math.softmax(x, MatmulSpec(), axis=axis), jax.nn.softmax(x, axis=axis)
-        np.testing.assert_allclose(got, want, rtol=1e-6)
-        got = jc.math.logsumexp(x, MatmulSpec(), axis=axis, keepdims=True)
-        np.testing.assert_allclose(got, jax.nn.logsumexp(x, axis=axis, keepdims=True), rtol=1e-6)
+@further
+def in_the_carrier_they_are_those_of_jax() -> None:
+    x, axes = some(2, 3, 4), (-1, 0, (0, 2), None)
+
+    @jax.jit
+    def all_of(x: jax.Array) -> Any:
+        ours = [(jc.math.softmax(x, MatmulSpec(), axis=axis),
+                 jc.math.logsumexp(x, MatmulSpec(), axis=axis, keepdims=True)) for axis in axes]  # fmt: skip
+        theirs = [(jax.nn.softmax(x, axis=axis), jax.nn.logsumexp(x, axis=axis, keepdims=True)) for axis in axes]
+        return ours, theirs
+
+    for axis, got, want in zip(axes, *all_of(x), strict=True):
+        np.testing.assert_allclose(got[0], want[0], rtol=1e-6, err_msg=str(axis))
+        np.testing.assert_allclose(got[1], want[1], rtol=1e-6, err_msg=str(axis))
 
 
-@pytest.mark.slow
-def test_infinities_nan_and_nothing() -> None:
+@further.first
+def infinities_nan_and_nothing() -> None:
     x = np.array([[np.inf, 1, 2], [-np.inf, 1, 1], [-np.inf] * 3, [np.nan, 1, 2]], np.float32)
     want = jax.nn.softmax(x, axis=-1)
     np.testing.assert_array_equal(jc.math.softmax(x, "binary16"), np.where(np.isnan(want), want, [0, 0.5, 0.5]))
@@ -112,8 +121,8 @@ def test_infinities_nan_and_nothing() -> None:
     np.testing.assert_allclose(got, [np.inf, 1 + np.log(2), -np.inf, np.nan], rtol=1e-3)
 
 
-@pytest.mark.slow
-def test_sums_of_nothing_and_what_is_refused() -> None:
+@further
+def sums_of_nothing_and_what_is_refused() -> None:
     x = np.ones((4, 3), np.float32)
     assert jc.math.logsumexp(x[:, :0], "binary16", axis=1).tolist() == [-np.inf] * 4
     assert jc.math.softmax(x[:, :0], "binary16").shape == (4, 0)
@@ -124,8 +133,8 @@ def test_sums_of_nothing_and_what_is_refused() -> None:
         jc.math.softmax(x, MatmulSpec(product="e5m2"))
 
 
-@pytest.mark.slow
-def test_draws_are_those_of_the_split_key() -> None:
+@further
+def draws_are_those_of_the_split_key() -> None:
     """As documented, with the differences, the exponentials, the sums and the quotients by themselves."""
     x, text = some(2, 4), "e5m4:stochastic"
     keys = jax.random.split(KEY, 4)
@@ -150,16 +159,23 @@ def test_draws_are_those_of_the_split_key() -> None:
     same(jc.math.softmax(x, spec, KEY), oracle_math.array(want).reshape(2, 4))
 
 
-@pytest.mark.parametrize("name", ["softmax", "logsumexp"])
-@pytest.mark.slow
-def test_jit_vmap_and_derivatives(name: str) -> None:
+@further
+@pytest.mark.parametrize("name", ["logsumexp", "softmax"])
+def jit_vmap_and_derivatives(name: str) -> None:
     function: Callable[..., Any] = getattr(jc.math, name)
     x, keys = jnp.asarray(some(3, 4)), jax.random.split(KEY, 3)
     each = jax.jit(jax.vmap(lambda x, key: function(x, "e5m5:stochastic", key)))(x, keys)
     same(each[1], function(x[1], "e5m5:stochastic", keys[1]))
-    weights = jnp.arange(1.0, 5.0)
-    got = jax.grad(lambda x: (function(x, "e6m13") * weights).sum())(x[0])
+    weights, mask = jnp.arange(1.0, 5.0), jnp.array([True, False, True, True])
+    got, masked = jax.jit(
+        lambda x: (
+            jax.grad(lambda x: (function(x, "e6m13") * weights).sum())(x),
+            jax.grad(lambda x: function(x, "e6m13", where=mask).sum())(x),
+        )
+    )(x[0])
     want = jax.grad(lambda x: (getattr(jax.nn, name)(x) * weights).sum())(x[0])
     np.testing.assert_allclose(got, want, rtol=2e-3, atol=2e-3)
-    mask = jnp.array([True, False, True, True])
-    assert jax.grad(lambda x: function(x, "e6m13", where=mask).sum())(x[0])[1] == 0
+    assert masked[1] == 0
+
+
+test_further = further.test()

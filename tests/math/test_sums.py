@@ -14,16 +14,20 @@ import oracle
 import oracle_arithmetic as arithmetic
 import oracle_math
 import pytest
+from further import Further
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 from oracle import Fraction, Value
 from oracle_matmul import Arithmetic, How, Sum, Words, rounded
+from refusals import assert_refused
 
 import jchop as jc
 from jchop import MatmulSpec
 from jchop._core.arithmetic.operations import fold_seeds
 from jchop._core.arithmetic.sums import _with_start
 from jchop._core.rounding.random_bits import random_words, seed_words
+
+further = Further()
 
 KEY = jax.random.key(5)
 F32 = oracle.CARRIERS["float32"]
@@ -118,9 +122,9 @@ def sum_spec(spec: MatmulSpec) -> MatmulSpec:
 # -- values ------------------------------------------------------------------------------------------------------------
 
 
+@further.first
 @pytest.mark.parametrize("order", SPECS)
-@pytest.mark.slow
-def test_reductions_are_exact_operations_rounded_one_by_one(order: str) -> None:
+def reductions_are_exact_operations_rounded_one_by_one(order: str) -> None:
     spec, scalar = SPECS[order]
     x = normal(3, 11) * 3 + 1
     rows = [oracle_math.values(row) for row in np.asarray(jc.round_to_format(x, spec.operands or "binary32"))]
@@ -128,8 +132,8 @@ def test_reductions_are_exact_operations_rounded_one_by_one(order: str) -> None:
     same(jc.math.std(x, spec, axis=1), oracle_math.array([scalar.std(row) for row in rows]))
 
 
-@pytest.mark.slow
-def test_the_other_reductions_are_parts_of_these() -> None:
+@further
+def the_other_reductions_are_parts_of_these() -> None:
     spec, scalar = SPECS["sequential"]
     x = normal(3, 11) * 3 + 1
     rows = [oracle_math.values(row) for row in np.asarray(jc.round_to_format(x, "e5m7"))]
@@ -138,9 +142,9 @@ def test_the_other_reductions_are_parts_of_these() -> None:
     same(jc.math.norm(x, spec, axis=1), oracle_math.array([scalar.norm(row) for row in rows]))
 
 
-@pytest.mark.slow
+@further
 @pytest.mark.parametrize("name", ["mean", "std", "norm"])
-def test_draws_are_those_of_the_split_key(name: str) -> None:
+def draws_are_those_of_the_split_key(name: str) -> None:
     """As documented: four keys, of which parts are folded."""
     text, k = "e5m4:stochastic", 7
     x = normal(2, k) * 3 + 1
@@ -174,9 +178,9 @@ def test_draws_are_those_of_the_split_key(name: str) -> None:
         same(got[row : row + 1], oracle_math.array([want]))
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ["std", "norm"])
-def test_a_root_draws_from_a_part_of_the_key_of_its_own(name: str) -> None:
+@further
+@pytest.mark.parametrize("name", ["norm", "std"])
+def a_root_draws_from_a_part_of_the_key_of_its_own(name: str) -> None:
     """The root of rows whose other operations are exact, whatever they draw."""
     spec = MatmulSpec(accumulate="e5m2:stochastic", order="pairwise")
     x = np.tile(np.array([2, -2, 0, 0] if name == "std" else [1, -1, 0, 0], np.float32), (64, 1))
@@ -187,8 +191,8 @@ def test_a_root_draws_from_a_part_of_the_key_of_its_own(name: str) -> None:
     same(getattr(jc.math, name)(x, spec, KEY, axis=1), oracle_math.array(want))
 
 
-@pytest.mark.slow
-def test_a_centre_draws_from_a_part_of_the_key_of_its_own() -> None:
+@further
+def a_centre_draws_from_a_part_of_the_key_of_its_own() -> None:
     """The variance of rows whose squares are added exactly, whatever they draw; their mean is 16 or 17."""
     x = np.tile(np.array([17, 16, 16, 16], np.float32), (64, 1))
     key = jax.random.fold_in(jax.random.split(KEY, 4)[3], 1)
@@ -210,8 +214,8 @@ def test_the_range_of_what_a_product_runs_through_holds_its_start() -> None:
     assert _with_start(jc.parse("e3m2(bias=6)"), np.float32)[0].top == 1
 
 
-@pytest.mark.slow
-def test_a_sum_stops_where_the_next_number_is_too_far() -> None:
+@further
+def a_sum_stops_where_the_next_number_is_too_far() -> None:
     ones = np.ones(100, np.float32)
     assert jc.math.sum(ones, "e5m2") == 8
     assert jc.math.sum(ones, MatmulSpec(accumulate="e5m2")) == 8
@@ -219,9 +223,9 @@ def test_a_sum_stops_where_the_next_number_is_too_far() -> None:
     assert jc.math.sum(ones, MatmulSpec()) == 100
 
 
-@pytest.mark.slow
+@further
 @pytest.mark.parametrize("text", ["bfloat16", "e5m4:up", "e5m4:stochastic"])
-def test_products_and_what_they_run_through(text: str) -> None:
+def products_and_what_they_run_through(text: str) -> None:
     x = normal(3, 9) * 0.5 + 1
     keys = jax.random.split(KEY)
     own = np.asarray(jc.round_to_format(x, text, keys[0]))
@@ -243,20 +247,24 @@ def test_products_and_what_they_run_through(text: str) -> None:
     same(jc.math.prod(x, text, KEY, axis=1), oracle_math.array([row[-1] for row in products]))
 
 
+AXES: list[tuple[Any, bool]] = [
+    (0, False), (None, True), (-1, True), ((0, 2), False), ((2, 0), True), ((), False)
+]  # fmt: skip
+
+
 @pytest.mark.smoke
-@pytest.mark.in_turn(12)
-@pytest.mark.parametrize(
-    ("axis", "keepdims"), [(None, True), (0, False), (-1, True), ((0, 2), False), ((2, 0), True), ((), False)]
-)
-def test_axes_are_those_of_numpy(axis: Any, keepdims: bool) -> None:
+@pytest.mark.in_turn(1000)
+@pytest.mark.parametrize("places", [AXES[:1], AXES[1:]], ids=["one", "all"])
+def test_axes_are_those_of_numpy(places: list[tuple[Any, bool]]) -> None:
     x = np.random.default_rng(1).integers(1, 3, (2, 3, 4)).astype(np.float32)
-    for name, spec in (("sum", MatmulSpec()), ("prod", "e7m9")):
-        same(
-            getattr(jc.math, name)(x, spec, axis=axis, keepdims=keepdims),
-            getattr(np, name)(x, axis=axis, keepdims=keepdims),
-        )
-    if isinstance(axis, int) or axis is None:
-        same(jc.math.cumsum(x, "e7m9", axis=axis), np.cumsum(x, axis=axis))
+    for axis, keepdims in places:
+        for name, spec in (("sum", MatmulSpec()), ("prod", "e7m9")):
+            got = getattr(jc.math, name)(x, spec, axis=axis, keepdims=keepdims)
+            want = getattr(np, name)(x, axis=axis, keepdims=keepdims)
+            assert got.shape == want.shape, (name, axis, keepdims)
+            same(got, want)
+        if isinstance(axis, int) or axis is None:
+            same(jc.math.cumsum(x, "e7m9", axis=axis), np.cumsum(x, axis=axis))
 
 
 MASK = np.random.default_rng(7).random((3, 11)) < 0.6
@@ -281,14 +289,17 @@ def test_elements_that_are_left_out_and_a_first_one(order: str) -> None:
     assert np.isnan(got[2])
 
 
-@pytest.mark.slow
-def test_a_variance_of_some_elements() -> None:
+@further
+def a_variance_of_some_elements() -> None:
     x, some = normal(3, 11) * 3 + 1, MASK | (np.arange(11) < 3)
-    for name in ("var", "std"):
-        got = getattr(jc.math, name)(x, MatmulSpec(), axis=1, ddof=1, where=some)
-        np.testing.assert_allclose(got, getattr(np, name)(x, axis=1, ddof=1, where=some), rtol=1e-5)
-        few = getattr(jc.math, name)(x, "e5m7", axis=1, ddof=1, where=np.arange(11) < 1)
-        assert np.isnan(few).all()
+
+    @jax.jit
+    def both(x: jax.Array, some: jax.Array) -> Any:
+        return [getattr(jc.math, name)(x, MatmulSpec(), axis=1, ddof=1, where=some) for name in ("var", "std")]
+
+    for got, exact in zip(both(x, some), (np.var, np.std), strict=True):
+        np.testing.assert_allclose(got, exact(x, axis=1, ddof=1, where=some), rtol=1e-5)
+    assert all(np.isnan(few).all() for few in both(x, np.broadcast_to(np.arange(11) < 1, (3, 11))))
     spec, scalar = SPECS["sequential"]
     row = np.asarray(jc.round_to_format(x[0], "e5m7"))
     want = scalar.var(oracle_math.values(row[some[0]]), 1)  # zeros change nothing in sequential order
@@ -318,21 +329,23 @@ def test_a_product_of_some_factors_and_a_first_one(text: str) -> None:
     same(jc.math.prod(x, text, KEY, axis=1, where=MASK, initial=9.3), oracle_math.array(want))
 
 
-@pytest.mark.slow
-def test_what_is_left_out_has_no_derivative_and_no_nan() -> None:
+@pytest.mark.in_turn(1000)
+@pytest.mark.parametrize("name", ["sum", "mean", "std", "prod"])
+def test_what_is_left_out_has_no_derivative_and_no_nan(name: str) -> None:
     x = jnp.asarray(np.where(MASK, normal(3, 11), np.nan))[:2]
     some = jnp.asarray(MASK[:2])
-    for name in ("sum", "mean", "std", "prod"):
-        value, slope = jax.value_and_grad(lambda x, name=name: getattr(jc.math, name)(x, "e6m9", where=some))(x)
-        assert np.isfinite(value)
-        assert np.all((np.asarray(slope) != 0) == MASK[:2]), name
+    value, slope = jax.value_and_grad(lambda x: getattr(jc.math, name)(x, "e6m9", where=some))(x)
+    assert np.isfinite(value)
+    assert np.all((np.asarray(slope) != 0) == MASK[:2])
+    if name != "mean":
+        return
     drawn = jax.vmap(lambda x, m, key: jc.math.mean(x, "e5m3:stochastic", key, where=m))
     keys = jax.random.split(KEY, 2)
     same(jax.jit(drawn)(x, some, keys)[1], jc.math.mean(x[1], "e5m3:stochastic", keys[1], where=some[1]))
 
 
-@pytest.mark.slow
-def test_norms() -> None:
+@further
+def norms() -> None:
     x = normal(4, 5)
     for order in (None, 1, 2, np.inf):
         got = jc.math.norm(x, MatmulSpec(), ord=order, axis=-1)
@@ -358,9 +371,9 @@ def test_of_nothing() -> None:
     assert jc.math.cumsum(nothing, "e5m2", axis=1).shape == (2, 0)
 
 
-@pytest.mark.slow
+@further
 @pytest.mark.parametrize("dtype", [np.float16, ml_dtypes.bfloat16])
-def test_16_bit_numbers_are_summed_in_float32(dtype: Any) -> None:
+def check_16_bit_numbers_are_summed_in_float32(dtype: Any) -> None:
     x = normal(3, 20).astype(dtype)
     got = jc.math.norm(x, "e5m6:up", axis=1)
     same(got, jc.math.norm(x.astype(np.float32), "e5m6:up", axis=1).astype(dtype))
@@ -381,9 +394,9 @@ def test_float64() -> None:
 NAMES = ["sum", "std", "norm", "prod", "cumsum", "cumprod"]  # mean and var are parts of std
 
 
+@further
 @pytest.mark.parametrize("name", NAMES)
-@pytest.mark.slow
-def test_jit_vmap_and_derivatives(name: str) -> None:
+def jit_vmap_and_derivatives(name: str) -> None:
     function = getattr(jc.math, name)
     real = np.linalg.norm if name == "norm" else getattr(np, name)
     x, keys = jnp.asarray(np.abs(normal(3, 6)) + 0.5), jax.random.split(KEY, 3)
@@ -440,11 +453,8 @@ REFUSED: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
 }
 
 
-@pytest.mark.parametrize("name", REFUSED)
-def test_what_cannot_be_done_is_refused_with_a_reason(name: str) -> None:
-    make, error, message = REFUSED[name]
-    with pytest.raises(error, match=message):
-        make()
+def test_what_cannot_be_done_is_refused_with_a_reason() -> None:
+    assert_refused(REFUSED)
 
 
 # -- explicit meshes ---------------------------------------------------------------------------------------------------
@@ -459,7 +469,7 @@ ON_A_MESH: dict[str, tuple[Callable[[Any], Any], P]] = {
     "sum": (lambda x: jc.math.sum(x, STOCHASTIC, KEY, axis=0, where=x > -1, initial=1.0), P("b")),
     "all": (lambda x: jc.math.sum(x, PAIRWISE), P()),
     "cumsum": (lambda x: jc.math.cumsum(x, STOCHASTIC, KEY, axis=0), P("a", "b")),
-    "flat cumsum": (lambda x: jc.math.cumsum(x, "bfloat16"), P(None)),
+    "flat_cumsum": (lambda x: jc.math.cumsum(x, "bfloat16"), P(None)),
     "prod": (lambda x: jc.math.prod(x, "bfloat16", axis=1), P("a")),
     "matmul": (
         lambda x: jc.math.matmul(x, WEIGHT, MatmulSpec(accumulate="e5m2", order="matrix_unit(8)")),
@@ -474,13 +484,23 @@ ON_A_MESH: dict[str, tuple[Callable[[Any], Any], P]] = {
 }
 
 
+MESHED = [name for name in ON_A_MESH if name != "prod"]
+
+
 @pytest.mark.skipif(jax.device_count() < 8, reason="needs eight (forced host) devices")
-@pytest.mark.in_turn(6)
-@pytest.mark.parametrize("name", ON_A_MESH)
-def test_sums_along_an_axis_of_an_explicit_mesh_have_the_same_bits(name: str) -> None:
-    function, spec = ON_A_MESH[name]
+@pytest.mark.in_turn(1000)
+@pytest.mark.parametrize("names", ["prod", *(" ".join(MESHED[i::5]) for i in range(5))])
+def test_sums_along_an_axis_of_an_explicit_mesh_have_the_same_bits(names: str) -> None:
     x, mesh = jnp.asarray(normal(16, 24)), jax.make_mesh((4, 2), ("a", "b"), axis_types=(AxisType.Explicit,) * 2)
+
+    def run(x: jax.Array) -> dict[str, jax.Array]:
+        return {name: ON_A_MESH[name][0](x) for name in names.split()}
+
     with jax.set_mesh(mesh):
-        out = jax.jit(function)(jax.device_put(x, NamedSharding(mesh, P("a", "b"))))
-    assert out.sharding.spec == spec
-    same(out, jax.jit(function)(x))
+        found = jax.jit(run)(jax.device_put(x, NamedSharding(mesh, P("a", "b"))))
+    for name, wanted in jax.jit(run)(x).items():
+        assert (name, found[name].sharding.spec) == (name, ON_A_MESH[name][1])
+        same(found[name], wanted)
+
+
+test_further = further.test()

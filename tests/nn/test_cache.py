@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
+from layer_references import checked, each
 
 import jchop as jc
 
@@ -26,43 +27,7 @@ def step(layer: Any, x: Any) -> Any:
     return layer(x, is_causal=True)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("spec", "per_number"),
-    [
-        ("int8(group=all)", (DEPTH + 4) / DEPTH),
-        pytest.param("int4(group=8)", (DEPTH / 2 + 2 * 4) / DEPTH, marks=pytest.mark.slow),
-    ],
-)
-def test_a_packed_cache_is_one_rounded_by_hand(spec: str, per_number: float) -> None:
-    plain = attention()
-    layer = jc.nn.quantize(plain, jc.nn.Rule(cache=spec))
-    layer.init_cache((2, LENGTH, 24))
-    plain.init_cache((2, LENGTH, 24))
-    sizes = [sum(leaf.nbytes for leaf in jax.tree.leaves(nnx.state(m, nnx.Cache))) - 4 for m in (layer, plain)]
-    assert sizes[0] == per_number * 2 * 2 * LENGTH * 2 * DEPTH and sizes[1] == 4 * 2 * 2 * LENGTH * 2 * DEPTH
-
-    @nnx.jit
-    def by_hand(plain: Any, x: Any, t: Any) -> Any:
-        query, keys = plain.query_ln(plain.query(x)), plain.key_ln(plain.key(x))
-        keys, values = (jc.round_to_format(v, spec) for v in (keys, plain.value(x)))
-        fill = [(0, 0), (0, LENGTH - x.shape[1]), (0, 0), (0, 0)]
-        seen = (jnp.arange(LENGTH) <= t)[None, None, None]
-        query = jax.lax.dynamic_slice_in_dim(query, t, 1, 1)
-        y = nnx.dot_product_attention(query, jnp.pad(keys, fill), jnp.pad(values, fill), mask=seen)
-        return plain.out(y)
-
-    for t in range(X.shape[1]):
-        got, expected = step(layer, X[:, t : t + 1]), by_hand(plain, X, t)
-        np.testing.assert_allclose(got, expected, rtol=1e-5, atol=1e-6)
-    assert int(layer.cache_index[...]) == X.shape[1] and isinstance(layer.cached_key[...], jc.QArray)
-    keys = jc.dequantize(layer.cached_key.get_value())[:, : X.shape[1]]
-    expected = jc.round_to_format(plain.key_ln(plain.key(X)), spec)
-    np.testing.assert_allclose(keys, expected, rtol=1e-5, atol=1e-6)
-
-
-@pytest.mark.slow
-def test_without_decoding_nothing_changes() -> None:
+def without_decoding_nothing_changes() -> None:
     plain = attention()
     layer = jc.nn.quantize(plain, jc.nn.Rule(cache="int8(group=all)"))
     run = nnx.jit(lambda layer, x: layer(x, decode=False))
@@ -74,8 +39,7 @@ def test_without_decoding_nothing_changes() -> None:
     assert [r.specs for r in row if r.layer == "MultiHeadAttention"] == [(("cache", "int8(group=all)"),)]
 
 
-@pytest.mark.slow
-def test_what_cannot_be_decoded_is_said() -> None:
+def what_cannot_be_decoded_is_said() -> None:
     rule = jc.nn.Rule(cache="int8(group=all)")
     layer = jc.nn.quantize(attention(), rule)
     with pytest.raises(ValueError, match="call init_cache"):
@@ -105,3 +69,51 @@ def test_what_cannot_be_decoded_is_said() -> None:
             jc.nn.Rule(cache=spec)
     with pytest.raises(ValueError, match=r"cache has no effect .* Linear"):
         jc.nn.quantize(nnx.Linear(2, 2, rngs=nnx.Rngs(0)), rule)
+
+
+@each(
+    ("spec", "per_number"),
+    [
+        ("int8(group=all)", (DEPTH + 4) / DEPTH),
+        ("int4(group=8)", (DEPTH / 2 + 2 * 4) / DEPTH),
+    ],
+)
+def a_packed_cache_is_one_rounded_by_hand(spec: str, per_number: float) -> None:
+    plain = attention()
+    layer = jc.nn.quantize(plain, jc.nn.Rule(cache=spec))
+    layer.init_cache((2, LENGTH, 24))
+    plain.init_cache((2, LENGTH, 24))
+    sizes = [sum(leaf.nbytes for leaf in jax.tree.leaves(nnx.state(m, nnx.Cache))) - 4 for m in (layer, plain)]
+    assert sizes[0] == per_number * 2 * 2 * LENGTH * 2 * DEPTH and sizes[1] == 4 * 2 * 2 * LENGTH * 2 * DEPTH
+
+    @nnx.jit
+    def by_hand(plain: Any, x: Any, t: Any) -> Any:
+        query, keys = plain.query_ln(plain.query(x)), plain.key_ln(plain.key(x))
+        keys, values = (jc.round_to_format(v, spec) for v in (keys, plain.value(x)))
+        fill = [(0, 0), (0, LENGTH - x.shape[1]), (0, 0), (0, 0)]
+        seen = (jnp.arange(LENGTH) <= t)[None, None, None]
+        query = jax.lax.dynamic_slice_in_dim(query, t, 1, 1)
+        y = nnx.dot_product_attention(query, jnp.pad(keys, fill), jnp.pad(values, fill), mask=seen)
+        return plain.out(y)
+
+    for t in range(X.shape[1]):
+        got, expected = step(layer, X[:, t : t + 1]), by_hand(plain, X, t)
+        np.testing.assert_allclose(got, expected, rtol=1e-5, atol=1e-6)
+    assert int(layer.cache_index[...]) == X.shape[1] and isinstance(layer.cached_key[...], jc.QArray)
+    keys = jc.dequantize(layer.cached_key.get_value())[:, : X.shape[1]]
+    expected = jc.round_to_format(plain.key_ln(plain.key(X)), spec)
+    np.testing.assert_allclose(keys, expected, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    "check",
+    [
+        what_cannot_be_decoded_is_said,
+        pytest.param(a_packed_cache_is_one_rounded_by_hand, marks=pytest.mark.slow),
+        pytest.param(without_decoding_nothing_changes, marks=pytest.mark.slow),
+    ],
+    ids=lambda check: check.__name__,
+)
+def test_what_a_cache_is_not(check: Any, request: Any) -> None:
+    """Errors, and layers that do not decode; the first of these checks runs by default."""
+    checked(check, request)

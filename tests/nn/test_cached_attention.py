@@ -9,8 +9,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from further import Further
+from layer_references import checked, each
 
 import jchop as jc
+
+further = Further()
 
 HEADS, GROUP, SIZE = 2, 3, 8
 LENGTHS = np.asarray([11, 4, 7])
@@ -69,12 +73,14 @@ CASES: list[dict[str, Any]] = [
 ]
 
 
-@pytest.mark.in_turn(36)
-@pytest.mark.parametrize(
-    ("kind", "spec", "case"),
-    [(k, s, c) for k in KINDS for s in SPECS for c in CASES if k != "rolling" or "is_causal" not in c],
-)
-def test_values_are_those_of_float64(kind: str, spec: Any, case: dict[str, Any]) -> None:
+#: Each kind with each case; how a block is unpacked is the same in all of them.
+EACH = [(k, c) for k in KINDS for c in CASES if k != "rolling" or "is_causal" not in c]
+
+
+@further
+@pytest.mark.in_turn(60)
+@pytest.mark.parametrize(("kind", "spec", "case"), [(k, SPECS[i % 4], c) for i, (k, c) in enumerate(EACH)])
+def values_are_those_of_float64(kind: str, spec: Any, case: dict[str, Any]) -> None:
     cache, q = filled(kind, spec), normal(5, 5, HEADS * GROUP)
     last = LENGTHS[:, None] - 5 + np.arange(5)  # -1 for the first query of the second sequence: padding
     y = jax.jit(lambda q, cache: jc.dot_product_attention(q, cache, **case))(q, cache)
@@ -82,42 +88,6 @@ def test_values_are_those_of_float64(kind: str, spec: Any, case: dict[str, Any])
     expected = in_float64(q, cache, last, case.get("is_causal", True), window, case.get("scale", SIZE**-0.5))
     np.testing.assert_allclose(y, expected, rtol=0, atol=TOLERANCE)
     assert not np.asarray(y)[1, 0].any() and np.asarray(y)[1, 1].any()
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("spec", SPECS)
-@pytest.mark.parametrize("kind", KINDS)
-def test_positions_that_are_given(kind: str, spec: Any) -> None:
-    cache, q = filled(kind, spec), normal(5, 5, HEADS * GROUP)
-    shuffled = np.asarray([[3, 0, -1], [1, 3, 2], [-1, -1, 6]])
-    y = jax.jit(lambda q, cache, p: jc.dot_product_attention(q, cache, positions=p))(q[:, :3], cache, shuffled)
-    expected = in_float64(q[:, :3], cache, shuffled, True, cache.window, SIZE**-0.5)
-    np.testing.assert_allclose(y, expected, rtol=0, atol=TOLERANCE)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize(
-    "spec", ["int8(group=all)", "int4(group=8,scale=bfloat16)", "float8_e4m3fn", "mxfp8_e4m3", "nf4(group=8)"]
-)
-@pytest.mark.parametrize("kind", ["full", "paged"])
-def test_packed_and_rounded_numbers_give_the_same_bits(kind: str, spec: str, dtype: str) -> None:
-    def cache_of(spec: Any) -> jc.KVCache:
-        shape = (2, 150, HEADS, 16)
-        if kind == "paged":
-            return jc.KVCache.paged(shape, pages=24, page_size=16, keys=spec, values=spec, dtype=dtype)
-        return jc.KVCache.full(shape, keys=spec, values=spec, dtype=dtype)
-
-    draw = np.random.default_rng(6)
-    k, v = (jnp.asarray(draw.normal(size=(2, 140, HEADS, 16)), dtype) for _ in range(2))
-    q = jnp.asarray(draw.normal(size=(2, 4, HEADS * GROUP, 16)), dtype)
-    packed = update(cache_of(spec), k, v)
-    rounded = update(cache_of(None), jc.round_to_format(k, spec), jc.round_to_format(v, spec))
-    in_blocks = jax.jit(lambda q, cache: jc.dot_product_attention(q, cache, block_size=64))
-    for tokens in (1, 4):
-        y = in_blocks(q[:, :tokens], packed)
-        assert y.dtype == dtype and np.asarray(y, "float32").any()
-        np.testing.assert_array_equal(y, in_blocks(q[:, :tokens], rounded))
 
 
 @pytest.mark.in_turn(9)
@@ -133,33 +103,7 @@ def bytes_of(compiled: Any) -> int:
     return compiled.memory_analysis().temp_size_in_bytes
 
 
-@pytest.mark.parametrize("kind", ["full", "rolling", "paged"])
-@pytest.mark.parametrize("spec", ["int8(group=all)", "float8_e4m3fn"])
-@pytest.mark.slow
-def test_the_whole_cache_is_never_unpacked(kind: str, spec: str) -> None:
-    shape = (2, 4096, 2, 64)
-    more = {"keys": spec, "values": spec}
-    if kind == "paged":
-        cache = jc.KVCache.paged(shape, pages=128, page_size=64, **more)
-    else:
-        cache = getattr(jc.KVCache, kind)(shape, **more)
-    q = jnp.ones((2, 1, 8, 64))
-    compiled = jax.jit(jc.dot_product_attention).lower(q, cache).compile()
-    dense = 4 * 2 * np.prod(shape)
-    assert cache.nbytes < 0.3 * dense
-    # Two blocks of 128 tokens, packed, and one of each in float32: 1/32 of the dense arrays, and room for the sums.
-    assert bytes_of(compiled) < 0.08 * dense
-    unpacked = jax.jit(lambda q, cache: jax.nn.dot_product_attention(q, cache.keys, cache.values, mask=cache.mask()))
-    assert bytes_of(unpacked.lower(q, cache).compile()) > 0.9 * dense  # what it would be
-    numbers = [
-        np.prod([int(n) for n in found.split(",")])
-        for found in re.findall(r"f(?:16|32)\[([\d,]+)\]", compiled.as_text() or "")
-    ]
-    assert max(numbers) <= max(2 * 128 * 2 * 64, np.prod(shape) // 64)  # a block, or the scales of all tokens
-
-
-@pytest.mark.slow
-def test_a_rolling_cache_is_a_sliding_window_of_any_length() -> None:
+def a_rolling_cache_is_a_sliding_window_of_any_length() -> None:
     window, chunk, tokens = 4, 2, 14
     rolling = jc.KVCache.rolling((3, window, HEADS, SIZE), chunk=chunk)
     full = jc.KVCache.full((3, tokens, HEADS, SIZE))
@@ -181,8 +125,7 @@ def test_a_rolling_cache_is_a_sliding_window_of_any_length() -> None:
     np.testing.assert_allclose(short[0], short[1], rtol=0, atol=TOLERANCE)
 
 
-@pytest.mark.slow
-def test_other_sequences_do_not_show() -> None:
+def other_sequences_do_not_show() -> None:
     """NaN and infinities of another sequence, whose page was given back, or is read for want of one."""
     cache = filled("paged", "float8_e4m3fn")
     poison = jnp.full((3, 1, HEADS, SIZE), jnp.nan)
@@ -195,8 +138,7 @@ def test_other_sequences_do_not_show() -> None:
     assert np.isfinite(attend(q, fresh)).all()
 
 
-@pytest.mark.slow
-def test_derivatives_forward() -> None:
+def derivatives_forward() -> None:
     cache, q = filled("full", "int8(group=all)"), normal(5, 1, HEADS * GROUP)
     _, tangent = jax.jvp(lambda q: jc.dot_product_attention(q, cache), (q,), (jnp.ones_like(q),))
     _, expected = jax.jvp(
@@ -209,15 +151,93 @@ def test_derivatives_forward() -> None:
         jax.grad(lambda q: jc.dot_product_attention(q, cache).sum())(q)
 
 
-@pytest.mark.slow
-def test_emulate_rounds_the_result_once() -> None:
+def emulate_rounds_the_result_once() -> None:
     cache, q = filled("full", "int8(group=all)"), normal(5, 1, HEADS * GROUP)
     y = jc.emulate(lambda q: jc.dot_product_attention(q, cache), "e4m3")(q)
     expected = jc.dot_product_attention(jc.round_to_format(q, "e4m3"), cache)
     np.testing.assert_array_equal(y, jc.round_to_format(expected, "e4m3"))
 
 
-def test_arguments_are_checked() -> None:
+@each(("kind", "spec"), [("rolling", SPECS[0]), ("paged", SPECS[3]), ("full", None)])
+def positions_that_are_given(kind: str, spec: Any) -> None:
+    cache, q = filled(kind, spec), normal(5, 5, HEADS * GROUP)
+    shuffled = np.asarray([[3, 0, -1], [1, 3, 2], [-1, -1, 6]])
+    y = jax.jit(lambda q, cache, p: jc.dot_product_attention(q, cache, positions=p))(q[:, :3], cache, shuffled)
+    expected = in_float64(q[:, :3], cache, shuffled, True, cache.window, SIZE**-0.5)
+    np.testing.assert_allclose(y, expected, rtol=0, atol=TOLERANCE)
+
+
+@each(
+    ("kind", "spec", "dtype"),
+    [
+        ("full", "int8(group=all)", "bfloat16"),
+        ("paged", "int4(group=8,scale=bfloat16)", "bfloat16"),
+        ("paged", "mxfp8_e4m3", "float32"),
+        ("full", "nf4(group=8)", "bfloat16"),
+    ],
+)
+def packed_and_rounded_numbers_give_the_same_bits(kind: str, spec: str, dtype: str) -> None:
+    def cache_of(spec: Any) -> jc.KVCache:
+        shape = (2, 150, HEADS, 16)
+        if kind == "paged":
+            return jc.KVCache.paged(shape, pages=24, page_size=16, keys=spec, values=spec, dtype=dtype)
+        return jc.KVCache.full(shape, keys=spec, values=spec, dtype=dtype)
+
+    draw = np.random.default_rng(6)
+    k, v = (jnp.asarray(draw.normal(size=(2, 140, HEADS, 16)), dtype) for _ in range(2))
+    q = jnp.asarray(draw.normal(size=(2, 4, HEADS * GROUP, 16)), dtype)
+    packed = update(cache_of(spec), k, v)
+    rounded = update(cache_of(None), jc.round_to_format(k, spec), jc.round_to_format(v, spec))
+    in_blocks = jax.jit(lambda q, cache: jc.dot_product_attention(q, cache, block_size=64))
+    for tokens in (1, 4):
+        y = in_blocks(q[:, :tokens], packed)
+        assert y.dtype == dtype and np.asarray(y, "float32").any()
+        np.testing.assert_array_equal(y, in_blocks(q[:, :tokens], rounded))
+
+
+@each(("spec", "kind"), [("int8(group=all)", "full"), ("float8_e4m3fn", "paged"), ("int8(group=all)", "rolling")])
+def the_whole_cache_is_never_unpacked(kind: str, spec: str) -> None:
+    shape = (2, 4096, 2, 64)
+    more = {"keys": spec, "values": spec}
+    if kind == "paged":
+        cache = jc.KVCache.paged(shape, pages=128, page_size=64, **more)
+    else:
+        cache = getattr(jc.KVCache, kind)(shape, **more)
+    q = jnp.ones((2, 1, 8, 64))
+    compiled = jax.jit(jc.dot_product_attention).lower(q, cache).compile()
+    dense = 4 * 2 * np.prod(shape)
+    assert cache.nbytes < 0.3 * dense
+    # Two blocks of 128 tokens, packed, and one of each in float32: 1/32 of the dense arrays, and room for the sums.
+    assert bytes_of(compiled) < 0.08 * dense
+    unpacked = jax.jit(lambda q, cache: jax.nn.dot_product_attention(q, cache.keys, cache.values, mask=cache.mask()))
+    assert bytes_of(unpacked.lower(q, cache).compile()) > 0.9 * dense  # what it would be
+    numbers = [
+        np.prod([int(n) for n in found.split(",")])
+        for found in re.findall(r"f(?:16|32)\[([\d,]+)\]", compiled.as_text() or "")
+    ]
+    assert max(numbers) <= max(2 * 128 * 2 * 64, np.prod(shape) // 64)  # a block, or the scales of all tokens
+
+
+@pytest.mark.parametrize(
+    "check",
+    [
+        other_sequences_do_not_show,
+        pytest.param(the_whole_cache_is_never_unpacked, marks=pytest.mark.slow),
+        pytest.param(packed_and_rounded_numbers_give_the_same_bits, marks=pytest.mark.slow),
+        pytest.param(positions_that_are_given, marks=pytest.mark.slow),
+        pytest.param(a_rolling_cache_is_a_sliding_window_of_any_length, marks=pytest.mark.slow),
+        pytest.param(derivatives_forward, marks=pytest.mark.slow),
+        pytest.param(emulate_rounds_the_result_once, marks=pytest.mark.slow),
+    ],
+    ids=lambda check: check.__name__,
+)
+def test_special_queries(check: Any, request: Any) -> None:
+    """Other sequences, windows, derivatives, emulation; the first of these checks runs by default."""
+    checked(check, request)
+
+
+@further.first
+def arguments_are_checked() -> None:
     cache, q = filled("full"), normal(5, 1, HEADS * GROUP)
     rolling = filled("rolling")
     with pytest.raises(TypeError, match=r"cache is a tuple; it must be a jchop\.KVCache"):
@@ -240,10 +260,13 @@ def test_arguments_are_checked() -> None:
             jc.dot_product_attention(query, stored, **more)
 
 
-@pytest.mark.parametrize("spec", [None, "int8(group=all)", "int4(group=4)", "float8_e4m3fn"])
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.in_turn(12)
-def test_dropped_tokens_do_not_show(kind: str, spec: Any) -> None:
+@further
+@pytest.mark.parametrize(
+    ("kind", "spec"),
+    [("full", None), ("paged", "int8(group=all)"), ("rolling", "int4(group=4)"), ("full", "float8_e4m3fn")],
+)
+@pytest.mark.in_turn(20)
+def dropped_tokens_do_not_show(kind: str, spec: Any) -> None:
     """A dict of the tokens of each sequence says what is held, and NumPy attends to it."""
     window, slots = (4, 6) if kind == "rolling" else (None, 16)
     specs = {"keys": spec, "values": spec}
@@ -297,3 +320,6 @@ def test_dropped_tokens_do_not_show(kind: str, spec: Any) -> None:
             else:
                 assert not y[b, t, h].any()
     assert (nans > 0) is (kind == "rolling")
+
+
+test_further = further.test()

@@ -11,9 +11,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
+from further import Further
+from layer_references import checked, each
 
 import jchop as jc
 from jchop._products.scales.histogram import BINS, Histogram, add, divergence, entropy_threshold
+
+further = Further()
 
 DRAW = np.random.default_rng(0)
 BATCHES = [jnp.asarray(DRAW.normal(size=(5, 4)) * scale, "float32") for scale in (1.0, 3.0, 2.0)]
@@ -41,7 +45,6 @@ def test_ranges_are_those_of_the_data() -> None:
     np.testing.assert_allclose(range_of(inside), [min(ends[0]), max(ends[1])], rtol=1e-6)
 
 
-@pytest.mark.slow
 @pytest.mark.smoke
 def test_the_whole_is_a_percentile() -> None:
     batch = np.linspace(-9.5, 8.0, 4000, dtype=np.float32).reshape(1000, 4)
@@ -61,7 +64,8 @@ def test_the_least_square_error_is_found() -> None:
     np.testing.assert_allclose(range_of(found), [-best, 6 * best], rtol=1e-6)
 
 
-def test_a_histogram_counts_whatever_comes() -> None:
+@further.first
+def a_histogram_counts_whatever_comes() -> None:
     values = [np.array([0.0, 0.0]), np.array([1.0, -0.5, np.nan]), np.array([3.5, -np.inf, 1e-3])]
     seen = Histogram.empty()
     for x in values:
@@ -86,8 +90,7 @@ def test_the_divergence_is_that_of_the_definition() -> None:
     assert entropy_threshold(np.array([5, 0, 1, 3]), 4) == 4.5  # nothing is lost with a level for each
 
 
-@pytest.mark.slow
-def test_entropy_cuts_outliers_of_all_batches() -> None:
+def entropy_cuts_outliers_of_all_batches() -> None:
     draw = np.random.default_rng(1)
     batches = [jnp.asarray(draw.normal(size=(2000, 4)), "float32"), jnp.full((1, 4), 40.0)]
     model = layer()
@@ -123,9 +126,10 @@ def test_zeros_do_not_shorten_the_range_of_least_entropy() -> None:
         assert float(jnp.mean((part - cut) ** 2)) < 1e-4
 
 
+@further
 @pytest.mark.in_turn(2)
 @pytest.mark.parametrize("activation", ["int8(group=tensor)", "uint8(group=tensor,zero_point=integer)"])
-def test_inputs_are_rounded_under_the_fixed_scale(activation: str) -> None:
+def inputs_are_rounded_under_the_fixed_scale(activation: str) -> None:
     static = jc.nn.calibrate(layer(activation), BATCHES)
     low, high = (float(v) for v in range_of(static))
     if "zero_point" in activation:
@@ -142,8 +146,7 @@ def test_inputs_are_rounded_under_the_fixed_scale(activation: str) -> None:
     np.testing.assert_allclose(nnx.jit(lambda m, x: m(x))(static, x), plain(rounded), rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.slow
-def test_gradients_pass_and_the_range_is_state() -> None:
+def gradients_pass_and_the_range_is_state() -> None:
     static = jc.nn.calibrate(layer(weight="e4m3"), BATCHES)
 
     @nnx.jit
@@ -174,6 +177,16 @@ def test_gradients_pass_and_the_range_is_state() -> None:
     np.testing.assert_array_equal(untouched(BATCHES[0]), before)
 
 
+@pytest.mark.parametrize(
+    "check",
+    [entropy_cuts_outliers_of_all_batches, pytest.param(gradients_pass_and_the_range_is_state, marks=pytest.mark.slow)],
+    ids=lambda check: check.__name__,
+)
+def test_ranges_in_use(check: Any, request: Any) -> None:
+    """A case for each of these checks; the first runs by default."""
+    checked(check, request)
+
+
 @pytest.mark.parametrize("outside", [True, False])
 def test_a_calibrated_model_is_loaded_into_its_shapes(outside: bool, tmp_path: Path) -> None:
     x = BATCHES[0]
@@ -193,7 +206,7 @@ def test_a_calibrated_model_is_loaded_into_its_shapes(outside: bool, tmp_path: P
             shapes("entropy")
 
 
-@pytest.mark.parametrize(
+@each(
     ("model", "batches", "more", "words"),
     [
         (lambda: layer("int8(group=all)"), BATCHES, {}, "one scale for the whole array"),
@@ -209,3 +222,6 @@ def test_a_calibrated_model_is_loaded_into_its_shapes(outside: bool, tmp_path: P
 def test_what_cannot_be_calibrated_is_said(model: Callable[[], Any], batches: Any, more: Any, words: str) -> None:
     with pytest.raises(ValueError, match=words):
         jc.nn.calibrate(model(), batches, **more)
+
+
+test_further = further.test()

@@ -9,8 +9,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import linen, nnx
+from further import Further
+from layer_references import checked
 
 import jchop as jc
+
+further = Further()
 
 RNG = np.random.default_rng(0)
 X = jnp.asarray(RNG.normal(size=(3, 6, 8)), "float32")
@@ -18,7 +22,6 @@ X = jnp.asarray(RNG.normal(size=(3, 6, 8)), "float32")
 MASK = np.ones((3, 8, 4), "float32")
 MASK[2] = 0
 KERNEL = np.where(MASK == 0, 5, 1) * RNG.normal(size=MASK.shape).astype("float32")
-SPECS = ["int4(group=all)", *(pytest.param(s, marks=pytest.mark.slow) for s in ("int8(group=8)", "e4m3", "nf4"))]
 Rule = jc.nn.Rule
 
 
@@ -31,9 +34,12 @@ def masked(kind: Any = nnx.Conv, mask: Any = MASK, **more: Any) -> Any:
 # -- masks -------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("spec", SPECS)
-@pytest.mark.parametrize("kind", [nnx.Conv, pytest.param(nnx.ConvTranspose, marks=pytest.mark.slow)])
-def test_a_masked_convolution_is_packed_as_it_is_trained(kind: Any, spec: str) -> None:
+@further
+@pytest.mark.in_turn(9)
+@pytest.mark.parametrize(
+    ("kind", "spec"), [(nnx.Conv, "int4(group=all)"), (nnx.ConvTranspose, "int8(group=8)"), (nnx.Conv, "nf4")]
+)
+def a_masked_convolution_is_packed_as_it_is_trained(kind: Any, spec: str) -> None:
     layer, rule = masked(kind), Rule(weight=spec)
     trained, packed = jc.nn.quantize(layer, rule), jc.nn.quantize(layer, rule, mode="ptq")
     assert packed.mask is None and layer.mask is not None
@@ -44,8 +50,7 @@ def test_a_masked_convolution_is_packed_as_it_is_trained(kind: Any, spec: str) -
     np.testing.assert_array_equal(packed(X), jc.nn.quantize(layer, rule)(X))
 
 
-@pytest.mark.slow
-def test_a_mask_is_kept_if_no_kernel_is_packed_and_multiplied_once() -> None:
+def a_mask_is_kept_if_no_kernel_is_packed_and_multiplied_once() -> None:
     biased = jc.nn.quantize(masked(), Rule(bias="e4m3"), mode="ptq")
     assert biased.mask is not None
     np.testing.assert_array_equal(biased(X), jc.nn.quantize(masked(), Rule(bias="e4m3"))(X))
@@ -55,9 +60,16 @@ def test_a_mask_is_kept_if_no_kernel_is_packed_and_multiplied_once() -> None:
         np.testing.assert_array_equal(packed(X), jc.nn.quantize(half, rule)(X))
 
 
-@pytest.mark.parametrize("spec", SPECS)
-@pytest.mark.parametrize("half", [1.0, pytest.param(0.3, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("kind", [linen.Conv, pytest.param(linen.ConvTranspose, marks=pytest.mark.slow)])
+@pytest.mark.in_turn(9)
+@pytest.mark.parametrize(
+    ("kind", "half", "spec"),
+    [
+        (linen.Conv, 0.3, "int4(group=all)"),
+        (linen.ConvTranspose, 1.0, "int8(group=8)"),
+        (linen.ConvTranspose, 0.3, "int4(group=all)"),
+        (linen.Conv, 1.0, "nf4"),
+    ],
+)
 def test_a_masked_convolution_of_linen_is_packed_as_it_is_trained(kind: Any, half: float, spec: str) -> None:
     module = jc.nn.linen.quantize(kind(4, (3,), mask=jnp.asarray(half * MASK)), Rule(weight=spec))
     variables = {"params": {"kernel": jnp.asarray(KERNEL), "bias": jnp.zeros(4)}}
@@ -78,7 +90,8 @@ class Masked(linen.Module):
         return linen.Conv(4, (3,), mask=mask)(x)
 
 
-def test_a_mask_that_is_made_in_the_call_is_refused_by_name() -> None:
+@further.first
+def a_mask_that_is_made_in_the_call_is_refused_by_name() -> None:
     rule = Rule(weight="int4(group=all)")
     module = jc.nn.linen.quantize(Masked(numpy=False), rule)
     variables = module.init(jax.random.key(0), X)
@@ -108,8 +121,9 @@ class Net(nnx.Module):
 RULES = [Rule("normed/"), INT4]  # in newer versions of Flax WeightNorm has parameters of its own
 
 
+@further
 @pytest.mark.parametrize("kind", [nnx.SpectralNorm, nnx.WeightNorm])
-def test_a_kernel_that_a_wrapper_normalizes_is_not_packed(kind: Any) -> None:
+def a_kernel_that_a_wrapper_normalizes_is_not_packed(kind: Any) -> None:
     model = Net(kind)
     rules = RULES if nnx.state(model.normed, lambda path, v: isinstance(v, nnx.Param) and "scales" in path) else [INT4]
     words = rf"{kind.__name__} at 'normed' normalizes kernel of its layer_instance.*mode='qat'.*layer_instance"
@@ -135,8 +149,7 @@ def test_a_spectral_norm_is_not_packed_by_its_program_either() -> None:
         jc.nn.quantize(Net(nnx.SpectralNorm), INT4, mode="ptq", inputs=(X2,))
 
 
-@pytest.mark.slow
-def test_what_the_wrapper_does_not_change_is_packed() -> None:
+def what_the_wrapper_does_not_change_is_packed() -> None:
     model = Net(nnx.SpectralNorm)
     rule = Rule(bias="e4m3")
     packed = jc.nn.quantize(model, rule, mode="ptq")
@@ -146,6 +159,41 @@ def test_what_the_wrapper_does_not_change_is_packed() -> None:
 
 
 # -- wrappers of Linen -------------------------------------------------------------------------------------------------
+
+
+class Tied(nnx.Module):
+    def __init__(self) -> None:
+        self.a = nnx.Linear(8, 8, rngs=nnx.Rngs(0))
+        self.b = nnx.Linear(8, 8, rngs=nnx.Rngs(1))
+        self.b.kernel = self.a.kernel
+
+    def __call__(self, x: Any) -> Any:
+        return self.b(self.a(x))
+
+
+def a_kernel_of_two_layers_is_packed_once() -> None:
+    model = Tied()
+    packed = jc.nn.quantize(model, INT4, mode="ptq")
+    assert packed.a.kernel is packed.b.kernel
+    np.testing.assert_array_equal(packed(X2), jc.nn.quantize(model, INT4)(X2))
+    rules = [Rule("a", weight="e4m3"), INT4]
+    apart = jc.nn.quantize(model, rules, mode="ptq")
+    assert apart.a.kernel is not apart.b.kernel
+    np.testing.assert_array_equal(apart(X2), jc.nn.quantize(model, rules)(X2))
+
+
+@pytest.mark.parametrize(
+    "check",
+    [
+        a_kernel_of_two_layers_is_packed_once,
+        pytest.param(what_the_wrapper_does_not_change_is_packed, marks=pytest.mark.slow),
+        pytest.param(a_mask_is_kept_if_no_kernel_is_packed_and_multiplied_once, marks=pytest.mark.slow),
+    ],
+    ids=lambda check: check.__name__,
+)
+def test_what_is_packed_beside_what_is_not(check: Any, request: Any) -> None:
+    """A case for each of these checks; the first runs by default."""
+    checked(check, request)
 
 
 class Wrapped(linen.Module):
@@ -193,7 +241,7 @@ def test_a_kernel_of_linen_that_is_changed_is_not_packed(kind: str, path: str) -
         np.testing.assert_array_equal(program.apply(program.pack(variables, X2), X2), program.apply(variables, X2))
 
 
-@pytest.mark.slow
+@pytest.mark.in_turn(9)
 @pytest.mark.parametrize("lift", ["remat", "jit", "scan"])
 def test_a_kernel_in_a_transformation_is_packed(lift: str) -> None:
     class Step(linen.Module):
@@ -215,25 +263,4 @@ def test_a_kernel_in_a_transformation_is_packed(lift: str) -> None:
     np.testing.assert_array_equal(module.apply(module.pack(variables, X2), X2), module.apply(variables, X2))
 
 
-# -- kernels of two layers ---------------------------------------------------------------------------------------------
-
-
-class Tied(nnx.Module):
-    def __init__(self) -> None:
-        self.a = nnx.Linear(8, 8, rngs=nnx.Rngs(0))
-        self.b = nnx.Linear(8, 8, rngs=nnx.Rngs(1))
-        self.b.kernel = self.a.kernel
-
-    def __call__(self, x: Any) -> Any:
-        return self.b(self.a(x))
-
-
-def test_a_kernel_of_two_layers_is_packed_once() -> None:
-    model = Tied()
-    packed = jc.nn.quantize(model, INT4, mode="ptq")
-    assert packed.a.kernel is packed.b.kernel
-    np.testing.assert_array_equal(packed(X2), jc.nn.quantize(model, INT4)(X2))
-    rules = [Rule("a", weight="e4m3"), INT4]
-    apart = jc.nn.quantize(model, rules, mode="ptq")
-    assert apart.a.kernel is not apart.b.kernel
-    np.testing.assert_array_equal(apart(X2), jc.nn.quantize(model, rules)(X2))
+test_further = further.test()

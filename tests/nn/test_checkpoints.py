@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
+from layer_references import checked, each
 
 import jchop as jc
 from jchop.nn import LoraRule, Rule, load_checkpoint, save_checkpoint
@@ -41,8 +42,7 @@ def like() -> Any:
     return nnx.eval_shape(lambda: Net(nnx.Rngs(0)))
 
 
-@pytest.mark.slow
-def test_names_and_axes_are_those_of_other_programs(model: Any, tmp_path: Path) -> None:
+def names_and_axes_are_those_of_other_programs(model: Any, tmp_path: Path) -> None:
     save_checkpoint(tmp_path / "plain", model, "plain", config={"model_type": "net"})
     tensors = jc.storage.load_checkpoint(tmp_path / "plain")
     kernel, bias = model.layers[0].kernel[...], model.layers[0].bias
@@ -63,25 +63,7 @@ def test_names_and_axes_are_those_of_other_programs(model: Any, tmp_path: Path) 
     np.testing.assert_array_equal(other(TOKENS), model(TOKENS))
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("layout", ["compressed-tensors", "gptq", "awq", "jchop"])
-def test_packed_layers_stay_packed(model: Any, layout: str, tmp_path: Path) -> None:
-    packed = jc.nn.quantize(model, Rule("layers", weight=INT4), "ptq")
-    save_checkpoint(tmp_path / layout, packed, layout)
-    stored = jc.storage.load_checkpoint(tmp_path / layout)["again.weight"]
-    assert str(stored.spec) == "int4(group=16,scale=binary16)"  # groups along the inputs, the last axis
-    np.testing.assert_array_equal(jc.dequantize(stored), jc.dequantize(packed.again.kernel[...]).T)
-    loaded = load_checkpoint(tmp_path / layout, like())
-    assert isinstance(loaded.again.kernel, jc.nn.QuantizedParam) and loaded.again is loaded.layers[0]
-    np.testing.assert_array_equal(loaded(TOKENS), packed(TOKENS))
-    adapted = jc.nn.add_lora(loaded, LoraRule("layers", rank=2), rngs=nnx.Rngs(1))
-    np.testing.assert_array_equal(adapted(TOKENS), packed(TOKENS))
-    merged = jc.nn.merge_lora(adapted, requantize=True)  # the spec of the file is its rule
-    np.testing.assert_array_equal(jc.dequantize(merged.again.kernel[...]), jc.dequantize(packed.again.kernel[...]))
-
-
-@pytest.mark.slow
-def test_every_parameter_of_a_layer_may_be_packed(model: Any, tmp_path: Path) -> None:
+def every_parameter_of_a_layer_may_be_packed(model: Any, tmp_path: Path) -> None:
     """Also in the layout of a product, if scales have groups, too."""
     double = "nf4(group=16,scale=uint8(group=256,zero_point=float))"
     rules = [Rule("norm", weight="bfloat16"), Rule("again", weight=double, bias="bfloat16")]
@@ -92,16 +74,14 @@ def test_every_parameter_of_a_layer_may_be_packed(model: Any, tmp_path: Path) ->
     assert isinstance(loaded.again.bias, jc.nn.QuantizedParam) and isinstance(loaded.norm.scale, jc.nn.QuantizedParam)
 
 
-@pytest.mark.slow
-def test_a_model_that_was_rounded_with_data(model: Any, tmp_path: Path) -> None:
+def a_model_that_was_rounded_with_data(model: Any, tmp_path: Path) -> None:
     rounded, _ = jc.nn.quantize_with_data(model, Rule("again", weight=INT4), [TOKENS])
     save_checkpoint(tmp_path / "gptq", rounded, "compressed-tensors")
     loaded = load_checkpoint(tmp_path / "gptq", like())
     np.testing.assert_array_equal(jc.dequantize(loaded.again.kernel[...]), jc.dequantize(rounded.again.kernel[...]))
 
 
-@pytest.mark.slow
-def test_refusals(model: Any, tmp_path: Path) -> None:
+def refusals(model: Any, tmp_path: Path) -> None:
     save_checkpoint(tmp_path / "plain", model, "plain")
     conv = nnx.Sequential(nnx.Conv(3, 4, (2, 2), rngs=nnx.Rngs(0)))
     with pytest.raises(ValueError, match=r"Conv at 'layers/0': kernel of shape \[2, 2, 3, 4\] has no form"):
@@ -129,3 +109,35 @@ def test_refusals(model: Any, tmp_path: Path) -> None:
         load_checkpoint(tmp_path / "own", like())
     with pytest.raises(TypeError, match="like=None must be"):
         load_checkpoint(tmp_path / "plain", None)  # type: ignore[type-var]
+
+
+@each("layout", ["jchop", "compressed-tensors", "gptq", "awq"])
+def packed_layers_stay_packed(model: Any, layout: str, tmp_path: Path) -> None:
+    packed = jc.nn.quantize(model, Rule("layers", weight=INT4), "ptq")
+    save_checkpoint(tmp_path / layout, packed, layout)
+    stored = jc.storage.load_checkpoint(tmp_path / layout)["again.weight"]
+    assert str(stored.spec) == "int4(group=16,scale=binary16)"  # groups along the inputs, the last axis
+    np.testing.assert_array_equal(jc.dequantize(stored), jc.dequantize(packed.again.kernel[...]).T)
+    loaded = load_checkpoint(tmp_path / layout, like())
+    assert isinstance(loaded.again.kernel, jc.nn.QuantizedParam) and loaded.again is loaded.layers[0]
+    np.testing.assert_array_equal(loaded(TOKENS), packed(TOKENS))
+    adapted = jc.nn.add_lora(loaded, LoraRule("layers", rank=2), rngs=nnx.Rngs(1))
+    np.testing.assert_array_equal(adapted(TOKENS), packed(TOKENS))
+    merged = jc.nn.merge_lora(adapted, requantize=True)  # the spec of the file is its rule
+    np.testing.assert_array_equal(jc.dequantize(merged.again.kernel[...]), jc.dequantize(packed.again.kernel[...]))
+
+
+@pytest.mark.parametrize(
+    "check",
+    [
+        names_and_axes_are_those_of_other_programs,
+        pytest.param(packed_layers_stay_packed, marks=pytest.mark.slow),
+        pytest.param(refusals, marks=pytest.mark.slow),
+        pytest.param(every_parameter_of_a_layer_may_be_packed, marks=pytest.mark.slow),
+        pytest.param(a_model_that_was_rounded_with_data, marks=pytest.mark.slow),
+    ],
+    ids=lambda check: check.__name__,
+)
+def test_models_come_back(check: Any, request: Any) -> None:
+    """A case for each of these checks; the first runs by default."""
+    checked(check, request)

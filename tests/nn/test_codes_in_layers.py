@@ -10,8 +10,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import linen, nnx
+from further import Further
+from layer_references import checked, each
 
 import jchop as jc
+
+further = Further()
 
 ROW = "int8(group=all)"
 X = jnp.asarray(np.random.default_rng(3).normal(size=(2, 6, 8)), jnp.float32)
@@ -35,27 +39,10 @@ RULES: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("rule", RULES)
-@pytest.mark.parametrize("name", ["Linear", "LinearGeneral", "Einsum", "Conv", "MultiHeadAttention"])
-def test_layers_train_and_serve_the_same_numbers(name: str, rule: str) -> None:
-    model, given = layers(name), jc.Rule(**RULES[rule], product="codes")
-    trained, packed = (jc.nn.quantize(model, given, mode=mode) for mode in ("qat", "ptq"))  # type: ignore[arg-type]
-    run = nnx.jit(lambda model, x: model(x))
-    y = run(trained, X)
-    np.testing.assert_array_equal(run(packed, X), y)
-    floats = run(jc.nn.quantize(model, jc.Rule(**RULES[rule])), X)
-    np.testing.assert_allclose(y, floats, rtol=2e-4, atol=2e-5)
-    if rule == "weights alone":
-        np.testing.assert_array_equal(run(jc.nn.quantize(model, given, mode="weight_only"), X), y)
-    if name != "MultiHeadAttention":
-        served = jc.nn.quantize(model, given, mode="ptq", inputs=(X,))
-        np.testing.assert_array_equal(run(served, X), y)
-
-
+@further
 @pytest.mark.in_turn(2)
 @pytest.mark.parametrize("weight", ["int8(group=4)", "int4(group=all)"])
-def test_a_square_layer_trains_and_serves_the_same_numbers(weight: str) -> None:
+def a_square_layer_trains_and_serves_the_same_numbers(weight: str) -> None:
     """Its matrix and the transpose have one shape."""
     layer, x = nnx.Linear(8, 8, rngs=nnx.Rngs(0)), X[..., :8]
     rule = jc.Rule(weight=weight, activation=ROW, product="codes")
@@ -71,8 +58,7 @@ def test_the_product_of_a_layer_is_of_integers() -> None:
     assert "preferred_element_type=int32" in text
 
 
-@pytest.mark.slow
-def test_gradients_of_layers_are_of_codes() -> None:
+def gradients_of_layers_are_of_codes() -> None:
     layer = jc.nn.quantize(layers("Linear"), jc.Rule(weight=ROW, activation=ROW, gradient=ROW, product="codes"))
     x, g = X[0], jax.random.normal(jax.random.key(1), (6, 4))
     w = layer.kernel[...]
@@ -81,8 +67,7 @@ def test_gradients_of_layers_are_of_codes() -> None:
     np.testing.assert_array_equal(back(g)[0], jc.einsum("bo,io->bi", of(g), of(w)))
 
 
-@pytest.mark.slow
-def test_calibrated_layers() -> None:
+def calibrated_layers() -> None:
     """Under a range that was found, a code is that of the rounded number."""
     rule: dict[str, Any] = {"weight": ROW, "activation": "uint8(zero_point=integer)"}
     low, floats = (
@@ -92,8 +77,7 @@ def test_calibrated_layers() -> None:
     np.testing.assert_allclose(low(2 * X), floats(2 * X), rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.slow
-def test_modules_of_linen() -> None:
+def modules_of_linen() -> None:
     class Net(linen.Module):
         @linen.compact
         def __call__(self, x: Any) -> Any:
@@ -108,7 +92,65 @@ def test_modules_of_linen() -> None:
     np.testing.assert_allclose(y, jax.jit(floats.apply)(variables, X), rtol=2e-3, atol=2e-4)
 
 
-@pytest.mark.slow
+def the_operands_of_a_program() -> None:
+    def attend(p: Any, x: jax.Array, image: jax.Array) -> Any:
+        q, k = x @ p["q"], x @ p["k"]
+        return q @ k.T, jax.lax.conv(image, p["c"], (1, 1), "SAME"), x @ p["wide"]
+
+    p = {"q": jnp.ones((8, 8)), "k": jnp.ones((8, 8), jnp.bfloat16), "c": jnp.ones((4, 4, 3, 3)), "wide": jnp.ones(8)}
+    rules = [jc.Rule("wide"), jc.Rule("q", weight=ROW), jc.Rule(weight="e4m3fn", activation="e5m2", product="codes")]
+    low = jc.quantize_fn(attend, rules)
+    args = p, jnp.ones((3, 8)), jnp.ones((1, 4, 8, 8))
+
+    def told(platform: str) -> list[str]:
+        return [row.operands for row in low.report(*args, platform=platform).products]
+
+    eight = "float8 x float8 -> float32"
+    assert told("h200") == ["float32 x float32", eight, eight, eight, "float32 x float32"]
+    assert told("cpu") == ["float32 x float32"] * 5
+    assert [row.operands for row in low.report(*args).products] == [""] * 5
+
+
+@each(
+    ("name", "rule"),
+    [
+        ("Linear", "int8"),
+        ("Conv", "asymmetric"),
+        ("Einsum", "weights alone"),
+        ("MultiHeadAttention", "asymmetric"),
+    ],
+)
+def layers_train_and_serve_the_same_numbers(name: str, rule: str) -> None:
+    model, given = layers(name), jc.Rule(**RULES[rule], product="codes")
+    trained, packed = (jc.nn.quantize(model, given, mode=mode) for mode in ("qat", "ptq"))  # type: ignore[arg-type]
+    run = nnx.jit(lambda model, x: model(x))
+    y = run(trained, X)
+    np.testing.assert_array_equal(run(packed, X), y)
+    floats = run(jc.nn.quantize(model, jc.Rule(**RULES[rule])), X)
+    np.testing.assert_allclose(y, floats, rtol=2e-4, atol=2e-5)
+    if rule == "weights alone":
+        np.testing.assert_array_equal(run(jc.nn.quantize(model, given, mode="weight_only"), X), y)
+    if name != "MultiHeadAttention":
+        served = jc.nn.quantize(model, given, mode="ptq", inputs=(X,))
+        np.testing.assert_array_equal(run(served, X), y)
+
+
+@pytest.mark.parametrize(
+    "check",
+    [
+        the_operands_of_a_program,
+        pytest.param(layers_train_and_serve_the_same_numbers, marks=pytest.mark.slow),
+        pytest.param(gradients_of_layers_are_of_codes, marks=pytest.mark.slow),
+        pytest.param(calibrated_layers, marks=pytest.mark.slow),
+        pytest.param(modules_of_linen, marks=pytest.mark.slow),
+    ],
+    ids=lambda check: check.__name__,
+)
+def test_other_products(check: Any, request: Any) -> None:
+    """Gradients, fixed scales, Linen; the first of these checks runs by default."""
+    checked(check, request)
+
+
 def test_the_report_says_which_operands_reach_the_units() -> None:
     model = nnx.Sequential(layers("Linear"), layers("Conv"))
 
@@ -144,26 +186,8 @@ def test_reports_of_linen_and_of_programs_say_it_too() -> None:
             report(variables, x, platform="h100")
 
 
-def test_the_operands_of_a_program() -> None:
-    def attend(p: Any, x: jax.Array, image: jax.Array) -> Any:
-        q, k = x @ p["q"], x @ p["k"]
-        return q @ k.T, jax.lax.conv(image, p["c"], (1, 1), "SAME"), x @ p["wide"]
-
-    p = {"q": jnp.ones((8, 8)), "k": jnp.ones((8, 8), jnp.bfloat16), "c": jnp.ones((4, 4, 3, 3)), "wide": jnp.ones(8)}
-    rules = [jc.Rule("wide"), jc.Rule("q", weight=ROW), jc.Rule(weight="e4m3fn", activation="e5m2", product="codes")]
-    low = jc.quantize_fn(attend, rules)
-    args = p, jnp.ones((3, 8)), jnp.ones((1, 4, 8, 8))
-
-    def told(platform: str) -> list[str]:
-        return [row.operands for row in low.report(*args, platform=platform).products]
-
-    eight = "float8 x float8 -> float32"
-    assert told("h200") == ["float32 x float32", eight, eight, eight, "float32 x float32"]
-    assert told("cpu") == ["float32 x float32"] * 5
-    assert [row.operands for row in low.report(*args).products] == [""] * 5
-
-
-def test_layers_without_a_product_refuse() -> None:
+@further.first
+def layers_without_a_product_refuse() -> None:
     rule = jc.Rule(weight=ROW, activation=ROW, product="codes")
     with pytest.raises(NotImplementedError, match=r"ConvTranspose at .*Flax gives no access to its product"):
         jc.nn.quantize(nnx.ConvTranspose(8, 4, (3,), rngs=nnx.Rngs(0)), rule)
@@ -173,3 +197,6 @@ def test_layers_without_a_product_refuse() -> None:
     low = jc.nn.linen.quantize(module, rule)
     with pytest.raises(NotImplementedError, match="quantize the program"):
         low.apply(module.init(jax.random.key(0), X), X)
+
+
+test_further = further.test()

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from flax import nnx
 from jax import lax
+from layer_references import checked, each
 from programs.program import equations
 
 import jchop as jc
@@ -53,8 +54,7 @@ def products(how: Roundings, x: Any = X, w: Any = W, g: Any = G) -> Any:
     return y, *pull(g)
 
 
-@pytest.mark.slow
-def test_every_product_has_its_blocks_along_its_own_sum() -> None:
+def every_product_has_its_blocks_along_its_own_sum() -> None:
     rounded = how(left=BLOCKS, right=BLOCKS, gradient=GRADIENT)
     y, dx, dw = jax.jit(partial(products, rounded))()
     np.testing.assert_array_equal(y, last(X, BLOCKS) @ first(W, BLOCKS))
@@ -62,26 +62,13 @@ def test_every_product_has_its_blocks_along_its_own_sum() -> None:
     np.testing.assert_array_equal(dw, first(X, BLOCKS).T @ first(G, GRADIENT))
 
 
-@pytest.mark.slow
-def test_without_a_gradient_the_operands_are_those_of_the_forward_product() -> None:
+def without_a_gradient_the_operands_are_those_of_the_forward_product() -> None:
     _, dx, dw = jax.jit(partial(products, how(left=BLOCKS, right=BLOCKS)))()
     near(dx, G @ first(W, BLOCKS).T)
     near(dw, last(X, BLOCKS).T @ G)
 
 
-def test_the_weight_gradient_has_a_format_of_its_own() -> None:
-    fine = how(left="e4m3", right="e4m3", gradient="e5m2", weight_gradient="binary32")
-    _, dx, dw = jax.jit(partial(products, fine))()
-    np.testing.assert_array_equal(dx, last(G, "e5m2") @ last(W, "e4m3").T)
-    near(dw, X.T @ G)
-    alone = how(left="e4m3", right="e4m3", weight_gradient="e5m3")
-    _, dx, dw = jax.jit(partial(products, alone))()
-    near(dx, G @ last(W, "e4m3").T)
-    np.testing.assert_array_equal(dw, last(X, "e5m3").T @ last(G, "e5m3"))
-
-
-@pytest.mark.slow
-def test_the_accumulator_is_emulated_in_all_three_products() -> None:
+def the_accumulator_is_emulated_in_all_three_products() -> None:
     sums = jc.MatmulSpec(accumulate="e5m2", order="matrix_unit(3)")
     rounded = how(left="e4m3", right="e4m3", gradient="e5m2", matmul=sums)
     y, dx, dw = jax.jit(partial(products, rounded))(X[:, :6], W[:6, :6], G[:, :6])
@@ -91,8 +78,7 @@ def test_the_accumulator_is_emulated_in_all_three_products() -> None:
     np.testing.assert_array_equal(dw, jc.math.matmul(x.T, g, sums))
 
 
-@pytest.mark.slow
-def test_clipped_gradients_and_forward_mode_hold_where_nothing_else_is_asked() -> None:
+def clipped_gradients_and_forward_mode_hold_where_nothing_else_is_asked() -> None:
     clipped = how(left="fixed1.3:gradient=clipped", right="e4m3")
     _, dx, _ = products(clipped)
     wide = last(X, "fixed8.3")
@@ -102,8 +88,7 @@ def test_clipped_gradients_and_forward_mode_hold_where_nothing_else_is_asked() -
     near(tangent, jnp.where(kept, 1.0, 0.0) @ last(W, "e4m3"))
 
 
-@pytest.mark.slow
-def test_a_batch_of_products_is_rounded_product_by_product() -> None:
+def a_batch_of_products_is_rounded_product_by_product() -> None:
     x, w, g = normal(2, 5, 3, 4), normal(2, 4, 3, 6, seed=1), normal(2, 3, 5, 6, seed=2)
     rounded = how(left=BLOCKS, right=BLOCKS, gradient=GRADIENT)
 
@@ -144,8 +129,7 @@ def test_rows_become_one_axis_where_there_is_one_device(monkeypatch: pytest.Monk
         near(one, other)
 
 
-@pytest.mark.slow
-def test_convolutions_round_their_backward_products_too() -> None:
+def convolutions_round_their_backward_products_too() -> None:
     x, w, g = normal(2, 5, 3), normal(3, 3, 4, seed=1), normal(2, 5, 4, seed=2)
     numbers = lax.conv_dimension_numbers(x.shape, w.shape, ("NWC", "WIO", "NWC"))
     rounded = how(left=BLOCKS, right=BLOCKS, gradient=GRADIENT)
@@ -169,8 +153,7 @@ def test_convolutions_round_their_backward_products_too() -> None:
         np.testing.assert_array_equal(got, expected)
 
 
-@pytest.mark.slow
-def test_convolutions_in_an_emulated_arithmetic() -> None:
+def convolutions_in_an_emulated_arithmetic() -> None:
     x, w = normal(2, 6, 5, 3), normal(3, 2, 3, 4, seed=1)
     sums = jc.MatmulSpec(product="e5m4", accumulate="e5m4")
     layer = jc.nn.Conv(3, 4, (3, 2), (2, 1), rule=jc.nn.Rule(matmul=sums), rngs=nnx.Rngs(0))
@@ -182,8 +165,21 @@ def test_convolutions_in_an_emulated_arithmetic() -> None:
         jc.nn.quantize(grouped, jc.nn.Rule(matmul=sums))(normal(1, 5, 4))
 
 
-@pytest.mark.slow
-def test_stochastic_products_draw_from_the_key() -> None:
+@pytest.mark.parametrize(
+    "check",
+    [
+        convolutions_round_their_backward_products_too,
+        pytest.param(a_batch_of_products_is_rounded_product_by_product, marks=pytest.mark.slow),
+        pytest.param(convolutions_in_an_emulated_arithmetic, marks=pytest.mark.slow),
+    ],
+    ids=lambda check: check.__name__,
+)
+def test_batches_and_convolutions(check: Any, request: Any) -> None:
+    """A case for each of these checks; the first runs by default."""
+    checked(check, request)
+
+
+def stochastic_products_draw_from_the_key() -> None:
     noisy = how(left="e4m3:stochastic", right="e4m3:stochastic", gradient="e5m2:stochastic")
 
     @jax.jit
@@ -203,7 +199,35 @@ def test_stochastic_products_draw_from_the_key() -> None:
         assert (b[0] != b[1]).mean() > 0.9
 
 
+def the_weight_gradient_has_a_format_of_its_own() -> None:
+    fine = how(left="e4m3", right="e4m3", gradient="e5m2", weight_gradient="binary32")
+    _, dx, dw = jax.jit(partial(products, fine))()
+    np.testing.assert_array_equal(dx, last(G, "e5m2") @ last(W, "e4m3").T)
+    near(dw, X.T @ G)
+    alone = how(left="e4m3", right="e4m3", weight_gradient="e5m3")
+    _, dx, dw = jax.jit(partial(products, alone))()
+    near(dx, G @ last(W, "e4m3").T)
+    np.testing.assert_array_equal(dw, last(X, "e5m3").T @ last(G, "e5m3"))
+
+
 @pytest.mark.parametrize(
+    "check",
+    [
+        the_weight_gradient_has_a_format_of_its_own,
+        pytest.param(every_product_has_its_blocks_along_its_own_sum, marks=pytest.mark.slow),
+        pytest.param(without_a_gradient_the_operands_are_those_of_the_forward_product, marks=pytest.mark.slow),
+        pytest.param(the_accumulator_is_emulated_in_all_three_products, marks=pytest.mark.slow),
+        pytest.param(clipped_gradients_and_forward_mode_hold_where_nothing_else_is_asked, marks=pytest.mark.slow),
+        pytest.param(stochastic_products_draw_from_the_key, marks=pytest.mark.slow),
+    ],
+    ids=lambda check: check.__name__,
+)
+def test_products_by_hand(check: Any, request: Any) -> None:
+    """A case for each of these checks; the first runs by default."""
+    checked(check, request)
+
+
+@each(
     ("subscripts", "words"),
     [("ij,jk", "two arrays"), ("ii,ij->j", "once"), ("ij,jk->i", "every other index"), ("ij,jk->il", "every index")],
 )

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from layer_references import products_of_size
+from layer_references import checked, each, products_of_size
 
 import jchop as jc
 from jchop.nn import LoraRule, Rule, add_lora, load_lora, lora_mask, merge_lora, save_lora, split_lora
@@ -63,12 +61,9 @@ def run(model: Any, x: Any) -> Any:
 
 def case(name: str) -> tuple[Any, Any, Any, Any, Any]:
     """A model, its inputs (a batch), one example, what it is trained to give, and a loss of both."""
-    from zoo.equinox_models import Block, Cnn
+    from zoo.equinox_models import Cnn
 
     squares = lambda y, wanted: ((y - wanted) ** 2).mean()  # noqa: E731
-    if name == "transformer":
-        x = jax.random.normal(KEY, (2, 8, 32))
-        return Block(KEY), x, x[0], jnp.zeros((2, 8, 32)), squares
     if name == "cnn":
         x = jax.random.normal(KEY, (4, 3, 8, 8))
         return Cnn(KEY), x, x[0], jnp.ones((4, 10)), squares
@@ -77,8 +72,8 @@ def case(name: str) -> tuple[Any, Any, Any, Any, Any]:
     return mlp(), X, X[0], jnp.ones((5, 16)), squares
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ["mlp", "cnn", "transformer", "scan"])
+@pytest.mark.in_turn(20)
+@pytest.mark.parametrize("name", ["mlp", "cnn", "scan"])
 def test_quantized_trained_saved_loaded(name: str, tmp_path: Path) -> None:
     model, x, one, wanted, measure = case(name)
     low = jc.nn.quantize(model, RULE, inputs=(one,))
@@ -111,27 +106,7 @@ def test_quantized_trained_saved_loaded(name: str, tmp_path: Path) -> None:
     np.testing.assert_array_equal(run(again, x), y)
 
 
-def test_an_mlp_in_numpy() -> None:
-    """Groups of 16 inputs, a scale of their largest magnitude over 7, ties to even; a bias as it is."""
-    model = mlp()
-    packed = jc.nn.quantize(model, RULE, "weight_only", inputs=(X[0],))
-    h = np.asarray(X, np.float64)
-    for layer in model.layers:
-        groups = np.asarray(layer.weight, np.float32).reshape(layer.out_features, -1, 16)
-        scale = np.abs(groups).max(-1, keepdims=True) / np.float32(7)
-        weight = (np.rint(np.clip(groups / scale, -8, 7)) * scale).reshape(layer.weight.shape)
-        h = h @ weight.T.astype(np.float64) + np.asarray(layer.bias, np.float64)
-        h = h if layer is model.layers[-1] else np.maximum(h, 0)
-    np.testing.assert_allclose(run(packed, X), h, rtol=1e-4, atol=1e-5)
-    assert packed.layers[0].weight.nbytes == 48 * 32 // 2 + 48 * 2 * 4
-    rows = jc.nn.report(model, RULE, inputs=(X[0],)).parameters
-    assert {row.path: row.spec for row in rows if row.spec} == dict.fromkeys(
-        ("layers/0/weight", "layers/1/weight"), "int4(group=16)"
-    )
-
-
-@pytest.mark.slow
-def test_methods_and_scales() -> None:
+def methods_and_scales() -> None:
     """Each method runs under rules; calibrated ranges and learned scales are fields of the module."""
     model, both = scanned(), {"__call__": (X[0],), "hidden": (X[0],)}
     packed = jc.nn.quantize(model, Rule("layers", weight="int4(group=16)"), "ptq", inputs=both)
@@ -157,8 +132,7 @@ def test_methods_and_scales() -> None:
     np.testing.assert_array_equal(run(packed, X), run(learned, X))
 
 
-@pytest.mark.slow
-def test_stochastic_rules_take_keys() -> None:
+def stochastic_rules_take_keys() -> None:
     rule = Rule(weight="int4(group=16):stochastic")
     low = jc.nn.quantize(mlp(), rule)
     one, other = (low(X[0], rounding_key=jax.random.key(i)) for i in (1, 2))
@@ -169,6 +143,61 @@ def test_stochastic_rules_take_keys() -> None:
         jc.nn.quantize(mlp(), rule, "ptq", inputs=(X[0],))
     packed = jc.nn.quantize(mlp(), rule, "ptq", inputs=(X[0],), key=KEY)
     assert type(packed.layers[0].weight).__name__ == "QArray"
+
+
+def rounding_with_data_is_said_on_one_line_and_as_it_is_said() -> None:
+    """Errors name the class of a model alone; the way out that one names gives the codes of the plain function."""
+    for call, more in ((jc.nn.quantize_with_data, [[X]]), (jc.nn.sensitivity, [[X]]), (jc.nn.linen.quantize, [])):
+        with pytest.raises(TypeError, match=r"^(model|module)=MLP must be a module of Flax [^\n]*$"):
+            call(mlp(), RULE, *more)
+    with pytest.raises(TypeError, match=r"for Equinox jc.ptq.quantize\(lambda m, x: jax.vmap\(m\)\(x\), rules, model"):
+        jc.nn.quantize_with_data(mlp(), RULE, [X])  # type: ignore[type-var]
+    rounded, _ = jc.ptq.quantize(lambda m, x: jax.vmap(m)(x), RULE, mlp(), [X], [jc.ptq.gptq()])
+
+    def plain(p: Any, x: Any) -> Any:
+        return jax.nn.relu(x @ p["a"].T + p["c"]) @ p["b"].T
+
+    first, last = mlp().layers
+    want, _ = jc.ptq.quantize(plain, RULE, {"a": first.weight, "b": last.weight, "c": first.bias}, [X], [jc.ptq.gptq()])
+    for got, own in ((rounded.layers[0].weight, want["a"]), (rounded.layers[1].weight, want["b"])):
+        np.testing.assert_array_equal(jc.dequantize(got), jc.dequantize(own))
+
+
+# -- adapters ----------------------------------------------------------------------------------------------------------
+
+
+def an_mlp_in_numpy() -> None:
+    """Groups of 16 inputs, a scale of their largest magnitude over 7, ties to even; a bias as it is."""
+    model = mlp()
+    packed = jc.nn.quantize(model, RULE, "weight_only", inputs=(X[0],))
+    h = np.asarray(X, np.float64)
+    for layer in model.layers:
+        groups = np.asarray(layer.weight, np.float32).reshape(layer.out_features, -1, 16)
+        scale = np.abs(groups).max(-1, keepdims=True) / np.float32(7)
+        weight = (np.rint(np.clip(groups / scale, -8, 7)) * scale).reshape(layer.weight.shape)
+        h = h @ weight.T.astype(np.float64) + np.asarray(layer.bias, np.float64)
+        h = h if layer is model.layers[-1] else np.maximum(h, 0)
+    np.testing.assert_allclose(run(packed, X), h, rtol=1e-4, atol=1e-5)
+    assert packed.layers[0].weight.nbytes == 48 * 32 // 2 + 48 * 2 * 4
+    rows = jc.nn.report(model, RULE, inputs=(X[0],)).parameters
+    assert {row.path: row.spec for row in rows if row.spec} == dict.fromkeys(
+        ("layers/0/weight", "layers/1/weight"), "int4(group=16)"
+    )
+
+
+@pytest.mark.parametrize(
+    "check",
+    [
+        an_mlp_in_numpy,
+        pytest.param(stochastic_rules_take_keys, marks=pytest.mark.slow),
+        pytest.param(rounding_with_data_is_said_on_one_line_and_as_it_is_said, marks=pytest.mark.slow),
+        pytest.param(methods_and_scales, marks=pytest.mark.slow),
+    ],
+    ids=lambda check: check.__name__,
+)
+def test_rules_of_modules(check: Any, request: Any) -> None:
+    """A case for each of these checks; the first runs by default."""
+    checked(check, request)
 
 
 class Two(eqx.Module):
@@ -220,33 +249,6 @@ def test_misuse() -> None:
             call()
 
 
-@pytest.mark.slow
-def test_rounding_with_data_is_said_on_one_line_and_as_it_is_said() -> None:
-    """Errors name the class of a model alone; the way out that one names gives the codes of the plain function."""
-    for call in (jc.nn.quantize_with_data, jc.nn.sensitivity, jc.nn.linen.quantize):
-        with pytest.raises(TypeError, match=r"^(model|module)=MLP must be a module of Flax [^\n]*$"):
-            call(mlp(), RULE, [X])
-    with pytest.raises(TypeError, match=r"for Equinox jc.ptq.quantize\(lambda m, x: jax.vmap\(m\)\(x\), rules, model"):
-        jc.nn.quantize_with_data(mlp(), RULE, [X])  # type: ignore[type-var]
-    rounded, _ = jc.ptq.quantize(lambda m, x: jax.vmap(m)(x), RULE, mlp(), [X], [jc.ptq.gptq()])
-
-    def plain(p: Any, x: Any) -> Any:
-        return jax.nn.relu(x @ p["a"].T + p["c"]) @ p["b"].T
-
-    first, last = mlp().layers
-    want, _ = jc.ptq.quantize(plain, RULE, {"a": first.weight, "b": last.weight, "c": first.bias}, [X], [jc.ptq.gptq()])
-    for got, own in ((rounded.layers[0].weight, want["a"]), (rounded.layers[1].weight, want["b"])):
-        np.testing.assert_array_equal(jc.dequantize(got), jc.dequantize(own))
-
-
-def test_import_needs_no_equinox() -> None:
-    code = "import sys, jchop as jc; jc.nn.quantize; assert 'equinox' not in sys.modules"
-    subprocess.run([sys.executable, "-c", code], check=True)
-
-
-# -- adapters ----------------------------------------------------------------------------------------------------------
-
-
 def noised(model: Any) -> Any:
     """B of small random numbers in place of zeros."""
     mask = lora_mask(model)
@@ -254,9 +256,7 @@ def noised(model: Any) -> Any:
     return jax.tree.map(noise, model, mask)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("make", [mlp, scanned])
-def test_adapters_of_modules(make: Any, tmp_path: Path) -> None:
+def adapters_of_modules(make: Any, tmp_path: Path) -> None:
     model = make()
     rules = [LoraRule("layers/0" if make is mlp else "layers", rank=4, alpha=8), LoraRule("*", rank=2)]
     packed = jc.nn.quantize(model, Rule(weight="nf4(group=16)"), "ptq", inputs=(X[0],))
@@ -327,10 +327,21 @@ PARAMS = {
 }
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("rounds", [True, False])
-def test_adapters_of_parameters(rounds: bool) -> None:
+def adapters_of_an_mlp(tmp_path: Path) -> None:
+    adapters_of_modules(mlp, tmp_path)
+
+
+def adapters_of_a_stack(tmp_path: Path) -> None:
+    adapters_of_modules(scanned, tmp_path)
+
+
+def adapters_of_parameters() -> None:
     """The adapters of a pytree, against the function with the merged weights in float64."""
+    for rounds in (True, False):
+        of_parameters(rounds)
+
+
+def of_parameters(rounds: bool) -> None:
     low = jc.quantize_fn(network, Rule(weight="int4(group=16)") if rounds else Rule())
     packed = low.pack(PARAMS, X)
     rules = [LoraRule("{heads,out}", rank=3, alpha=6), LoraRule("*", rank=2)]
@@ -354,8 +365,7 @@ def test_adapters_of_parameters(rounds: bool) -> None:
     np.testing.assert_allclose(jax.jit(low)(adapted, X), low(adapted, X), rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.slow
-def test_parameters_without_adapters_stay_packed_in_a_merge() -> None:
+def parameters_without_adapters_stay_packed_in_a_merge() -> None:
     def model(p: Any, tokens: Any) -> Any:
         return jnp.asarray(p["table"][tokens]) @ p["w"]
 
@@ -368,8 +378,7 @@ def test_parameters_without_adapters_stay_packed_in_a_merge() -> None:
     assert plain.shape == (1, 3, 4) and bool((model(merged, tokens) == plain).all())
 
 
-@pytest.mark.slow
-def test_dropout_needs_a_key() -> None:
+def dropout_needs_a_key() -> None:
     low = jc.quantize_fn(network, Rule())
     adapted = noised(add_lora(PARAMS, LoraRule("heads", rank=2, dropout=0.5), fun=low, inputs=(X,), key=KEY))
     kept = low(adapted, X)
@@ -379,9 +388,8 @@ def test_dropout_needs_a_key() -> None:
     assert np.isfinite(many).all()
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("init", ["loftq", "pissa"])
-def test_first_values(init: str) -> None:
+@each("init", ["loftq", "pissa"])
+def first_values(init: str) -> None:
     """The best approximations of the residual, and of the weight (Eckart and Young)."""
     low = jc.quantize_fn(
         lambda p, x: jax.lax.scan(lambda x, w: (x @ w, None), x, p["w"])[0], Rule(weight="nf4(group=16)")
@@ -402,6 +410,23 @@ def test_first_values(init: str) -> None:
 
 
 @pytest.mark.parametrize(
+    "check",
+    [
+        dropout_needs_a_key,
+        pytest.param(first_values, marks=pytest.mark.slow),
+        pytest.param(adapters_of_an_mlp, marks=pytest.mark.slow),
+        pytest.param(adapters_of_a_stack, marks=pytest.mark.slow),
+        pytest.param(adapters_of_parameters, marks=pytest.mark.slow),
+        pytest.param(parameters_without_adapters_stay_packed_in_a_merge, marks=pytest.mark.slow),
+    ],
+    ids=lambda check: check.__name__,
+)
+def test_adapters_in_use(check: Any, request: Any) -> None:
+    """A case for each of these checks; the first runs by default."""
+    checked(check, request)
+
+
+@each(
     ("fun", "text"),
     [
         (lambda w, x: x @ w + w[0], "takes it, which is no product"),

@@ -17,10 +17,13 @@ import numpy as np
 import pytest
 from flax import linen, nnx
 from flax.traverse_util import flatten_dict
+from further import Further
 from jax import lax
-from layer_references import LAYERS, Formats, Layer
+from layer_references import LAYERS, Formats, Layer, checked
 
 import jchop as jc
+
+further = Further()
 
 FAMILIES = {
     "float": Formats("e4m3", "e5m2", "e4m2", "e5m4"),
@@ -30,7 +33,6 @@ FAMILIES = {
     "nf4": Formats("nf4(group=4)"),
 }
 RATE = 0.1  # of one step of gradient descent
-TABLE = list(itertools.product(LAYERS, FAMILIES))
 Call = Callable[[Any, Any], Any]
 quickly = partial(jax.jit, compiler_options={"xla_backend_optimization_level": 0})  # most of the time is the compiler's
 
@@ -143,11 +145,18 @@ LAID_OUT = (
     "LSTMCell",
     "RNN",
 )
+#: Every layer with one family compiled and with another one eagerly; layouts meet the families of groups.
+COMPILED = {
+    **dict(zip((name for name in LAYERS if name not in LAID_OUT), itertools.cycle(("float", "mxfp8", "fixed", "nf4")))),
+    **dict(zip(LAID_OUT, itertools.cycle(("int8", "mxfp8", "nf4")))),
+}
+EAGER = dict(zip(LAYERS, itertools.cycle(("float", "int8", "mxfp8", "nf4", "fixed"))))
 
 
-@pytest.mark.in_turn(250)
-@pytest.mark.parametrize(("name", "family"), TABLE)
-def test_compiled_and_transformed(name: str, family: str) -> None:
+@further.first
+@pytest.mark.in_turn(30)
+@pytest.mark.parametrize(("name", "family"), COMPILED.items())
+def compiled_and_transformed(name: str, family: str) -> None:
     layer, formats = LAYERS[name], FAMILIES[family]
     xs = inputs(name, layer)
     models = models_of(layer, formats, xs[0, 0])
@@ -161,9 +170,14 @@ def test_compiled_and_transformed(name: str, family: str) -> None:
     @quickly
     def run(params: Any, xs: Any) -> Any:  # what is the same in both interfaces is compiled once
         params = {key: params["NNX" if models[key].params is models["NNX"].params else key] for key in models}
-        return lax.scan(lambda step, x: (step, jax.vmap(lambda x: both(params, x))(x)), 0, xs)[1]
+        packed = {
+            key: (model.call_packed(params[key], xs[0, 0]), model.reference(formats, params[key], xs[0, 0]))
+            for key, model in models.items()
+            if name in LAID_OUT
+        }
+        return lax.scan(lambda step, x: (step, jax.vmap(lambda x: both(params, x))(x)), 0, xs)[1], packed
 
-    found = run({key: model.params for key, model in models.items()}, xs)
+    found, packed = run({key: model.params for key, model in models.items()}, xs)
     for key, ((y, gradients), (wanted, wanted_gradients)) in found.items():
         # The matrices of LoRA lie as rows in the reference, so their sums have another order. Results that are near 0
         # are sums of two products.
@@ -171,28 +185,12 @@ def test_compiled_and_transformed(name: str, family: str) -> None:
         np.testing.assert_allclose(y, wanted, *close.get(name, (0, 0)), err_msg=key)
         jax.tree.map(lambda g, w: np.testing.assert_allclose(g, w, rtol=1e-4, atol=1e-5), gradients, wanted_gradients)
         check_training(layer, models[key].params, gradients)
+    for key, (y, wanted) in packed.items():
+        np.testing.assert_array_equal(y, wanted, err_msg=f"{key}, packed")
 
 
-@pytest.mark.in_turn(12)
-@pytest.mark.parametrize(("name", "family"), list(zip(LAID_OUT, itertools.cycle(("int8", "mxfp8", "nf4")))))
-def test_packed(name: str, family: str) -> None:
-    layer, formats = LAYERS[name], FAMILIES[family]
-    x = inputs(name, layer)[0, 0]
-    models = models_of(layer, formats, x)
-
-    @quickly
-    def run(params: Any, x: Any) -> Any:
-        return {
-            key: (model.call_packed(params[key], x), model.reference(formats, params[key], x))
-            for key, model in models.items()
-        }
-
-    for key, (y, wanted) in run({key: model.params for key, model in models.items()}, x).items():
-        np.testing.assert_array_equal(y, wanted, err_msg=key)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("name", "family"), TABLE)
+@pytest.mark.in_turn(30)
+@pytest.mark.parametrize(("name", "family"), EAGER.items())
 def test_eager(name: str, family: str) -> None:
     layer, formats = LAYERS[name], FAMILIES[family]
     x = inputs(name, layer)[0, 0]
@@ -202,8 +200,7 @@ def test_eager(name: str, family: str) -> None:
             np.testing.assert_array_equal(call(model.params, x), wanted, err_msg=f"{key}, {call.__name__}")
 
 
-@pytest.mark.slow
-def test_einsum_packs_in_the_order_of_the_sum() -> None:
+def einsum_packs_in_the_order_of_the_sum() -> None:
     layer = nnx.Einsum("nab,bac->nc", (3, 2, 4), rngs=nnx.Rngs(0))  # a before b, but b before a in the kernel
     rule = jc.nn.Rule(weight="int8(group=4)")
     x = jnp.asarray(np.random.default_rng(0).normal(size=(5, 2, 3)), "float32")
@@ -213,7 +210,7 @@ def test_einsum_packs_in_the_order_of_the_sum() -> None:
         np.testing.assert_allclose(jc.nn.quantize(layer, rule, mode=mode)(x), wanted, rtol=1e-6, atol=1e-6)
 
 
-def test_einsum_of_linen_has_to_know_its_subscripts() -> None:
+def einsum_of_linen_has_to_know_its_subscripts() -> None:
     x, text = jnp.ones((3, 4)), "ab,bc->ac"
     for role in ("weight", "activation"):
         module = jc.nn.linen.quantize(linen.Einsum((4, 2)), jc.nn.Rule(**{role: "int8(group=4)"}))
@@ -223,3 +220,19 @@ def test_einsum_of_linen_has_to_know_its_subscripts() -> None:
     module = jc.nn.linen.quantize(linen.Einsum((4, 2), text), jc.nn.Rule(gradient="e5m2"))
     with pytest.raises(NotImplementedError, match=r"Einsum at ''.*gradient"):
         module.apply(module.init(jax.random.key(0), x), x)
+
+
+@pytest.mark.parametrize(
+    "check",
+    [
+        einsum_of_linen_has_to_know_its_subscripts,
+        pytest.param(einsum_packs_in_the_order_of_the_sum, marks=pytest.mark.slow),
+    ],
+    ids=lambda check: check.__name__,
+)
+def test_einsum(check: Any, request: Any) -> None:
+    """A case for each of these checks; the first runs by default."""
+    checked(check, request)
+
+
+test_further = further.test()

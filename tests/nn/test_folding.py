@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
+from layer_references import checked, each
 
 import jchop as jc
 
@@ -25,6 +26,11 @@ class Model(nnx.Module):
         return self.last(self.head(nnx.relu(self.norm(self.up(x)))))
 
 
+@nnx.jit
+def run(model: Any, x: Any) -> Any:
+    return model(x)
+
+
 PAIRS = {"blocks/0": "blocks/1", "up": "norm", "head": "last"}
 
 
@@ -40,8 +46,7 @@ def trained() -> Any:
     return model
 
 
-@pytest.mark.slow
-def test_folded_norms_are_the_formula() -> None:
+def folded_norms_are_the_formula() -> None:
     model, x = trained(), jnp.asarray(np.random.default_rng(1).normal(size=(5, 7, 2)), "float32")
     before = np.array(model.head.kernel[...])
     folded = jc.nn.fold_batch_norms(model, PAIRS)
@@ -59,8 +64,7 @@ def test_folded_norms_are_the_formula() -> None:
     assert np.abs(np.asarray(rounded(x) - y)).max() < 0.1
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
+@each(
     ("pairs", "error", "words"),
     [
         ({"tail": "last"}, ValueError, "no module there"),
@@ -78,8 +82,7 @@ def test_what_cannot_be_folded_is_said(pairs: Any, error: type[Exception], words
 RULE = jc.nn.Rule(weight="int2(group=all,rule=half_range)", output="bfloat16")
 
 
-@pytest.mark.slow
-def test_means_are_those_of_the_exact_model() -> None:
+def means_are_those_of_the_exact_model() -> None:
     model = jc.nn.fold_batch_norms(trained(), PAIRS)
     batches = list(jnp.asarray(np.random.default_rng(2).uniform(size=(3, 8, 7, 2)), "float32"))
     rounded, told = jc.nn.quantize(model, RULE), []
@@ -87,7 +90,7 @@ def test_means_are_those_of_the_exact_model() -> None:
     assert told == [1, 2, 3]
 
     def mean(model: Any) -> np.ndarray:
-        return np.mean([np.asarray(model(x), np.float64) for x in batches], axis=(0, 1, 2))
+        return np.mean([np.asarray(run(model, x), np.float64) for x in batches], axis=(0, 1, 2))
 
     exact = mean(model)
     assert np.abs(mean(rounded) - exact).max() > 0.05
@@ -103,7 +106,16 @@ def test_means_are_those_of_the_exact_model() -> None:
     np.testing.assert_allclose(corrected.blocks[0].bias[...], bias, atol=1e-6)
 
 
-@pytest.mark.slow
+@pytest.mark.parametrize(
+    "check",
+    [folded_norms_are_the_formula, pytest.param(means_are_those_of_the_exact_model, marks=pytest.mark.slow)],
+    ids=lambda check: check.__name__,
+)
+def test_folding_and_correcting(check: Any, request: Any) -> None:
+    """A case for each of these checks; the first runs by default."""
+    checked(check, request)
+
+
 def test_what_cannot_be_corrected_is_said() -> None:
     model, x = Model(rngs=nnx.Rngs(0)), [jnp.ones((1, 4, 2))]
     rounded = jc.nn.quantize(model, RULE)

@@ -8,9 +8,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from further import Further
 from jax import export
+from layer_references import checked, each
 
 import jchop as jc
+
+further = Further()
 
 HEADS, SIZE = 2, 8
 SPECS = [
@@ -19,6 +23,7 @@ SPECS = [
 ]  # fmt: skip
 EIGHT: dict[str, Any] = {"keys": "int8(group=all)", "values": "float8_e4m3fn"}
 update = jax.jit(lambda cache, *tokens: cache.update(*tokens))
+attend = jax.jit(jc.dot_product_attention)
 
 
 def normal(seed: int, tokens: int, batch: int = 3) -> jax.Array:
@@ -77,9 +82,10 @@ class Model:
                 np.testing.assert_array_equal(row[p][1], value)
 
 
-@pytest.mark.slow
+@further
+@pytest.mark.in_turn(9)
 @pytest.mark.parametrize("kind", ["full", "rolling", "paged"])
-def test_tokens_are_where_they_belong(kind: str) -> None:
+def tokens_are_where_they_belong(kind: str) -> None:
     model = Model(of_kind(kind, 20 if kind != "rolling" else 6, **EIGHT), EIGHT)
     draw = np.random.default_rng(1)
     for turn in range(4):
@@ -94,66 +100,37 @@ def test_tokens_are_where_they_belong(kind: str) -> None:
     model.check()
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
-@pytest.mark.parametrize("spec", SPECS)
-@pytest.mark.slow
-def test_the_numbers_are_those_of_round_to_format(spec: Any, dtype: str) -> None:
-    cache = of_kind("paged", 8, keys=spec, values=spec, dtype=dtype)
-    k, v = normal(1, 5).astype(dtype), normal(2, 5).astype(dtype)
-    cache = update(cache, k, v)
-    for stored, x in ((cache.keys, k), (cache.values, v)):
-        expected = x if spec is None else jc.round_to_format(x, spec)
-        assert stored.dtype == dtype
-        np.testing.assert_array_equal(stored[:, :5], expected)
-        assert not stored[:, 5:].any()
+def rows(*positions: list[int]) -> jax.Array:
+    """Positions of nine tokens for each of three sequences, the rest padding: all of these tests compile one update."""
+    return jnp.asarray([[*row, *[-1] * (9 - len(row))] for row in positions])
 
 
-@pytest.mark.slow
-def test_pages_are_given_and_returned() -> None:
-    cache = jc.KVCache.paged((3, 16, HEADS, SIZE), pages=5, page_size=4, **EIGHT)
-    positions = np.where(np.arange(9) < np.asarray([[9], [3], [0]]), np.arange(9), -1)
-    cache = update(cache, normal(1, 9), normal(2, 9), jnp.asarray(positions))
+def five_pages() -> jc.KVCache:
+    return jc.KVCache.paged((3, 16, HEADS, SIZE), pages=5, page_size=4, **EIGHT)
+
+
+def pages_are_given_and_returned() -> None:
+    release = jax.jit(jc.KVCache.release)
+    cache = update(five_pages(), normal(1, 9), normal(2, 9), rows([*range(9)], [0, 1, 2], []))
     assert cache.table.tolist() == [[0, 1, 2, -1], [3, -1, -1, -1], [-1] * 4] and cache.lengths.tolist() == [9, 3, 0]
-    poison = jnp.full((3, 1, HEADS, SIZE), jnp.nan)
-    cache = update(cache, poison, poison, jnp.asarray([[9], [-1], [-1]]))
-    cache = jax.jit(jc.KVCache.release)(cache, jnp.asarray([True, False, False]))
+    poison = jnp.full((3, 9, HEADS, SIZE), jnp.nan)
+    cache = update(cache, poison, poison, rows([9], [], []))
+    cache = release(cache, jnp.asarray([True, False, False]))
     assert cache.table[0].tolist() == [-1] * 4 and cache.lengths.tolist() == [0, 3, 0]
     # The third sequence takes pages of the first, and sees none of its tokens.
-    cache = update(cache, normal(3, 5), normal(4, 5), jnp.asarray([[-1] * 5, [3, 4, -1, -1, -1], [0, 1, 2, 8, 9]]))
+    cache = update(cache, normal(3, 9), normal(4, 9), rows([], [3, 4], [0, 1, 2, 8, 9]))
     assert cache.table.tolist() == [[-1] * 4, [3, 0, -1, -1], [1, -1, 2, -1]]
     assert [sorted(row) for row in held(cache)] == [[], [0, 1, 2, 3, 4], [0, 1, 2, 8, 9]]
     # One page is left. The first sequence takes it; the second and third grow on their own pages.
-    cache = update(cache, normal(5, 2), normal(6, 2))
+    cache = update(cache, normal(5, 9), normal(6, 9), rows([0, 1], [5, 6], [10, 11]))
     assert cache.table.tolist() == [[4, -1, -1, -1], [3, 0, -1, -1], [1, -1, 2, -1]] and not cache.overflowed.any()
-    after = update(cache, normal(7, 2), normal(8, 2))
+    after = update(cache, normal(7, 9), normal(8, 9), rows([2, 3], [7, 8], [12, 13]))
     assert after.overflowed.tolist() == [False, True, True]  # the tokens at 8 and at 12 find no page
     assert np.isnan(after.values[1:]).all() and not np.isnan(after.values[0]).any()
-    assert not jax.jit(jc.KVCache.release)(after, jnp.asarray([False, True, True])).overflowed.any()
+    assert not release(after, jnp.asarray([False, True, True])).overflowed.any()
 
 
-@pytest.mark.parametrize("kind", ["full", "paged"])
-@pytest.mark.slow
-def test_what_does_not_fit_is_an_error_or_marks_its_sequence(kind: str) -> None:
-    cache = of_kind(kind, 8, **EIGHT)
-    with pytest.raises(ValueError, match="9 tokens, and the cache 8 slots"):
-        jax.eval_shape(lambda cache: cache.update(normal(0, 9), normal(1, 9)), cache)
-    with pytest.raises(ValueError, match=r"positions hold 8; .* 0 to 7"):
-        jax.eval_shape(lambda cache: cache.update(normal(0, 1), normal(1, 1), np.asarray([8])), cache)
-    with pytest.raises(ValueError, match="positions hold -2"):
-        cache.update(normal(0, 1), normal(1, 1), jnp.asarray([-2]))
-    cache = cache.update(normal(0, 6), normal(1, 6), np.asarray([[0, 1, 2, 3, 4, 5], [0, 1, 2, 3, -1, -1], [-1] * 6]))
-    with pytest.raises(ValueError, match="positions hold 8"):
-        cache.update(normal(0, 3), normal(1, 3))
-    after = update(cache, normal(2, 3), normal(3, 3))
-    assert after.overflowed.tolist() == [True, False, False] and after.lengths.tolist() == [9, 7, 3]
-    assert [len(row) for row in held(after)] == [8, 7, 3]
-    np.testing.assert_array_equal(after.keys[0, :6], cache.keys[0, :6])  # nothing is overwritten
-    y = jc.dot_product_attention(normal(4, 3), after)
-    assert np.isnan(y[0]).all() and np.isfinite(y[1:]).all()
-
-
-@pytest.mark.slow
-def test_stacks_batches_and_donation() -> None:
+def stacks_batches_and_donation() -> None:
     layers = [update(of_kind("full", 6, **EIGHT), normal(i, 2), normal(i + 5, 2)) for i in range(2)]
     stack: Any = jax.tree.map(lambda *leaves: jnp.stack(leaves), *layers)
     k, q = normal(7, 1), normal(8, 1)
@@ -176,14 +153,15 @@ def test_stacks_batches_and_donation() -> None:
         jax.tree.map(lambda whole, one, i=i: np.testing.assert_array_equal(whole[i], one), again, cache)
 
 
+@further
 @pytest.mark.parametrize("kind", ["full", "rolling", "paged"])
 @pytest.mark.in_turn(3)
-def test_truncation_passes_through_scan_and_vmap(kind: str) -> None:
+def truncation_passes_through_scan_and_vmap(kind: str) -> None:
     cache = of_kind(kind, 6, **EIGHT)
     x, kept = normal(1, 3), jnp.asarray([[2, 3, 0], [3, 4, 9]])
-    expected = cache
+    expected, one_step = cache, jax.jit(lambda cache, lengths: cache.update(x, x).truncate(lengths))
     for lengths in kept:
-        expected = expected.update(x, x).truncate(lengths)
+        expected = one_step(expected, lengths)
     assert expected.lengths.tolist() == [3, 4, 3]
 
     def step(cache: jc.KVCache, lengths: Any) -> tuple[jc.KVCache, None]:
@@ -197,20 +175,12 @@ def test_truncation_passes_through_scan_and_vmap(kind: str) -> None:
         jax.tree.map(lambda whole, one, i=i: np.testing.assert_array_equal(whole[i], one), several, one)
 
 
-@pytest.mark.slow
-def test_pages_without_tokens_that_are_left_are_free() -> None:
-    cache = jc.KVCache.paged((2, 16, HEADS, SIZE), pages=5, page_size=4).update(normal(1, 8, 2), normal(2, 8, 2))
-    cache = cache.truncate([3, 5])
-    assert np.asarray(cache.table).tolist() == [[0, -1, -1, -1], [2, 3, -1, -1]]
-    cache = cache.update(normal(3, 2, 2), normal(4, 2, 2))
-    assert np.asarray(cache.table).tolist() == [[0, 1, -1, -1], [2, 3, -1, -1]] and not cache.overflowed.any()
-    assert cache.positions.tolist() == [[0, 1, 2, 3, 4, *[-1] * 11], [0, 1, 2, 3, 4, 5, 6, *[-1] * 9]]
-
-
 @pytest.mark.smoke
 @pytest.mark.in_turn(12)
-@pytest.mark.parametrize("spec", ["int8(group=all)", None, "float8_e4m3fn", "int4(group=8,scale=bfloat16)"])
-@pytest.mark.parametrize("kind", ["full", "rolling", "paged"])
+@pytest.mark.parametrize(
+    ("kind", "spec"),
+    [("full", "int8(group=all)"), ("rolling", None), ("paged", "float8_e4m3fn"), ("paged", "int4(group=8)")],
+)
 def test_a_donated_cache_is_written_where_it_lies(kind: str, spec: Any) -> None:
     cache = of_kind(kind, 256, keys=spec, values=spec, dtype="bfloat16")
     donating = jax.jit(lambda cache, k: cache.update(k, k), donate_argnums=0)
@@ -219,10 +189,82 @@ def test_a_donated_cache_is_written_where_it_lies(kind: str, spec: Any) -> None:
     assert memory.alias_size_in_bytes == cache.nbytes and memory.temp_size_in_bytes < cache.nbytes / 2
 
 
-@pytest.mark.skipif(jax.device_count() < 8, reason="needs eight (forced host) devices")
-@pytest.mark.slow
-@pytest.mark.parametrize("kind", ["full", "rolling", "paged"])
-def test_sequences_that_are_taken_have_their_tokens(kind: str) -> None:
+def pages_of_sequences_that_are_taken() -> None:
+    cache = jc.KVCache.paged((3, 8, HEADS, SIZE), pages=4, page_size=4)
+    cache = update(cache, normal(1, 6), normal(2, 6), jnp.asarray([[0, 1, 2, 3, 4, 5], [0] + [-1] * 5, [0] + [-1] * 5]))
+    assert (np.asarray(cache.table) >= 0).sum() == 4
+    take = jax.jit(jc.KVCache.take)
+    full = take(cache, jnp.asarray([0, 0, 1]))  # five pages for four
+    assert full.overflowed.tolist() == [False, True, False]
+    assert sorted(held(full)[0]) == [0, 1, 2, 3, 4, 5]
+    two = take(cache, jnp.asarray([0, 0]))
+    assert not two.overflowed.any() and sorted(np.asarray(two.table).ravel()[[0, 1, 2, 3]]) == [0, 1, 2, 3]
+    one = take(cache, jnp.asarray([2]))
+    assert (np.asarray(one.slot_positions) >= 0).sum() == 1  # pages of the others are free, without tokens
+
+
+def pages_without_tokens_that_are_left_are_free() -> None:
+    cache = update(five_pages(), normal(1, 9), normal(2, 9), rows([*range(8)], [*range(8)], []))
+    cache = jax.jit(jc.KVCache.truncate)(cache, jnp.asarray([3, 5, 0]))
+    assert np.asarray(cache.table).tolist() == [[0, -1, -1, -1], [2, 3, -1, -1], [-1] * 4]
+    cache = update(cache, normal(3, 9), normal(4, 9), rows([3, 4], [5, 6], []))
+    assert np.asarray(cache.table).tolist() == [[0, 1, -1, -1], [2, 3, -1, -1], [-1] * 4]
+    assert not cache.overflowed.any()
+    assert cache.positions.tolist()[:2] == [[0, 1, 2, 3, 4, *[-1] * 11], [0, 1, 2, 3, 4, 5, 6, *[-1] * 9]]
+
+
+def sequences_and_heads_are_sharded() -> None:
+    if jax.device_count() < 4:
+        pytest.skip("needs four (forced host) devices")
+    mesh = jax.make_mesh(
+        (2, 2), ("data", "model"), axis_types=(jax.sharding.AxisType.Auto,) * 2, devices=jax.devices()[:4]
+    )
+    cache, q = of_kind("full", 6, batch=2, **EIGHT), normal(3, 2, batch=2)
+
+    def place(leaf: Any) -> Any:
+        axes = ("data", None, "model")[: leaf.ndim]
+        return jax.device_put(leaf, jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec(*axes)))
+
+    step = jax.jit(lambda cache, q: (after := cache.update(q, q), jc.dot_product_attention(q, after)))
+    (after, y), (expected, z) = step(jax.tree.map(place, cache), place(q)), step(cache, q)
+    jax.tree.map(np.testing.assert_array_equal, after, expected)
+    np.testing.assert_allclose(y, z, rtol=1e-5, atol=1e-6)
+
+
+@each(("spec", "dtype"), [(spec, ("bfloat16", "float32")[i % 2]) for i, spec in enumerate(SPECS)])
+def the_numbers_are_those_of_round_to_format(spec: Any, dtype: str) -> None:
+    cache = of_kind("paged", 8, keys=spec, values=spec, dtype=dtype)
+    k, v = normal(1, 5).astype(dtype), normal(2, 5).astype(dtype)
+    cache = update(cache, k, v)
+    for stored, x in ((cache.keys, k), (cache.values, v)):
+        expected = x if spec is None else jc.round_to_format(x, spec)
+        assert stored.dtype == dtype
+        np.testing.assert_array_equal(stored[:, :5], expected)
+        assert not stored[:, 5:].any()
+
+
+@each("kind", ["full", "paged"])
+def what_does_not_fit_is_an_error_or_marks_its_sequence(kind: str) -> None:
+    cache = of_kind(kind, 8, **EIGHT)
+    with pytest.raises(ValueError, match="9 tokens, and the cache 8 slots"):
+        jax.eval_shape(lambda cache: cache.update(normal(0, 9), normal(1, 9)), cache)
+    with pytest.raises(ValueError, match=r"positions hold 8; .* 0 to 7"):
+        jax.eval_shape(lambda cache: cache.update(normal(0, 1), normal(1, 1), np.asarray([8])), cache)
+    with pytest.raises(ValueError, match="positions hold -2"):
+        cache.update(normal(0, 1), normal(1, 1), jnp.asarray([-2]))
+    cache = update(cache, normal(0, 6), normal(1, 6), jnp.asarray([[*range(6)], [0, 1, 2, 3, -1, -1], [-1] * 6]))
+    with pytest.raises(ValueError, match="positions hold 8"):
+        cache.update(normal(0, 3), normal(1, 3))
+    after = update(cache, normal(2, 3), normal(3, 3))
+    assert after.overflowed.tolist() == [True, False, False] and after.lengths.tolist() == [9, 7, 3]
+    assert [len(row) for row in held(after)] == [8, 7, 3]
+    np.testing.assert_array_equal(after.keys[0, :6], cache.keys[0, :6])  # nothing is overwritten
+    y = attend(normal(4, 3), after)
+    assert np.isnan(y[0]).all() and np.isfinite(y[1:]).all()
+
+
+@each("kind", ["full", "rolling", "paged"])
+def sequences_that_are_taken_have_their_tokens(kind: str) -> None:
     """As in a cache that was filled in the new order; later tokens of copies are their own."""
     lengths, order = np.asarray([5, 3, 6]), np.asarray([2, 0, 2])
     prompt, (k, v) = np.where(np.arange(6) < lengths[:, None], np.arange(6), -1), (normal(1, 6), normal(2, 6))
@@ -244,7 +286,7 @@ def test_sequences_that_are_taken_have_their_tokens(kind: str) -> None:
                 for p in a:
                     np.testing.assert_array_equal(a[p], b[p])
             query = normal(7, 1)
-            np.testing.assert_array_equal(jc.dot_product_attention(query, got), jc.dot_product_attention(query, want))
+            np.testing.assert_array_equal(attend(query, got), attend(query, want))
             got, want = update(got, *more), update(want, *more)
     fewer = taken.take([1])
     assert fewer.shape[0] == 1 and fewer.lengths.tolist() == [3] and sorted(held(fewer)[0])[-1] == 2
@@ -256,38 +298,28 @@ def test_sequences_that_are_taken_have_their_tokens(kind: str) -> None:
         taken.take(jnp.ones(2))
 
 
-@pytest.mark.slow
-def test_pages_of_sequences_that_are_taken() -> None:
-    cache = jc.KVCache.paged((3, 8, HEADS, SIZE), pages=4, page_size=4)
-    cache = update(cache, normal(1, 6), normal(2, 6), jnp.asarray([[0, 1, 2, 3, 4, 5], [0] + [-1] * 5, [0] + [-1] * 5]))
-    assert (np.asarray(cache.table) >= 0).sum() == 4
-    full = cache.take([0, 0, 1])  # five pages for four
-    assert full.overflowed.tolist() == [False, True, False]
-    assert sorted(held(full)[0]) == [0, 1, 2, 3, 4, 5]
-    two = cache.take([0, 0])
-    assert not two.overflowed.any() and sorted(np.asarray(two.table).ravel()[[0, 1, 2, 3]]) == [0, 1, 2, 3]
-    one = cache.take([2])
-    assert (np.asarray(one.slot_positions) >= 0).sum() == 1  # pages of the others are free, without tokens
+@further
+@pytest.mark.parametrize(
+    "check",
+    [
+        pages_are_given_and_returned,
+        pytest.param(sequences_that_are_taken_have_their_tokens, marks=pytest.mark.slow),
+        pytest.param(what_does_not_fit_is_an_error_or_marks_its_sequence, marks=pytest.mark.slow),
+        pytest.param(the_numbers_are_those_of_round_to_format, marks=pytest.mark.slow),
+        pytest.param(stacks_batches_and_donation, marks=pytest.mark.slow),
+        pytest.param(sequences_and_heads_are_sharded, marks=pytest.mark.slow),
+        pytest.param(pages_without_tokens_that_are_left_are_free, marks=pytest.mark.slow),
+        pytest.param(pages_of_sequences_that_are_taken, marks=pytest.mark.slow),
+    ],
+    ids=lambda check: check.__name__,
+)
+def pages_stacks_and_shards(check: Any, request: Any) -> None:
+    """A case for each of these checks; the first runs by default."""
+    checked(check, request)
 
 
-@pytest.mark.slow
-def test_sequences_and_heads_are_sharded() -> None:
-    mesh = jax.make_mesh(
-        (2, 2), ("data", "model"), axis_types=(jax.sharding.AxisType.Auto,) * 2, devices=jax.devices()[:4]
-    )
-    cache, q = of_kind("full", 6, batch=2, **EIGHT), normal(3, 2, batch=2)
-
-    def place(leaf: Any) -> Any:
-        axes = ("data", None, "model")[: leaf.ndim]
-        return jax.device_put(leaf, jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec(*axes)))
-
-    step = jax.jit(lambda cache, q: (after := cache.update(q, q), jc.dot_product_attention(q, after)))
-    (after, y), (expected, z) = step(jax.tree.map(place, cache), place(q)), step(cache, q)
-    jax.tree.map(np.testing.assert_array_equal, after, expected)
-    np.testing.assert_allclose(y, z, rtol=1e-5, atol=1e-6)
-
-
-def test_arguments_are_checked() -> None:
+@further.first
+def arguments_are_checked() -> None:
     full = jc.KVCache.full
     for spec in (
         "int8",
@@ -336,8 +368,7 @@ def test_arguments_are_checked() -> None:
     ("kind", "specs"),
     [
         ("full", EIGHT),
-        pytest.param("full", {"dtype": "bfloat16"}, marks=pytest.mark.slow),
-        pytest.param("rolling", {"keys": "nf4(group=8,scale=bfloat16)"}, marks=pytest.mark.slow),
+        pytest.param("rolling", {"keys": "nf4(group=8,scale=bfloat16)", "dtype": "bfloat16"}, marks=pytest.mark.slow),
         pytest.param("paged", {"values": "int4(group=4)", "dtype": "float16"}, marks=pytest.mark.slow),
     ],
 )
@@ -350,3 +381,6 @@ def test_exported_programs_take_and_return_a_cache(kind: str, specs: dict[str, A
     assert jax.tree.structure(got) == jax.tree.structure(wanted)
     jax.tree.map(np.testing.assert_array_equal, got, wanted)
     np.testing.assert_array_equal(got.keys, wanted.keys)
+
+
+test_further = further.test()

@@ -50,7 +50,7 @@ def unlaid(layout: Layout, y: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
     return y.reshape([shape[axis] for axis in order]).transpose(np.argsort(order))
 
 
-@pytest.mark.slow
+@pytest.mark.in_turn(20)
 @pytest.mark.parametrize("name", OPERANDS)
 def test_an_operand_is_rounded_as_if_it_were_laid_out(name: str) -> None:
     shape, layout = OPERANDS[name]

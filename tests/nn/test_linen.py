@@ -9,108 +9,72 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import linen, nnx
+from further import Further
+from layer_references import checked
 
 import jchop as jc
 import jchop.nn.linen as quantized_linen
 
+further = Further()
+
 WEIGHT = "mxfp8_e4m3(group=4)"
-RULE = jc.nn.Rule(weight=WEIGHT, activation="e5m2", bias="e4m2", output="e5m4")
 
 
 class Tower(linen.Module):
-    """Every kind of layer, one after the other."""
+    """What every kind of layer computes is in test_every_layer.py."""
 
     @linen.compact
-    def __call__(self, tokens: Any) -> Any:
-        x = linen.Embed(9, 6, name="embed")(tokens)
-        x = linen.LayerNorm(name="norm")(x)
-        x = linen.Conv(8, (3,), name="conv")(x)
-        x = linen.MultiHeadDotProductAttention(2, qkv_features=8, name="attention")(x)
-        x = linen.ConvTranspose(6, (3,), name="transposed")(x)
-        return linen.Dense(5, name="head")(x)
+    def __call__(self, x: Any) -> Any:
+        return linen.Dense(5, name="head")(linen.Conv(8, (3,), name="conv")(x))
 
 
 class Twin(nnx.Module):
     """The same in NNX."""
 
     def __init__(self, *, rngs: nnx.Rngs) -> None:
-        self.embed = nnx.Embed(9, 6, rngs=rngs)
-        self.norm = nnx.LayerNorm(6, rngs=rngs)
         self.conv = nnx.Conv(6, 8, (3,), rngs=rngs)
-        self.attention = nnx.MultiHeadAttention(2, 8, decode=False, rngs=rngs)
-        self.transposed = nnx.ConvTranspose(8, 6, (3,), rngs=rngs)
-        self.head = nnx.Linear(6, 5, rngs=rngs)
+        self.head = nnx.Linear(8, 5, rngs=rngs)
 
-    def __call__(self, tokens: Any) -> Any:
-        x = self.norm(self.embed(tokens))
-        return self.head(self.transposed(self.attention(self.conv(x))))
+    def __call__(self, x: Any) -> Any:
+        return self.head(self.conv(x))
 
 
-TOKENS = jnp.asarray(np.random.default_rng(0).integers(0, 9, (2, 5)))
+X = jnp.asarray(np.random.default_rng(0).normal(size=(2, 5, 6)), "float32")
 
 
 def start() -> tuple[Any, Any]:
     """Variables whose biases are not zero, and the twin that has them."""
-    variables = Tower().init(jax.random.key(0), TOKENS)
     draw = np.random.default_rng(1)
-    variables = jax.tree.map(lambda v: v + jnp.asarray(draw.normal(size=v.shape) / 8, v.dtype), variables)
-    twin = Twin(rngs=nnx.Rngs(0))
+    shapes = jax.eval_shape(Tower().init, jax.random.key(0), X)
+    variables = jax.tree.map(lambda v: jnp.asarray(draw.normal(0.1, 0.4, v.shape), v.dtype), shapes)
+    twin = nnx.eval_shape(lambda: Twin(rngs=nnx.Rngs(0)))
     nnx.update(twin, variables["params"])
     return variables, twin
 
 
-@pytest.mark.slow
-def test_every_layer_computes_what_its_twin_computes() -> None:
+@further
+def gradients_and_packed_parameters_are_those_of_the_twin() -> None:
     variables, twin = start()
-    tower, rounded = quantized_linen.quantize(Tower(), RULE), jc.nn.quantize(twin, RULE)
-    packed = tower.pack(variables, TOKENS)
-
-    @nnx.jit
-    def run(variables: Any, packed: Any, rounded: Any) -> Any:
-        return tower.apply(variables, TOKENS), tower.apply(packed, TOKENS), rounded(TOKENS)
-
-    of_tower, of_packed, of_twin = run(variables, packed, rounded)
-    np.testing.assert_array_equal(of_tower, of_twin)
-    np.testing.assert_array_equal(of_packed, of_twin)
-    assert (of_twin != Tower().apply(variables, TOKENS)).any()
-    kernel = packed["params"]["head"]["kernel"]
-    assert isinstance(kernel, quantized_linen.Packed) and kernel.stored.shape == (6, 5)
-    np.testing.assert_array_equal(
-        kernel.unpack(), jc.round_to_format(variables["params"]["head"]["kernel"].T, WEIGHT).T
-    )
-
-
-@pytest.mark.slow
-def test_gradients_are_those_of_the_twin() -> None:
-    variables, twin = start()
-    rules = [jc.nn.Rule("head", weight="e4m3", activation="e4m3", gradient="e5m2"), jc.nn.Rule("conv", weight="e4m3")]
+    rules = [jc.nn.Rule("head", weight=WEIGHT, activation="e4m3", gradient="e5m2"), jc.nn.Rule("conv", weight="e4m3")]
     tower, rounded = quantized_linen.quantize(Tower(), rules), jc.nn.quantize(twin, rules)
 
     @nnx.jit
     def run(variables: Any, rounded: Any) -> Any:
-        ours = jax.grad(lambda v: jnp.sin(tower.apply(v, TOKENS)).sum())(variables)
-        return ours["params"], nnx.grad(lambda model: jnp.sin(model(TOKENS)).sum())(rounded)
+        ours = jax.grad(lambda v: jnp.sin(tower.apply(v, X)).sum())(variables)
+        theirs = nnx.grad(lambda model: jnp.sin(model(X)).sum())(rounded)
+        return ours["params"], theirs, tower.pack(variables, X)
 
-    ours, theirs = run(variables, rounded)
+    ours, theirs, packed = run(variables, rounded)
     for name in ("kernel", "bias"):
         np.testing.assert_allclose(ours["head"][name], theirs["head"][name][...], rtol=1e-5, atol=1e-6)
         np.testing.assert_allclose(ours["conv"][name], theirs["conv"][name][...], rtol=1e-4, atol=1e-5)
+    kernel = packed["params"]["head"]["kernel"]
+    assert isinstance(kernel, quantized_linen.Packed) and kernel.stored.shape == (8, 5)
+    expected = jc.round_to_format(variables["params"]["head"]["kernel"].T, WEIGHT).T
+    np.testing.assert_array_equal(kernel.unpack(), expected)
 
 
-def test_stochastic_rules_draw_from_their_stream() -> None:
-    rule = jc.nn.Rule(weight="e4m1:stochastic", bias="e4m1:stochastic", activation="e4m1:stochastic")
-    dense = quantized_linen.quantize(linen.Dense(8), rule)
-    x = jnp.asarray(np.random.default_rng(0).normal(size=(3, 8)), "float32")
-    variables = dense.init(jax.random.key(0), x)
-    first, again, other = (dense.apply(variables, x, rngs={"rounding": jax.random.key(k)}) for k in (0, 0, 1))
-    np.testing.assert_array_equal(first, again)
-    assert (first != other).any()
-    with pytest.raises(ValueError, match=r"rngs=\{'rounding': a key\}"):
-        dense.apply(variables, x)
-
-
-@pytest.mark.slow
-def test_cells_are_made_of_dense_layers_and_state_goes_through() -> None:
+def cells_are_made_of_dense_layers_and_state_goes_through() -> None:
     cell = quantized_linen.quantize(linen.GRUCell(4), jc.nn.Rule(weight="fixed2.2"))
     x, h = jnp.ones((2, 4)), jnp.full((2, 4), 0.5)
     variables = cell.init(jax.random.key(0), h, x)
@@ -134,7 +98,6 @@ class Bare(linen.Module):
         return linen.Dense(2)(x @ self.param("w", linen.initializers.normal(), (4, 4)))
 
 
-@pytest.mark.slow
 def test_what_cannot_be_quantized_is_named() -> None:
     x = jnp.ones((1, 4))
 
@@ -164,8 +127,8 @@ class Told(linen.Module):
         return 2 * y if double else y
 
 
-@pytest.mark.slow
-def test_arguments_that_are_no_arrays_go_through() -> None:
+@further.first
+def arguments_that_are_no_arrays_go_through() -> None:
     """By position as by name, also within others and beside arrays."""
     x, pair = np.ones((1, 4), np.float32), (jnp.ones(2), "beside")
     told = quantized_linen.quantize(Told(), jc.nn.Rule(weight="e4m3"))
@@ -175,8 +138,7 @@ def test_arguments_that_are_no_arrays_go_through() -> None:
     np.testing.assert_array_equal(told.apply(told.pack(variables, x, "cos", False, pair), x, "cos", True, pair), 2 * y)
 
 
-@pytest.mark.slow
-def test_packed_parameters_are_numbers_for_functions_of_trees() -> None:
+def packed_parameters_are_numbers_for_functions_of_trees() -> None:
     """A convolution whose groups run over its window, and a stack of layers, each with its own scales."""
 
     class Net(linen.Module):
@@ -199,11 +161,37 @@ def test_packed_parameters_are_numbers_for_functions_of_trees() -> None:
     jax.tree.map(np.testing.assert_array_equal, moved, again)
 
 
+def stochastic_rules_draw_from_their_stream() -> None:
+    rule = jc.nn.Rule(weight="e4m1:stochastic", bias="e4m1:stochastic", activation="e4m1:stochastic")
+    dense = quantized_linen.quantize(linen.Dense(8), rule)
+    x = jnp.asarray(np.random.default_rng(0).normal(size=(3, 8)), "float32")
+    variables = dense.init(jax.random.key(0), x)
+    first, again, other = (dense.apply(variables, x, rngs={"rounding": jax.random.key(k)}) for k in (0, 0, 1))
+    np.testing.assert_array_equal(first, again)
+    assert (first != other).any()
+    with pytest.raises(ValueError, match=r"rngs=\{'rounding': a key\}"):
+        dense.apply(variables, x)
+
+
+@pytest.mark.parametrize(
+    "check",
+    [
+        stochastic_rules_draw_from_their_stream,
+        pytest.param(cells_are_made_of_dense_layers_and_state_goes_through, marks=pytest.mark.slow),
+        pytest.param(packed_parameters_are_numbers_for_functions_of_trees, marks=pytest.mark.slow),
+    ],
+    ids=lambda check: check.__name__,
+)
+def test_state_and_trees(check: Any, request: Any) -> None:
+    """A case for each of these checks; the first runs by default."""
+    checked(check, request)
+
+
 class Normed(linen.Module):
     @linen.compact
     def __call__(self, x: Any) -> Any:
         x = linen.RMSNorm(name="norm")(linen.Dense(8, name="up")(x))
-        return linen.Dense(3, name="down")(x)
+        return linen.Dense(8, name="down")(x)
 
 
 def test_norms_are_rounded_by_rules_of_their_own_alone() -> None:
@@ -225,3 +213,6 @@ def test_norms_are_rounded_by_rules_of_their_own_alone() -> None:
     assert isinstance(stored["params"]["norm"]["scale"], quantized_linen.Packed)
     np.testing.assert_array_equal(own.apply(stored, x), own.apply(variables, x))
     assert (own.apply(variables, x) != wide.apply(variables, x)).any()
+
+
+test_further = further.test()

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import linen, nnx
+from layer_references import checked
 
 import jchop as jc
 
@@ -33,8 +34,7 @@ def begun() -> Any:
     return jax.jit(lambda key: (LAYER.init(key, whole), PLAIN.init(key, whole)))(jax.random.key(0))
 
 
-@pytest.mark.slow
-def test_a_packed_cache_is_that_of_the_twin() -> None:
+def a_packed_cache_is_that_of_the_twin() -> None:
     variables, usual = begun()
     params, kept = variables["params"], variables["cache"]
     jax.tree.map(np.testing.assert_array_equal, params, usual["params"])
@@ -59,8 +59,7 @@ def test_a_packed_cache_is_that_of_the_twin() -> None:
         jax.tree.map(np.testing.assert_array_equal, kept[name], getattr(twin, name).get_value())
 
 
-@pytest.mark.slow
-def test_a_cache_is_begun_and_checked() -> None:
+def a_cache_is_begun_and_checked() -> None:
     variables, usual = begun()
     params = {"params": usual["params"]}
     _, after = jax.jit(lambda params: LAYER.apply(params, X, mutable=["cache"]))(params)
@@ -73,8 +72,7 @@ def test_a_cache_is_begun_and_checked() -> None:
         LAYER.apply(usual, X[:, :1], mutable=["cache"])
 
 
-@pytest.mark.slow
-def test_masks_and_dropouts_go_through() -> None:
+def masks_and_dropouts_go_through() -> None:
     """Where nothing is rounded, a rounded attention is Linen's own with all that this is given."""
     mask = linen.make_causal_mask(jnp.ones(X.shape[:2]))
     plain = attention(dropout_rate=0.5, broadcast_dropout=False)
@@ -94,6 +92,20 @@ def test_masks_and_dropouts_go_through() -> None:
     (weights,), (of_ours,) = (i["intermediates"]["attention_weights"] for i in (sown, sown_exact))
     np.testing.assert_allclose(of_ours, weights, rtol=1e-6, atol=1e-6)
     assert not np.triu(of_ours, 1).any()
+
+
+@pytest.mark.parametrize(
+    "check",
+    [
+        a_packed_cache_is_that_of_the_twin,
+        pytest.param(a_cache_is_begun_and_checked, marks=pytest.mark.slow),
+        pytest.param(masks_and_dropouts_go_through, marks=pytest.mark.slow),
+    ],
+    ids=lambda check: check.__name__,
+)
+def test_attention(check: Any, request: Any) -> None:
+    """A case for each of these checks; the first runs by default."""
+    checked(check, request)
 
 
 @pytest.mark.smoke

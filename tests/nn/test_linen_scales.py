@@ -13,6 +13,7 @@ import optax
 import pytest
 from flax import linen, nnx
 from flax.training.train_state import TrainState
+from layer_references import checked
 
 import jchop as jc
 
@@ -142,27 +143,31 @@ def check(rules: Any, calibrated: bool) -> Any:
     return stats
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "rule", [jc.nn.Rule(**MOVING), HISTORY, jc.nn.Rule(**LEARNED)], ids=lambda rule: str(rule.scale_from)
-)
-def test_every_layer_trains_as_its_twin(rule: Any) -> None:
-    check(rule, isinstance(rule.scale_from, jc.nn.LSQ))
-
-
-@pytest.mark.slow
-def test_training_and_evaluation_are_those_of_the_twin() -> None:
+def each_its_own() -> Any:
+    """Another source for each layer."""
     learned = jc.nn.Rule("head", weight="int4(group=all)", scale_from=jc.nn.LSQ())
-    rules = [jc.nn.Rule("conv", **MOVING), dataclasses.replace(HISTORY, path="general"), learned]
-    stats = check(rules, calibrated=False)
-    assert {path: sorted(names) for path, names in stats["scale_stats"].items()} == {
-        "conv": ["activation_range"],
-        "general": ["activation_history", "weight_history"],
-    }
+    return [jc.nn.Rule("conv", **MOVING), dataclasses.replace(HISTORY, path="general"), learned]
 
 
-@pytest.mark.slow
-def test_start_keeps_what_is_there_and_begins_the_rest() -> None:
+@pytest.mark.parametrize(
+    "rules",
+    [
+        pytest.param(jc.nn.Rule(**LEARNED), marks=pytest.mark.slow, id="LSQ"),
+        pytest.param(each_its_own(), marks=pytest.mark.slow, id="each its own"),
+        pytest.param(jc.nn.Rule(**MOVING), id="MovingAverage"),
+    ],
+)
+def test_every_layer_trains_as_its_twin(rules: Any) -> None:
+    several = isinstance(rules, list)
+    stats = check(rules, not several and isinstance(rules.scale_from, jc.nn.LSQ))
+    if several:
+        assert {path: sorted(names) for path, names in stats["scale_stats"].items()} == {
+            "conv": ["activation_range"],
+            "general": ["activation_history", "weight_history"],
+        }
+
+
+def start_keeps_what_is_there_and_begins_the_rest() -> None:
     x = jnp.asarray([[1.0, -4.0, 0.5, 2.0]])
     dense = linen.Dense(3)
     plain = dense.init(jax.random.key(0), x)
@@ -211,8 +216,7 @@ class Stack(linen.Module):
         return scan(linen.Dense(6, name="layers"), x, None)[0]
 
 
-@pytest.mark.slow
-def test_stacks_have_scales_of_their_own() -> None:
+def stacks_have_scales_of_their_own() -> None:
     rule = jc.nn.Rule(
         weight="int4(group=all)", activation=TENSOR, bias="fixed2.2(group=tensor)", scale_from=jc.nn.LSQ()
     )
@@ -225,14 +229,11 @@ def test_stacks_have_scales_of_their_own() -> None:
 
     @jax.jit
     def run(variables: Any, packed: Any) -> Any:
-        y = x
-        for i in range(3):
-            y = jnp.sin(
-                one.apply({"params": jax.tree.map(lambda leaf, i=i: leaf[i], variables["params"]["layers"])}, y)
-            )
+        layers = variables["params"]["layers"]
+        y, _ = jax.lax.scan(lambda y, params: (jnp.sin(one.apply({"params": params}, y)), None), x, layers)
         return net.apply(variables, x), net.apply(packed, x), y
 
-    packed = net.pack(variables, x)
+    packed = jax.jit(net.pack)(variables, x)
     assert packed["params"]["layers"]["kernel"].stored.shape == (3, 6, 6)
     of_net, of_packed, by_layer = run(variables, packed)
     np.testing.assert_array_equal(of_net, by_layer)
@@ -245,8 +246,7 @@ def test_stacks_have_scales_of_their_own() -> None:
     np.testing.assert_array_equal(ranges[0], [x.min(), x.max()])
 
 
-@pytest.mark.slow
-def test_a_range_goes_through_the_steps_of_a_recurrent_network() -> None:
+def a_range_goes_through_the_steps_of_a_recurrent_network() -> None:
     network = linen.RNN(linen.SimpleCell(5), variable_carry="scale_stats")
     net, x = jc.nn.linen.quantize(network, jc.nn.Rule(**MOVING)), X[0]
     variables = jax.jit(net.init)(jax.random.key(0), x)
@@ -255,6 +255,20 @@ def test_a_range_goes_through_the_steps_of_a_recurrent_network() -> None:
     for t in range(1, x.shape[1]):
         span = 0.75 * span + 0.25 * np.array([x[:, t].min(), x[:, t].max()])
     np.testing.assert_allclose(after["scale_stats"]["cell"]["i"]["activation_range"], span, rtol=1e-6)
+
+
+@pytest.mark.parametrize(
+    "check",
+    [
+        start_keeps_what_is_there_and_begins_the_rest,
+        pytest.param(stacks_have_scales_of_their_own, marks=pytest.mark.slow),
+        pytest.param(a_range_goes_through_the_steps_of_a_recurrent_network, marks=pytest.mark.slow),
+    ],
+    ids=lambda check: check.__name__,
+)
+def test_where_scales_are_kept(check: Any, request: Any) -> None:
+    """A case for each of these checks; the first runs by default."""
+    checked(check, request)
 
 
 @pytest.mark.smoke

@@ -10,13 +10,15 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 import pytest
 from flax import nnx
-from layer_references import products_of_size
+from further import Further
+from layer_references import checked, products_of_size
 
 import jchop as jc
 from jchop.nn import LoraRule, Rule, add_lora, load_lora, merge_lora, save_lora, split_lora
+
+further = Further()
 
 DOUBLE = "nf4(scale=uint8(group=256,zero_point=float))"
 X = np.random.default_rng(0).standard_normal((5, 128)).astype(np.float32)
@@ -53,8 +55,7 @@ def noised(model: Any) -> Any:
     return model
 
 
-@pytest.mark.slow
-def test_first_output_and_gradients(packed: Any) -> None:
+def first_output_and_gradients(packed: Any) -> None:
     adapted = add_lora(
         packed, [LoraRule("up", rank=4, alpha=8, dropout=0.5), LoraRule("rest", rank=2)], rngs=nnx.Rngs(1)
     )
@@ -71,7 +72,7 @@ def test_first_output_and_gradients(packed: Any) -> None:
     def loss(lora: Any) -> jax.Array:
         return (nnx.merge(graph, lora, others)(X) ** 2).mean()
 
-    gradient = jax.grad(loss)(lora)
+    gradient = jax.jit(jax.grad(loss))(lora)
     assert sorted(leaf.shape for leaf in jax.tree.leaves(gradient)) == sorted(found.values())
     assert any(bool(leaf.any()) for leaf in jax.tree.leaves(gradient))
     sizes = {128 * 128}
@@ -81,8 +82,7 @@ def test_first_output_and_gradients(packed: Any) -> None:
     assert products_of_size(jax.make_jaxpr(other)(jnp.ones((128, 128))).jaxpr, sizes) == 1  # as it would be
 
 
-@pytest.mark.slow
-def test_bytes(packed: Any) -> None:
+def in_bytes(packed: Any) -> None:
     """4 bits, 8 for each group of 64, and a scale and an offset of 32 for each 256 of these (or a shorter row)."""
     q = packed.rest[0].kernel[...]
     scales = 128 * 128 // 64
@@ -92,9 +92,9 @@ def test_bytes(packed: Any) -> None:
     assert big.bits_per_element == 4 + 8 / 64 + 64 / (64 * 256)
 
 
-@pytest.mark.in_turn(2)
-@pytest.mark.parametrize("init", ["loftq", "pissa"])
-def test_best_approximations(model: Any, packed: Any, init: str) -> None:
+@further
+@pytest.mark.parametrize("init", ["loftq", pytest.param("pissa", marks=pytest.mark.slow)])
+def best_approximations(model: Any, packed: Any, init: str) -> None:
     rule = LoraRule("up", rank=5, alpha=2.5, init=init)
     layer = add_lora(packed, rule, rngs=nnx.Rngs(1), original=model).up
     w = np.asarray(model.up.kernel[...], np.float64)
@@ -136,7 +136,7 @@ def test_merge_and_split(model: Any, packed: Any) -> None:
         merge_lora(again)
 
 
-def test_files(packed: Any, tmp_path: Path) -> None:
+def in_files(packed: Any, tmp_path: Path) -> None:
     rules = [LoraRule("up", rank=4, alpha=8), LoraRule("*", rank=2)]
     adapted = noised(add_lora(packed, rules, rngs=nnx.Rngs(1)))
     base = tmp_path / "base.safetensors"
@@ -159,9 +159,17 @@ def test_files(packed: Any, tmp_path: Path) -> None:
         load_lora(tmp_path / "adapter", packed)
 
 
-@pytest.mark.in_turn(3)
-@pytest.mark.parametrize("weight", [None, "nf4", "int4(group=32)"])
-def test_the_projections_of_attention(weight: str | None, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "check", [in_files, pytest.param(in_bytes, marks=pytest.mark.slow)], ids=lambda check: check.__name__
+)
+def test_files_and_their_size(check: Any, request: Any) -> None:
+    """A case for each of these checks; the first runs by default."""
+    checked(check, request)
+
+
+@further
+@pytest.mark.parametrize("weight", [None, pytest.param("nf4", marks=pytest.mark.slow)])
+def the_projections_of_attention(weight: str | None, tmp_path: Path) -> None:
     """They sum over one axis to two, and over two to one; A and B are matrices, as in PEFT."""
     plain: Any = nnx.MultiHeadAttention(4, 32, qkv_features=64, decode=False, rngs=nnx.Rngs(0))
     base = plain if weight is None else jc.nn.quantize(plain, Rule("{query,out}", weight=weight), "ptq")
@@ -191,25 +199,25 @@ def test_the_projections_of_attention(weight: str | None, tmp_path: Path) -> Non
     np.testing.assert_allclose(best(x), (base if weight is None else merge_lora(best))(x), rtol=1e-3, atol=1e-4)
 
 
-def test_a_model_that_is_the_layer_is_saved_and_loaded(tmp_path: Path) -> None:
+def a_model_that_is_the_layer_is_saved_and_loaded(tmp_path: Path) -> None:
     model: Any = nnx.Linear(8, 4, rngs=nnx.Rngs(0))
     adapted = noised(add_lora(model, LoraRule("*", rank=2), rngs=nnx.Rngs(1)))
     save_lora(tmp_path, adapted)
     np.testing.assert_array_equal(load_lora(tmp_path, model)(np.eye(8)), adapted(np.eye(8)))
 
 
-def test_a_general_layer_sums_over_its_own_axes() -> None:
+@further
+def a_general_layer_sums_over_its_own_axes() -> None:
     layer: Any = nnx.LinearGeneral((2, 3), (4, 5), axis=(1, -1), use_bias=False, rngs=nnx.Rngs(0))
     adapted = noised(add_lora(layer, LoraRule("*", rank=2), rngs=nnx.Rngs(1)))
     x = np.random.default_rng(1).standard_normal((7, 2, 6, 3))
     a, b = np.asarray(adapted.lora_a[...]).reshape(2, 3, 2), np.asarray(adapted.lora_b[...]).reshape(2, 4, 5)
     kernel = np.asarray(layer.kernel[...]) + np.einsum("ijr,rkl->ijkl", a, b)
     np.testing.assert_allclose(adapted(x), np.einsum("bisj,ijkl->bskl", x, kernel), rtol=1e-4, atol=1e-5)
-    for axis in ((-1, 1), (2, 0)):  # Flax sums over them in ascending order
-        layer = nnx.LinearGeneral((3, 3), 8, axis=axis, rngs=nnx.Rngs(0))
-        adapted = noised(add_lora(layer, LoraRule("*", rank=2), rngs=nnx.Rngs(1)))
-        x, merged = np.random.default_rng(1).standard_normal((3, 3, 3)), merge_lora(adapted)
-        np.testing.assert_allclose(adapted(x), merged(x), rtol=1e-4, atol=1e-5)
+    layer = nnx.LinearGeneral((3, 3), 8, axis=(2, 0), rngs=nnx.Rngs(0))  # Flax sums over them in ascending order
+    adapted = noised(add_lora(layer, LoraRule("*", rank=2), rngs=nnx.Rngs(1)))
+    x, merged = np.random.default_rng(1).standard_normal((3, 3, 3)), merge_lora(adapted)
+    np.testing.assert_allclose(adapted(x), merged(x), rtol=1e-4, atol=1e-5)
     batched = nnx.LinearGeneral(3, 4, batch_axis={0: 2}, rngs=nnx.Rngs(0))
     with pytest.raises(ValueError, match=r"LinearGeneral \(without batch_axis\); exclude the layer"):
         add_lora(batched, LoraRule("*", rank=2), rngs=nnx.Rngs(1))
@@ -225,7 +233,7 @@ class Stack(nnx.Module):
         return scanned(x, self.blocks)
 
 
-@pytest.mark.parametrize("weight", [None, "int4(group=4)"])
+@pytest.mark.parametrize("weight", ["int4(group=4)", pytest.param(None, marks=pytest.mark.slow)])
 def test_a_stack_has_an_adapter_for_each_layer(weight: str | None, tmp_path: Path) -> None:
     plain: Any = Stack()
     model: Any = plain if weight is None else jc.nn.quantize(plain, Rule(weight=weight), "ptq")
@@ -270,8 +278,7 @@ def test_a_stack_begins_with_the_best_approximations_and_has_dropout() -> None:
     np.testing.assert_allclose(adapted(x), merge_lora(adapted)(x), rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.slow
-def test_training_with_8_bit_moments(packed: Any) -> None:
+def training_with_8_bit_moments(packed: Any) -> None:
     adapted = add_lora(packed, LoraRule("*", rank=2), rngs=nnx.Rngs(1))
     codes = [np.asarray(leaf) for leaf in jax.tree.leaves(nnx.state(adapted, jc.nn.QuantizedParam))]
     optimizer = nnx.Optimizer(adapted, jc.optim.adamw8bit(1e-2), wrt=nnx.LoRAParam)
@@ -289,8 +296,22 @@ def test_training_with_8_bit_moments(packed: Any) -> None:
     jax.tree.map(np.testing.assert_array_equal, codes, jax.tree.leaves(nnx.state(adapted, jc.nn.QuantizedParam)))
 
 
-@pytest.mark.slow
-def test_errors(model: Any, packed: Any) -> None:
+@pytest.mark.parametrize(
+    "check",
+    [
+        a_model_that_is_the_layer_is_saved_and_loaded,
+        pytest.param(first_output_and_gradients, marks=pytest.mark.slow),
+        pytest.param(training_with_8_bit_moments, marks=pytest.mark.slow),
+    ],
+    ids=lambda check: check.__name__,
+)
+def test_adapters_in_use(check: Any, request: Any) -> None:
+    """A case for each of these checks; the first runs by default."""
+    checked(check, request)
+
+
+@further.first
+def errors(model: Any, packed: Any) -> None:
     for said, rules, more in (
         ("matches no linear layer", LoraRule("down", rank=2), {}),
         ("needs original=", LoraRule("up", rank=2, init="loftq"), {}),
@@ -311,37 +332,4 @@ def test_errors(model: Any, packed: Any) -> None:
         add_lora(packed, LoraRule("up", rank=1), rngs=None)  # type: ignore[arg-type]
 
 
-@pytest.mark.slow
-def test_digits() -> None:
-    """Pretrained on the digits 0 to 4, adapted to 5 to 9: NF4 is within 1 % of adapters beside full precision."""
-    datasets = pytest.importorskip("sklearn.datasets")
-    images, labels = datasets.load_digits(return_X_y=True)
-    x, y = jnp.asarray(images / 16, jnp.float32), jnp.asarray(labels)
-    order = np.random.default_rng(0).permutation(len(labels))
-    old, new = order[labels[order] < 5], order[labels[order] >= 5]
-    train, test = new[: len(new) * 3 // 4], new[len(new) * 3 // 4 :]
-
-    def loss_of(model: Any, x: jax.Array, y: jax.Array) -> jax.Array:
-        return optax.softmax_cross_entropy_with_integer_labels(model(x), y).mean()
-
-    def trained(model: Any, wrt: Any, rows: np.ndarray, steps: int) -> Any:
-        optimizer = nnx.Optimizer(model, optax.adam(5e-3), wrt=wrt)
-
-        @nnx.jit
-        def step(model: Any, optimizer: Any) -> None:
-            optimizer.update(model, nnx.grad(loss_of, argnums=nnx.DiffState(0, wrt))(model, x[rows], y[rows] % 5))
-
-        for _ in range(steps):
-            step(model, optimizer)
-        return model
-
-    rngs = nnx.Rngs(0)
-    plain = nnx.Sequential(nnx.Linear(64, 128, rngs=rngs), nnx.relu, nnx.Linear(128, 5, rngs=rngs))
-    plain = trained(plain, nnx.Param, old, 150)
-    packed = jc.nn.quantize(plain, Rule(weight=DOUBLE), "ptq")
-    scores = []
-    for base in (plain, packed):
-        adapted = trained(add_lora(base, LoraRule("*", rank=4), rngs=nnx.Rngs(1)), nnx.LoRAParam, train, 200)
-        scores.append(float((jnp.argmax(adapted(x[test]), -1) == y[test] % 5).mean()))
-    print(scores)
-    assert scores[0] > 0.9 and scores[1] >= scores[0] - 0.01
+test_further = further.test()

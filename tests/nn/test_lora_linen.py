@@ -13,11 +13,14 @@ import numpy as np
 import pytest
 from flax import linen as nn
 from flax import nnx
-from layer_references import products_of_size
+from further import Further
+from layer_references import checked, drawn, each, products_of_size
 
 import jchop as jc
 from jchop.nn import LoraRule, Rule
 from jchop.nn.linen import add_lora, load_lora, merge_lora, save_lora, split_lora
+
+further = Further()
 
 DOUBLE = "nf4(scale=uint8(group=256,zero_point=float))"
 X = np.random.default_rng(0).standard_normal((5, 128)).astype(np.float32)
@@ -34,7 +37,7 @@ class Net(nn.Module):
 
 @pytest.fixture(scope="module")
 def plain() -> Any:
-    return Net().init(jax.random.key(0), X)
+    return drawn(jax.eval_shape(Net().init, jax.random.key(0), X))
 
 
 @pytest.fixture(scope="module")
@@ -44,7 +47,7 @@ def low() -> Any:
 
 @pytest.fixture(scope="module")
 def packed(plain: Any, low: Any) -> Any:
-    return low.pack(plain, X)
+    return jax.jit(low.pack)(plain, X)
 
 
 def noised(variables: Any) -> Any:
@@ -54,29 +57,7 @@ def noised(variables: Any) -> Any:
     return {**variables, "lora": lora}
 
 
-@pytest.mark.slow
-def test_first_output_and_gradients(low: Any, packed: Any) -> None:
-    rules = [LoraRule("up", rank=4, alpha=8), LoraRule("{up,down}", rank=2)]
-    adapted, variables = add_lora(low, packed, rules, X, key=KEY)
-    np.testing.assert_array_equal(adapted.apply(variables, X), low.apply(packed, X))
-    shapes = jax.tree.map(jnp.shape, variables["lora"])
-    assert shapes == {
-        "up": {"lora_a": (128, 4), "lora_b": (4, 128)}, "down": {"lora_a": (128, 2), "lora_b": (2, 128)}
-    }  # fmt: skip
-
-    def loss(lora: Any) -> Any:
-        return (adapted.apply({**packed, "lora": lora}, X) ** 2).mean()
-
-    gradient = jax.grad(loss)(variables["lora"])
-    assert jax.tree.map(jnp.shape, gradient) == shapes
-    assert bool(gradient["up"]["lora_b"].any()) and not bool(gradient["up"]["lora_a"].any())  # since B is zero
-    assert products_of_size(jax.make_jaxpr(jax.grad(loss))(variables["lora"]).jaxpr, SIZES) == 0
-    whole = jax.grad(lambda kernel: ((X @ kernel) ** 2).mean())
-    assert products_of_size(jax.make_jaxpr(whole)(jnp.ones((128, 128))).jaxpr, SIZES) == 1  # as it would be
-
-
-@pytest.mark.slow
-def test_the_sum_is_that_of_the_definition(plain: Any) -> None:
+def the_sum_is_that_of_the_definition(plain: Any) -> None:
     adapted, variables = add_lora(Net(), plain, LoraRule("{up,down}", rank=3, alpha=6), X, key=KEY)
     variables = noised(variables)
     p, lora = (jax.tree.map(lambda v: np.asarray(v, np.float64), variables[name]) for name in ("params", "lora"))
@@ -91,8 +72,47 @@ def test_the_sum_is_that_of_the_definition(plain: Any) -> None:
         np.testing.assert_allclose(merged["params"][name]["kernel"], weight, rtol=0, atol=2**-22 * abs(weight).max())
 
 
-@pytest.mark.slow
-def test_merge_split_and_files(low: Any, packed: Any, tmp_path: Path) -> None:
+def test_merged_layers_leave_no_rule_for_the_norms_alone(plain: Any) -> None:
+    """The rule was for all layers, and left the norm; when its other layers are merged, it still does."""
+    low = jc.nn.linen.quantize(Net(), Rule(weight="int4(group=32)", activation="e4m3", output="e4m3"))
+    adapted, variables = add_lora(low, low.pack(plain, X), LoraRule("{up,down}", rank=2), X, key=KEY)
+    module, _ = merge_lora(adapted, variables, X)
+    assert isinstance(module, jc.nn.linen.Quantized)
+    assert [str(rule) for rule in module.rules][1:] == ["Rule('*', output=float8_e4m3)"]
+
+
+def dropout_in_expectation(plain: Any) -> None:
+    adapted, variables = add_lora(Net(), plain, LoraRule("up", rank=4, dropout=0.5), X, key=KEY)
+    variables = noised(variables)
+    up = lambda rngs: adapted.apply(variables, X, rngs=rngs, capture_intermediates=True)[1]  # noqa: E731
+    of = lambda found: found["intermediates"]["up"]["__call__"][0]  # noqa: E731
+    still = of(up(None))
+    many = jax.jit(jax.vmap(lambda key: of(up({"dropout": key}))))(jax.random.split(KEY, 1000))
+    spread = many.std(0) / np.sqrt(1000)
+    assert bool((spread > 0).all()) and bool((abs(many.mean(0) - still) < 5 * spread).all())
+
+
+def first_output_and_gradients(low: Any, packed: Any) -> None:
+    rules = [LoraRule("up", rank=4, alpha=8), LoraRule("{up,down}", rank=2)]
+    adapted, variables = add_lora(low, packed, rules, X, key=KEY)
+    np.testing.assert_array_equal(adapted.apply(variables, X), low.apply(packed, X))
+    shapes = jax.tree.map(jnp.shape, variables["lora"])
+    assert shapes == {
+        "up": {"lora_a": (128, 4), "lora_b": (4, 128)}, "down": {"lora_a": (128, 2), "lora_b": (2, 128)}
+    }  # fmt: skip
+
+    def loss(lora: Any) -> Any:
+        return (adapted.apply({**packed, "lora": lora}, X) ** 2).mean()
+
+    gradient = jax.jit(jax.grad(loss))(variables["lora"])
+    assert jax.tree.map(jnp.shape, gradient) == shapes
+    assert bool(gradient["up"]["lora_b"].any()) and not bool(gradient["up"]["lora_a"].any())  # since B is zero
+    assert products_of_size(jax.make_jaxpr(jax.grad(loss))(variables["lora"]).jaxpr, SIZES) == 0
+    whole = jax.grad(lambda kernel: ((X @ kernel) ** 2).mean())
+    assert products_of_size(jax.make_jaxpr(whole)(jnp.ones((128, 128))).jaxpr, SIZES) == 1  # as it would be
+
+
+def merge_split_and_files(low: Any, packed: Any, tmp_path: Path) -> None:
     adapted, variables = add_lora(low, packed, LoraRule("up", rank=3, alpha=6), X, key=KEY)
     variables = noised(variables)
     y = adapted.apply(variables, X)
@@ -117,17 +137,7 @@ def test_merge_split_and_files(low: Any, packed: Any, tmp_path: Path) -> None:
     np.testing.assert_array_equal(jc.nn.load_lora(tmp_path, twin)["up"].lora_a[...], adapters["up"]["lora_a"])
 
 
-def test_merged_layers_leave_no_rule_for_the_norms_alone(plain: Any) -> None:
-    """The rule was for all layers, and left the norm; when its other layers are merged, it still does."""
-    low = jc.nn.linen.quantize(Net(), Rule(weight="int4(group=32)", activation="e4m3", output="e4m3"))
-    adapted, variables = add_lora(low, low.pack(plain, X), LoraRule("{up,down}", rank=2), X, key=KEY)
-    module, _ = merge_lora(adapted, variables, X)
-    assert isinstance(module, jc.nn.linen.Quantized)
-    assert [str(rule) for rule in module.rules][1:] == ["Rule('*', output=float8_e4m3)"]
-
-
-@pytest.mark.slow
-def test_all_merged_is_a_plain_module(low: Any, plain: Any, packed: Any) -> None:
+def all_merged_is_a_plain_module(low: Any, plain: Any, packed: Any) -> None:
     adapted, variables = add_lora(low, plain, LoraRule("up", rank=2), X, key=KEY)
     assert merge_lora(adapted, variables, X)[0] is low  # a weight that is not packed is still rounded in each call
     adapted, variables = add_lora(low, packed, LoraRule("{up,down}", rank=2), X, key=KEY)
@@ -136,9 +146,8 @@ def test_all_merged_is_a_plain_module(low: Any, plain: Any, packed: Any) -> None
     np.testing.assert_allclose(module.apply(merged, X), low.apply(packed, X), rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("init", ["loftq", "pissa"])
-def test_best_approximations(low: Any, plain: Any, packed: Any, init: str) -> None:
+@each("init", ["loftq", "pissa"])
+def best_approximations(low: Any, plain: Any, packed: Any, init: str) -> None:
     rule = LoraRule("up", rank=5, alpha=2.5, init=init)
     _, variables = add_lora(low, packed, rule, X, key=KEY, original=plain)
     w = np.asarray(plain["params"]["up"]["kernel"], np.float64)
@@ -152,44 +161,11 @@ def test_best_approximations(low: Any, plain: Any, packed: Any, init: str) -> No
     np.testing.assert_array_equal(held, jc.dequantize(jc.quantize(rest.T, DOUBLE)).T)
 
 
-@pytest.mark.slow
-def test_dropout_in_expectation(plain: Any) -> None:
-    adapted, variables = add_lora(Net(), plain, LoraRule("up", rank=4, dropout=0.5), X, key=KEY)
-    variables = noised(variables)
-    up = lambda rngs: adapted.apply(variables, X, rngs=rngs, capture_intermediates=True)[1]  # noqa: E731
-    of = lambda found: found["intermediates"]["up"]["__call__"][0]  # noqa: E731
-    still = of(up(None))
-    many = jax.vmap(lambda key: of(up({"dropout": key})))(jax.random.split(KEY, 4000))
-    spread = many.std(0) / np.sqrt(4000)
-    assert bool((spread > 0).all()) and bool((abs(many.mean(0) - still) < 5 * spread).all())
-
-
-def test_axes_in_another_order_are_summed_as_flax_sums_them() -> None:
-    net: Any = nn.DenseGeneral(8, axis=(2, 0))
-    x = np.random.default_rng(1).standard_normal((3, 4, 3)).astype(np.float32)
-    adapted, variables = add_lora(net, net.init(KEY, x), LoraRule("*", rank=2), x, key=KEY)
-    variables = noised(variables)
-    module, merged = merge_lora(adapted, variables, x)
-    np.testing.assert_allclose(adapted.apply(variables, x), module.apply(merged, x), rtol=1e-4, atol=1e-5)
-
-
-def test_rules_that_say_nothing_of_merged_layers_are_dropped() -> None:
-    """The rule matches the attention itself, too, which has no weight of its own."""
-    net: Any = nn.MultiHeadDotProductAttention(4)
-    x = np.random.default_rng(1).standard_normal((2, 5, 16)).astype(np.float32)
-    low = jc.nn.linen.quantize(net, Rule(weight="int8(channel=-1)"))
-    adapted, variables = add_lora(low, low.pack(net.init(KEY, x), x), LoraRule("*", rank=2), x, key=KEY)
-    variables = noised(variables)
-    module, merged = merge_lora(adapted, variables, x)
-    np.testing.assert_allclose(module.apply(merged, x), adapted.apply(variables, x), rtol=1e-4, atol=1e-5)
-
-
-@pytest.mark.in_turn(2)
-@pytest.mark.parametrize("weight", [None, "nf4"])
-def test_the_projections_of_attention(weight: str | None, tmp_path: Path) -> None:
+@each("weight", ["nf4", None])
+def the_projections_of_attention(weight: str | None, tmp_path: Path) -> None:
     net: Any = nn.MultiHeadDotProductAttention(4, qkv_features=64)
     x = np.random.default_rng(1).standard_normal((2, 5, 32)).astype(np.float32)
-    plain: Any = net.init(KEY, x)
+    plain: Any = drawn(jax.eval_shape(net.init, KEY, x))
     low = net if weight is None else jc.nn.linen.quantize(net, Rule("{query,out}", weight=weight))
     base = plain if weight is None else low.pack(plain, x)
     adapted, variables = add_lora(low, base, LoraRule("{query,out}", rank=3, alpha=6), x, key=KEY)
@@ -218,6 +194,47 @@ def test_the_projections_of_attention(weight: str | None, tmp_path: Path) -> Non
     assert whole["params"]["out"]["kernel"].shape == (4, 16, 32)
 
 
+@pytest.mark.parametrize(
+    "check",
+    [
+        the_sum_is_that_of_the_definition,
+        pytest.param(the_projections_of_attention, marks=pytest.mark.slow),
+        pytest.param(best_approximations, marks=pytest.mark.slow),
+        pytest.param(all_merged_is_a_plain_module, marks=pytest.mark.slow),
+        pytest.param(merge_split_and_files, marks=pytest.mark.slow),
+        pytest.param(first_output_and_gradients, marks=pytest.mark.slow),
+        pytest.param(dropout_in_expectation, marks=pytest.mark.slow),
+    ],
+    ids=lambda check: check.__name__,
+)
+def test_numbers(check: Any, request: Any) -> None:
+    """A case for each of these checks; the first runs by default."""
+    checked(check, request)
+
+
+@further.first
+def axes_in_another_order_are_summed_as_flax_sums_them() -> None:
+    net: Any = nn.DenseGeneral(8, axis=(2, 0))
+    x = np.random.default_rng(1).standard_normal((3, 4, 3)).astype(np.float32)
+    adapted, variables = add_lora(net, drawn(jax.eval_shape(net.init, KEY, x)), LoraRule("*", rank=2), x, key=KEY)
+    variables = noised(variables)
+    module, merged = merge_lora(adapted, variables, x)
+    np.testing.assert_allclose(adapted.apply(variables, x), module.apply(merged, x), rtol=1e-4, atol=1e-5)
+
+
+@further
+def rules_that_say_nothing_of_merged_layers_are_dropped() -> None:
+    """The rule matches the attention itself, too, which has no weight of its own."""
+    net: Any = nn.MultiHeadDotProductAttention(4)
+    x = np.random.default_rng(1).standard_normal((2, 5, 16)).astype(np.float32)
+    low = jc.nn.linen.quantize(net, Rule(weight="int8(channel=-1)"))
+    packed = jax.jit(low.pack)(drawn(jax.eval_shape(net.init, KEY, x)), x)
+    adapted, variables = add_lora(low, packed, LoraRule("*", rank=2), x, key=KEY)
+    variables = noised(variables)
+    module, merged = merge_lora(adapted, variables, x)
+    np.testing.assert_allclose(module.apply(merged, x), adapted.apply(variables, x), rtol=1e-4, atol=1e-5)
+
+
 def test_errors(low: Any, plain: Any, packed: Any) -> None:
     add = lambda *rules, **more: add_lora(low, packed, rules, X, **{"key": KEY, **more})  # noqa: E731
     with pytest.raises(ValueError, match="matches no linear layer"):
@@ -233,9 +250,12 @@ def test_errors(low: Any, plain: Any, packed: Any) -> None:
     conv = nn.Conv(4, (2, 2))
     image = jnp.ones((1, 4, 4, 3))
     with pytest.raises(ValueError, match=r"Conv at ''.*flax\.linen\.Dense"):
-        add_lora(conv, conv.init(KEY, image), LoraRule("*", rank=2), image, key=KEY)
+        add_lora(conv, drawn(jax.eval_shape(conv.init, KEY, image)), LoraRule("*", rank=2), image, key=KEY)
     adapted, variables = add(LoraRule("up", rank=2))
     with pytest.raises(ValueError, match="variables have adapters already"):
         add_lora(low, variables, LoraRule("up", rank=2), X, key=KEY)
     with pytest.raises(ValueError, match=r"differ in 'up/lora_a'"):
         adapted.apply(packed, X)
+
+
+test_further = further.test()

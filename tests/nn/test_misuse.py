@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import linen, nnx
+from layer_references import checked, each
 
 import jchop as jc
 
@@ -28,9 +29,7 @@ def packed(text: str, seed: int = 0) -> Any:
 # -- axes --------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    "text", ["int8(channel=5)", "int4(group=2,axis=7)", "int4(group=(2,2,2))", "int8(channel=(0,-2))"]
-)
+@each("text", ["int8(channel=5)", "int4(group=2,axis=7)", "int4(group=(2,2,2))", "int8(channel=(0,-2))"])
 def test_axes_of_parameters_are_checked_at_once(text: str) -> None:
     model = nnx.Sequential(linear())
     words = r"weight='.*' of the Linear at 'layers/0' by Rule\('layers', .*axis.*axes from -2 to 1"
@@ -46,7 +45,7 @@ def test_axes_of_parameters_are_checked_at_once(text: str) -> None:
         dense.apply(dense.init(jax.random.key(0), X), X)
 
 
-@pytest.mark.parametrize("field", ["activation", "gradient", "weight_gradient", "output"])
+@each("field", ["activation", "gradient", "weight_gradient", "output"])
 def test_axes_of_other_operands_are_checked_in_the_first_call(field: str) -> None:
     rule = Rule("layers", **{field: "int8(channel=5)"})
     with pytest.raises(ValueError, match=rf"{field}='int8\(channel=5\)' of the Linear at 'layers/0' by .*from -2 to 1"):
@@ -56,8 +55,22 @@ def test_axes_of_other_operands_are_checked_in_the_first_call(field: str) -> Non
         dense.apply(dense.init(jax.random.key(0), X), X)
 
 
-@pytest.mark.slow
-def test_an_axis_that_is_there_is_taken() -> None:
+def nan_stays_nan_under_kept_scales() -> None:
+    x = X.at[0, 3].set(jnp.nan)
+    for source in (jc.nn.MovingAverage(), jc.nn.DelayedScaling(2), jc.nn.LSQ()):
+        model = jc.nn.quantize(linear(), Rule(activation="int8(group=tensor)", scale_from=source))
+        model = jc.nn.calibrate(model, [X]) if isinstance(source, jc.nn.LSQ) else model
+        assert np.isnan(model(x)[0]).all() and np.isfinite(model(X)).all()
+
+
+def the_derivative_of_what_is_rounded_stays() -> None:
+    model = jc.nn.quantize(linear(), Rule(activation="int8(group=all):gradient=clipped"))
+    plain = linear()
+    np.testing.assert_array_equal(jax.grad(lambda x: model(x).sum())(X), jax.grad(lambda x: plain(x).sum())(X))
+    np.testing.assert_array_equal(jax.jvp(model, (X,), (X,))[1], X @ plain.kernel[...])
+
+
+def an_axis_that_is_there_is_taken() -> None:
     rounded = jc.nn.quantize(linear(), Rule(weight="int8(channel=0)", activation="int8(channel=-2)"))
     same = jc.nn.quantize(linear(), Rule(weight="int8(group=all)", activation="int8(group=all)"))
     np.testing.assert_array_equal(rounded(X), same(X))
@@ -66,9 +79,23 @@ def test_an_axis_that_is_there_is_taken() -> None:
 # -- NaN and infinities ------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("text", ["int8(group=all)", "nvfp4", "nf4"])
-@pytest.mark.slow
-def test_nan_stays_nan_in_training(text: str) -> None:
+def packed_weights_of_another_shape_and_plain_ones_are_refused() -> None:
+    def made(size: tuple[int, int]) -> Any:
+        layer = nnx.Linear(*size, use_bias=False, rngs=nnx.Rngs(0))
+        return jc.nn.quantize(layer, Rule(weight="int4(group=4)"), mode="ptq")
+
+    model = made((8, 16))
+    nnx.update(model, nnx.state(made((16, 8))))
+    with pytest.raises(ValueError, match=r"of \(16, 8\), and this model holds it packed as .* of \(8, 16\)"):
+        model(X)
+    model = packed("int4(group=4)")
+    nnx.update(model, nnx.state(linear()))
+    with pytest.raises(ValueError, match=r"is an array of \(8, 4\), and this model holds it packed"):
+        model(X)
+
+
+@each("text", ["int8(group=all)", "nvfp4", "nf4"])
+def nan_stays_nan_in_training(text: str) -> None:
     layer = linear()
     layer.kernel[...] = layer.kernel[...].at[2, 1].set(jnp.nan)
     x = X.at[0, 3].set(jnp.nan)
@@ -81,24 +108,23 @@ def test_nan_stays_nan_in_training(text: str) -> None:
     np.testing.assert_array_equal(np.isnan(pull(x[:, :4])[0]), [[True] * 8, [False] * 8])
 
 
-@pytest.mark.slow
-def test_nan_stays_nan_under_kept_scales() -> None:
-    x = X.at[0, 3].set(jnp.nan)
-    for source in (jc.nn.MovingAverage(), jc.nn.DelayedScaling(2), jc.nn.LSQ()):
-        model = jc.nn.quantize(linear(), Rule(activation="int8(group=tensor)", scale_from=source))
-        model = jc.nn.calibrate(model, [X]) if isinstance(source, jc.nn.LSQ) else model
-        assert np.isnan(model(x)[0]).all() and np.isfinite(model(X)).all()
+@pytest.mark.parametrize(
+    "check",
+    [
+        an_axis_that_is_there_is_taken,
+        pytest.param(nan_stays_nan_in_training, marks=pytest.mark.slow),
+        pytest.param(packed_weights_of_another_shape_and_plain_ones_are_refused, marks=pytest.mark.slow),
+        pytest.param(the_derivative_of_what_is_rounded_stays, marks=pytest.mark.slow),
+        pytest.param(nan_stays_nan_under_kept_scales, marks=pytest.mark.slow),
+    ],
+    ids=lambda check: check.__name__,
+)
+def test_derivatives_and_nan(check: Any, request: Any) -> None:
+    """A case for each of these checks; the first runs by default."""
+    checked(check, request)
 
 
-@pytest.mark.slow
-def test_the_derivative_of_what_is_rounded_stays() -> None:
-    model = jc.nn.quantize(linear(), Rule(activation="int8(group=all):gradient=clipped"))
-    plain = linear()
-    np.testing.assert_array_equal(jax.grad(lambda x: model(x).sum())(X), jax.grad(lambda x: plain(x).sum())(X))
-    np.testing.assert_array_equal(jax.jvp(model, (X,), (X,))[1], X @ plain.kernel[...])
-
-
-@pytest.mark.parametrize("value", [np.nan, np.inf])
+@each("value", [np.nan, np.inf])
 def test_what_is_not_finite_is_not_packed(value: float) -> None:
     layer = linear()
     layer.kernel[...] = layer.kernel[...].at[2, 1].set(value)
@@ -148,7 +174,7 @@ MISUSES: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
 }
 
 
-@pytest.mark.parametrize("name", MISUSES)
+@each("name", MISUSES)
 def test_arguments_are_checked(name: str) -> None:
     call, error, words = MISUSES[name]
     with pytest.raises(error, match=words):
@@ -172,22 +198,6 @@ def test_packed_weights_of_another_rule_are_refused(text: str) -> None:
     np.testing.assert_array_equal(model(X), packed("int4(group=4)", 1)(X))
 
 
-@pytest.mark.slow
-def test_packed_weights_of_another_shape_and_plain_ones_are_refused() -> None:
-    def made(size: tuple[int, int]) -> Any:
-        layer = nnx.Linear(*size, use_bias=False, rngs=nnx.Rngs(0))
-        return jc.nn.quantize(layer, Rule(weight="int4(group=4)"), mode="ptq")
-
-    model = made((8, 16))
-    nnx.update(model, nnx.state(made((16, 8))))
-    with pytest.raises(ValueError, match=r"of \(16, 8\), and this model holds it packed as .* of \(8, 16\)"):
-        model(X)
-    model = packed("int4(group=4)")
-    nnx.update(model, nnx.state(linear()))
-    with pytest.raises(ValueError, match=r"is an array of \(8, 4\), and this model holds it packed"):
-        model(X)
-
-
 def test_packed_variables_of_linen_under_other_rules_are_refused() -> None:
     def dense(**fields: Any) -> Any:
         return jc.nn.linen.quantize(linen.Dense(4), Rule(**fields))
@@ -204,7 +214,7 @@ def kept(source: Any) -> Rule:
     return Rule(weight="int8(group=tensor)", activation="int8(group=tensor)", scale_from=source)
 
 
-@pytest.mark.parametrize(
+@each(
     ("source", "name", "shape"),
     [(jc.nn.DelayedScaling(4), "history", (3,)), (jc.nn.MovingAverage(), "range", (3,)), (jc.nn.LSQ(), "scale", (1,))],
 )

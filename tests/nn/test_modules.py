@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
+from layer_references import each
 
 import jchop as jc
 
@@ -43,7 +44,6 @@ def model() -> Shared:
     return Shared(rngs=nnx.Rngs(0))
 
 
-@pytest.mark.slow
 def test_a_rule_for_any_path_of_a_module_counts() -> None:
     plain = model()
     kernel = jc.round_to_format(plain.head.kernel[...], "int8(channel=1)")
@@ -55,7 +55,7 @@ def test_a_rule_for_any_path_of_a_module_counts() -> None:
     np.testing.assert_array_equal(jc.nn.quantize(plain, same).head(X), X @ kernel)
 
 
-@pytest.mark.parametrize("other", [INT4, {}, {**INT8, "activation": "e5m2"}])
+@each("other", [INT4, {}, {**INT8, "activation": "e5m2"}])
 def test_rules_that_disagree_about_one_module_are_an_error(other: dict[str, Any]) -> None:
     rules = [jc.nn.Rule("head", **INT8), jc.nn.Rule("encoder/dense", **other)]
     for call in (jc.nn.quantize, jc.nn.report):

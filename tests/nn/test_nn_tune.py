@@ -11,10 +11,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
-from layer_references import LAYERS
+from further import Further
+from layer_references import LAYERS, checked, each
 
 import jchop as jc
 from jchop._paths import matches_path
+
+further = Further()
 
 WHOLE = ["int4(group=all)", "int8(group=all)"]
 MENU = ["int3", "int4", "int8"]
@@ -34,7 +37,7 @@ def chain(sizes: list[int], seed: int, between: Any = nnx.tanh) -> nnx.Module:
 
 @pytest.fixture(scope="module")
 def problem() -> tuple[nnx.Module, list[tuple[jax.Array, jax.Array]]]:
-    model = chain([8, 16, 16, 4], 0)
+    model = chain([8, 8, 8, 4], 0)
     keys = jax.random.split(jax.random.key(1), 4)
     data = [(jax.random.normal(keys[i], (16, 8)), jax.random.normal(keys[i + 2], (16, 4))) for i in range(2)]
     return model, data
@@ -59,9 +62,8 @@ def fisher(model: Any, data: Any, number: int, text: str) -> float:
     return total / len(data)
 
 
-@pytest.mark.slow
-def test_scores_and_choice_are_those_of_the_definition(problem: Any) -> None:
-    model, data = problem
+def by_definition(model: Any, data: Any) -> None:
+    """Scores by their definition, and the choice among all."""
     found = jc.nn.tune(model, data, MENU, loss=squares, bits=4.7)
     sizes = [layer.kernel[...].size for layer in model.layers[::2]]
     scores = [[fisher(model, data, i, text) for text in MENU] for i in range(3)]
@@ -93,8 +95,7 @@ def test_scores_and_choice_are_those_of_the_definition(problem: Any) -> None:
     assert "layers/0" in str(found) and json.loads(json.dumps(found.as_dict(), allow_nan=False))["bytes"] == found.bytes
 
 
-@pytest.mark.slow
-def test_groups_agree_and_other_tensors_have_ratios(problem: Any) -> None:
+def groups_agree_and_other_tensors_have_ratios(problem: Any) -> None:
     model, data = problem
     menu = [jc.nn.Rule(weight="e2m1fn", activation="e4m3"), None]
     found = jc.nn.tune(model, data[:1], menu, loss=squares, bits=24, groups=["layers/{0,2}"])
@@ -131,12 +132,12 @@ def half_squares(model: Any, x: jax.Array, y: jax.Array) -> jax.Array:
     return jnp.sum((model(x) - y) ** 2) / 2
 
 
-FEW = ("Linear", "ConvTranspose", "LayerNorm")
+#: One of each: a product of one axis and of more, its own operation, two weights, steps in Python and in a scan, none.
+FEW = ["Linear", "Einsum", "Conv2d", "ConvTranspose", "Embed", "LayerNorm", "LoRALinear", "MultiHeadAttention"]
 
 
-@pytest.mark.parametrize(
-    "name", [name if name in FEW else pytest.param(name, marks=pytest.mark.slow) for name in LAYERS]
-)
+@pytest.mark.in_turn(20)
+@pytest.mark.parametrize("name", [*FEW, "LSTMCell", "RNN", "Network"])
 def test_every_layer_that_is_packed_has_a_row_or_is_named(name: str) -> None:
     layer, draw = LAYERS[name], np.random.default_rng(1)
     model = drawn(Net(layer.make(nnx.Rngs(0))))
@@ -159,6 +160,7 @@ def test_every_layer_that_is_packed_has_a_row_or_is_named(name: str) -> None:
     assert all(np.isnan(row.output_snr) if name == "RNN" else 20 < row.output_snr < 80 for row in rows)
 
 
+@further
 @pytest.mark.in_turn(3)
 @pytest.mark.parametrize(
     ("make", "shape"),
@@ -169,7 +171,7 @@ def test_every_layer_that_is_packed_has_a_row_or_is_named(name: str) -> None:
     ],
     ids=["ConvTranspose", "LoRALinear", "LoRA"],
 )
-def test_scores_of_the_last_layer_are_twice_its_part_in_a_divergence(make: Any, shape: tuple[int, ...]) -> None:
+def scores_of_the_last_layer_are_twice_its_part_in_a_divergence(make: Any, shape: tuple[int, ...]) -> None:
     """With labels y + n, n normal, the mean of (∂L/∂y)²·(ŷ - y)² is (ŷ - y)², and the divergence is half of it."""
     model = drawn(Net(make(nnx.Rngs(0))))
     x = jax.random.normal(jax.random.key(1), shape)
@@ -193,15 +195,6 @@ class Tied(nnx.Module):
         return self.embed.attend(jax.lax.stop_gradient(jnp.tanh(self.embed(x))))
 
 
-def test_both_products_of_an_embedding_count() -> None:
-    model, x, y = Tied(nnx.Rngs(0)), jnp.arange(7), jnp.zeros((7, 7))
-    found = jc.nn.tune(model, [(x, y)], WHOLE, loss=half_squares, bits=16)
-    table = model.embed.embedding[...]
-    h = jnp.tanh(table)
-    error = h @ (jc.round_to_format(table, found.rows[0].option) - table).T
-    assert found.rows[0].score == pytest.approx(float(jnp.sum((h @ table.T) ** 2 * error**2)), rel=1e-3)
-
-
 class Mixed(nnx.Module):
     def __init__(self, rngs: nnx.Rngs) -> None:
         self.up, self.norm = nnx.ConvTranspose(4, 8, (3,), rngs=rngs), nnx.LayerNorm(8, rngs=rngs)
@@ -212,8 +205,7 @@ class Mixed(nnx.Module):
         return self.head(self.norm(self.up(x))) + self.shift
 
 
-@pytest.mark.slow
-def test_notes_name_what_has_no_format_and_what_is_not_called() -> None:
+def notes_name_what_has_no_format_and_what_is_not_called() -> None:
     model, data = Mixed(nnx.Rngs(0)), [(jnp.ones((2, 5, 4)), jnp.zeros((2, 5, 4)))]
     found = jc.nn.tune(model, data, WHOLE, loss=squares, bits=30)
     assert [row.path for row in found.rows] == ["head", "spare", "up"]
@@ -226,7 +218,31 @@ def test_notes_name_what_has_no_format_and_what_is_not_called() -> None:
         jc.nn.tune(model, data, WHOLE, loss=jax.jit(lambda *args: squares(*args)), bits=30, layers="{head,up}")
 
 
+def both_products_of_an_embedding_count() -> None:
+    model, x, y = Tied(nnx.Rngs(0)), jnp.arange(7), jnp.zeros((7, 7))
+    found = jc.nn.tune(model, [(x, y)], WHOLE, loss=half_squares, bits=16)
+    table = model.embed.embedding[...]
+    h = jnp.tanh(table)
+    error = h @ (jc.round_to_format(table, found.rows[0].option) - table).T
+    assert found.rows[0].score == pytest.approx(float(jnp.sum((h @ table.T) ** 2 * error**2)), rel=1e-3)
+
+
+@further.first
 @pytest.mark.parametrize(
+    "check",
+    [
+        both_products_of_an_embedding_count,
+        pytest.param(groups_agree_and_other_tensors_have_ratios, marks=pytest.mark.slow),
+        pytest.param(notes_name_what_has_no_format_and_what_is_not_called, marks=pytest.mark.slow),
+    ],
+    ids=lambda check: check.__name__,
+)
+def groups_and_notes(check: Any, request: Any) -> None:
+    """A case for each of these checks; the first runs by default."""
+    checked(check, request)
+
+
+@each(
     ("changes", "error", "text"),
     [
         ({"menu": ["int4"]}, TypeError, "two formats"),
@@ -236,7 +252,7 @@ def test_notes_name_what_has_no_format_and_what_is_not_called() -> None:
         ({"bits": None}, ValueError, "give one of both"),
         ({"bytes": 10}, ValueError, "give one of both"),
         ({"bits": -1}, ValueError, "bits=-1"),
-        pytest.param({"bits": 1}, ValueError, "the cheapest choice takes", marks=pytest.mark.slow),
+        ({"bits": 1}, ValueError, "the cheapest choice takes"),
         ({"score": "taylor"}, ValueError, "score='taylor'"),
         ({"groups": ["heads/*"]}, ValueError, "heads"),
         ({"layers": "heads"}, ValueError, "heads"),
@@ -280,10 +296,30 @@ def trained(between: Any) -> tuple[Any, jax.Array]:
     return nnx.merge(graph, state), x
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("score", ["fisher", "loss"])
-@pytest.mark.parametrize(("between", "bits"), [(nnx.relu, 4.5), (nnx.tanh, 5.8)])
-def test_digits_in_a_mix_of_formats(score: Any, between: Any, bits: float) -> None:
+def compare_with_all_choices(model: Any, x: jax.Array, p: jax.Array, chosen: list[int]) -> None:
+    """All of 4.5 bits: each is farther from the network than int8 at both ends, and tune's is near the best."""
+    kernels = [layer.kernel[...] for layer in model.layers[::2]]
+    menu, bits = ["int3", "int4", "int5", "int6", "int8"], np.array([3, 4, 5, 6, 8])
+    rounded = [jnp.stack([jc.round_to_format(kernel, text) for text in menu]) for kernel in kernels]
+    sizes = np.array([kernel.size for kernel in kernels])
+
+    def apart(mix: jax.Array, first: int, last: int) -> jax.Array:
+        h = x[first:last]
+        for i, layer in enumerate(model.layers[::2]):
+            z = h @ rounded[i][mix[i]] + layer.bias[...]
+            h = jnp.tanh(z) if i < len(sizes) - 1 else z
+        return divergence(lambda _: h, x, p[first:last])
+
+    every = np.array(list(itertools.product(range(5), repeat=5)), np.int32)
+    every = every[(bits[every] * sizes).sum(1) <= 4.5 * sizes.sum()]
+    run = jax.jit(lambda mixes: jax.lax.map(lambda mix: (apart(mix, 0, 600), apart(mix, 1200, 1797)), mixes))
+    seen, unseen = map(np.asarray, run(jnp.asarray(every)))
+    ends = run(jnp.array([[4, 1, 1, 1, 4]]))
+    assert seen.min() > float(ends[0][0]) and unseen.min() > float(ends[1][0])
+    assert seen[(every == chosen).all(1)][0] <= 1.1 * seen.min()
+
+
+def on_digits(score: Any, between: Any, bits: float) -> None:
     """The mix is nearer to the network than int4 alone, and than int4 with int8 at both ends.
 
     Those ends hold 44 % of the weights, so that choice takes 5.77 bits. A relu network needs 4.5 bits to beat it; a
@@ -310,30 +346,23 @@ def test_digits_in_a_mix_of_formats(score: Any, between: Any, bits: float) -> No
     assert apart(mixes[4.5].rules) < apart(jc.nn.Rule(weight="int4"))
     assert apart(found.rules) < apart(ends)
     assert all(any(matches_path(rule.path, path) for rule in found.rules) for path in paths)
+    if between is nnx.tanh:
+        compare_with_all_choices(model, x, p, [menu.index(row.option) for row in mixes[4.5].rows])
 
 
-@pytest.mark.slow
-def test_no_mix_of_a_tanh_network_has_less_than_the_bits_of_its_ends() -> None:
-    """All choices of 4.5 bits: each is farther from the network than int8 at both ends, and tune's is near the best."""
-    model, x = trained(nnx.tanh)
-    p, kernels = jax.nn.softmax(model(x)), [layer.kernel[...] for layer in model.layers[::2]]
-    menu, bits = ["int3", "int4", "int5", "int6", "int8"], np.array([3, 4, 5, 6, 8])
-    rounded = [jnp.stack([jc.round_to_format(kernel, text) for text in menu]) for kernel in kernels]
-    sizes = np.array([kernel.size for kernel in kernels])
+@pytest.mark.parametrize(
+    "digits",
+    [
+        None,
+        pytest.param(("fisher", nnx.relu, 4.5), marks=pytest.mark.slow, id="fisher, relu"),
+        pytest.param(("loss", nnx.tanh, 5.8), marks=pytest.mark.slow, id="loss, tanh"),
+    ],
+)
+def test_the_choice_is_the_best(digits: Any, problem: Any) -> None:
+    if digits is None:
+        by_definition(*problem)
+    else:
+        on_digits(*digits)
 
-    def apart(mix: jax.Array, first: int, last: int) -> jax.Array:
-        h = x[first:last]
-        for i, layer in enumerate(model.layers[::2]):
-            z = h @ rounded[i][mix[i]] + layer.bias[...]
-            h = jnp.tanh(z) if i < len(sizes) - 1 else z
-        return divergence(lambda _: h, x, p[first:last])
 
-    every = np.array(list(itertools.product(range(5), repeat=5)), np.int32)
-    every = every[(bits[every] * sizes).sum(1) <= 4.5 * sizes.sum()]
-    run = jax.jit(lambda mixes: jax.lax.map(lambda mix: (apart(mix, 0, 600), apart(mix, 1200, 1797)), mixes))
-    seen, unseen = map(np.asarray, run(jnp.asarray(every)))
-    ends = run(jnp.array([[4, 1, 1, 1, 4]]))
-    assert seen.min() > float(ends[0][0]) and unseen.min() > float(ends[1][0])
-    found = jc.nn.tune(model, [(x[:600], p[:600])], menu, loss=divergence, bits=4.5, score="loss")
-    chosen = [menu.index(row.option) for row in found.rows]
-    assert seen[(every == chosen).all(1)][0] <= 1.1 * seen.min()
+test_further = further.test()

@@ -9,8 +9,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
+from further import Further
+from layer_references import checked, each
 
 import jchop as jc
+
+further = Further()
 
 TREE = {
     "layers": [{"kernel": np.random.default_rng(0).normal(size=(8, 6)).astype("float32"), "bias": jnp.ones(6)}],
@@ -18,7 +22,8 @@ TREE = {
 }
 
 
-def test_leaves_are_packed_by_path() -> None:
+@further.first
+def leaves_are_packed_by_path() -> None:
     rules = [
         jc.nn.Rule("head/kernel"),
         jc.nn.Rule("kernel", weight="e4m3"),
@@ -39,15 +44,14 @@ def test_leaves_are_packed_by_path() -> None:
     assert run(packed, jnp.ones((3, 8))).shape == (3, 2)
 
 
-@pytest.mark.slow
-def test_stochastic_leaves_draw_from_keys_of_their_own() -> None:
+def stochastic_leaves_draw_from_keys_of_their_own() -> None:
     tree = {"a": jnp.full((64,), 0.3), "b": jnp.full((64,), 0.3)}
     packed = jc.nn.quantize_params(tree, jc.nn.Rule(weight="e4m1:stochastic"), jax.random.key(0))
     a, b = (np.asarray(jc.dequantize(packed[name])) for name in "ab")
     assert (a != b).any() and set(a) == set(b) == {np.float32(0.25), np.float32(0.375)}
 
 
-@pytest.mark.parametrize(
+@each(
     ("rules", "error", "words"),
     [
         (jc.nn.Rule("tail", weight="e4m3"), ValueError, "matches no leaf"),
@@ -70,8 +74,8 @@ class Mixed(nnx.Module):
         self.gain = nnx.Param(jnp.ones(8))
 
 
-@pytest.mark.slow
-def test_the_report_is_what_quantize_does() -> None:
+@further
+def the_report_is_what_quantize_does() -> None:
     plain = Mixed(rngs=nnx.Rngs(0))
     rules = [
         jc.nn.Rule("norm"),
@@ -98,11 +102,23 @@ def test_the_report_is_what_quantize_does() -> None:
     assert jc.nn.report(plain).bytes_after == before
 
 
-@pytest.mark.slow
-def test_packed_models_are_small() -> None:
+def packed_models_are_small() -> None:
     """int4 in blocks of 128 with 16-bit scales is 4.125 bits; biases and norms stay."""
     layers = [nnx.Linear(256, 256, rngs=nnx.Rngs(i)) for i in range(4)]
     plain = nnx.Sequential(*layers)
     packed = jc.nn.quantize(plain, jc.nn.Rule(weight="int4(group=128,scale=bfloat16)"), mode="weight_only")
     before, after = (sum(leaf.nbytes for leaf in jax.tree.leaves(nnx.state(m))) for m in (plain, packed))
     assert after < 0.14 * before
+
+
+@pytest.mark.parametrize(
+    "check",
+    [stochastic_leaves_draw_from_keys_of_their_own, pytest.param(packed_models_are_small, marks=pytest.mark.slow)],
+    ids=lambda check: check.__name__,
+)
+def test_leaves_and_models(check: Any, request: Any) -> None:
+    """A case for each of these checks; the first runs by default."""
+    checked(check, request)
+
+
+test_further = further.test()

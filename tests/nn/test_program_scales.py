@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import linen, nnx
+from layer_references import checked, drawn
 
 import jchop as jc
 
@@ -45,8 +46,7 @@ def step(model: Any, x: Any) -> Any:
     return y, gradient
 
 
-@pytest.mark.slow
-def test_state_follows_in_training_and_stays_in_evaluation() -> None:
+def state_follows_in_training_and_stays_in_evaluation() -> None:
     model = jc.nn.quantize(Heads(), rule(jc.MovingAverage(0.5)), inputs=INPUTS)
     held = model.quantization_scales
     for x in (X, 3 * X):
@@ -65,8 +65,7 @@ def test_state_follows_in_training_and_stays_in_evaluation() -> None:
     np.testing.assert_array_equal(nnx.jit(lambda m, x: m(x))(packed, X), y)
 
 
-@pytest.mark.slow
-def test_histories_are_no_parameters() -> None:
+def histories_are_no_parameters() -> None:
     model = jc.nn.quantize(Heads(), jc.nn.recipe("float8_delayed", scale_from=jc.DelayedScaling(2)), inputs=(X,))
     _, gradient = step(model, X)
     assert sorted(gradient) == ["out", "query"]
@@ -77,8 +76,7 @@ def test_histories_are_no_parameters() -> None:
         jc.nn.quantize(model, jc.nn.recipe("float8_delayed"), mode="ptq", inputs=(X,))
 
 
-@pytest.mark.slow
-def test_learned_scales_are_calibrated_trained_and_packed() -> None:
+def learned_scales_are_calibrated_trained_and_packed() -> None:
     learned = jc.nn.quantize(Heads(), rule(jc.LSQ()), inputs=INPUTS)
     with pytest.raises(ValueError, match="scales has no 'query_activation_scale'"):
         learned(X)
@@ -91,19 +89,6 @@ def test_learned_scales_are_calibrated_trained_and_packed() -> None:
     packed = jc.nn.quantize(learned, rule(jc.LSQ()), mode="ptq", inputs=INPUTS)
     np.testing.assert_array_equal(nnx.jit(lambda m, x: m(x))(packed, X), y)
     assert sorted(packed.quantization_scales.learned) == ["out/kernel_activation_scale", "query_activation_scale"]
-
-
-def test_a_program_is_calibrated() -> None:
-    dynamic = jc.nn.quantize(Heads(), jc.Rule(weight=TENSOR, activation=TENSOR), inputs=(X,))
-    static = jc.nn.calibrate(dynamic, [X, 2 * X], method="percentile(90)")
-    most = np.percentile(np.abs(2 * np.asarray(X, np.float64)), 90)
-    found = static.quantization_scales.stats["query_activation_range"][...]
-    np.testing.assert_allclose(found, [-most, most], rtol=1e-6)
-    np.testing.assert_array_equal(static(100 * jnp.sign(X)), static(200 * jnp.sign(X)))
-    with pytest.raises(NotImplementedError, match="quantized is a program"):
-        jc.nn.correct_biases(Heads(), dynamic, [X])
-    with pytest.raises(ValueError, match="inputs=None, but Rule"):
-        jc.nn.quantize(Heads(), rule(jc.LSQ()))
 
 
 class Tower(linen.Module):
@@ -121,26 +106,60 @@ class Tower(linen.Module):
         return linen.Dense(2)(x)
 
 
-@pytest.mark.slow
-def test_variables_of_linen() -> None:
+def variables_of_linen() -> None:
     tower = jc.nn.linen.quantize(Tower(), rule(jc.MovingAverage(0.5)), program=True)
-    variables = tower.init(jax.random.key(0), X)
+    variables = jax.jit(tower.init)(jax.random.key(0), X)
     block = variables["scale_stats"]["ScanBlock_0"]["Dense_0"]
     assert {name: v.shape for name, v in block.items()} == {"kernel_activation_range": (3, 2)}
-    y, moved = jax.jit(lambda v, x: tower.apply(v, x, mutable=["scale_stats"]))(variables, X)
+
+    @jax.jit
+    def run(variables: Any, x: Any) -> Any:
+        y, moved = tower.apply(variables, x, mutable=["scale_stats"])
+        return y, moved, tower.apply({**variables, **moved}, x)
+
+    y, moved, again = run(variables, X)
     np.testing.assert_array_equal(moved["scale_stats"]["w_activation_range"], [X.min(), X.max()])
-    np.testing.assert_allclose(tower.apply({**variables, **moved}, X), y, rtol=1e-5, atol=1e-6)
+    np.testing.assert_allclose(again, y, rtol=1e-5, atol=1e-6)
     learned = jc.nn.linen.quantize(Tower(), rule(jc.LSQ()), program=True)
-    variables = learned.init(jax.random.key(0), X)
+    variables = jax.jit(learned.init)(jax.random.key(0), X)
     names = ["bias", "kernel", "kernel_activation_scale", "kernel_weight_scale"]
     assert sorted(variables["params"]["Dense_0"]) == names
-    gradient = jax.grad(lambda p: jnp.sum(learned.apply({"params": p}, X) ** 2))(variables["params"])
+    gradient = jax.eval_shape(jax.grad(lambda p: jnp.sum(learned.apply({"params": p}, X) ** 2)), variables["params"])
     assert gradient["ScanBlock_0"]["Dense_0"]["kernel_weight_scale"].shape == (3, 1, 1)
-    packed = learned.pack(variables, X)
+    packed = jax.jit(learned.pack)(variables, X)
     np.testing.assert_array_equal(jax.jit(learned.apply)(packed, X), jax.jit(learned.apply)(variables, X))
     assert sorted(packed["params"]["Dense_0"]) == names[:3]
     plain = jc.nn.linen.quantize(Tower(), jc.Rule(activation=TENSOR), program=True)
-    fixed = plain.calibrate(Tower().init(jax.random.key(0), X), [X, 2 * X])
+    fixed = plain.calibrate(drawn(jax.eval_shape(Tower().init, jax.random.key(0), X)), [X, 2 * X])
     np.testing.assert_array_equal(fixed["scale_stats"]["w_activation_range"], [2 * X.min(), 2 * X.max()])
     with pytest.raises(ValueError, match="batches has no batch"):
         plain.calibrate(variables, [])
+
+
+def a_program_is_calibrated() -> None:
+    dynamic = jc.nn.quantize(Heads(), jc.Rule(weight=TENSOR, activation=TENSOR), inputs=(X,))
+    static = jc.nn.calibrate(dynamic, [X, 2 * X], method="percentile(90)")
+    most = np.percentile(np.abs(2 * np.asarray(X, np.float64)), 90)
+    found = static.quantization_scales.stats["query_activation_range"][...]
+    np.testing.assert_allclose(found, [-most, most], rtol=1e-6)
+    np.testing.assert_array_equal(static(100 * jnp.sign(X)), static(200 * jnp.sign(X)))
+    with pytest.raises(NotImplementedError, match="quantized is a program"):
+        jc.nn.correct_biases(Heads(), dynamic, [X])
+    with pytest.raises(ValueError, match="inputs=None, but Rule"):
+        jc.nn.quantize(Heads(), rule(jc.LSQ()))
+
+
+@pytest.mark.parametrize(
+    "check",
+    [
+        a_program_is_calibrated,
+        pytest.param(histories_are_no_parameters, marks=pytest.mark.slow),
+        pytest.param(state_follows_in_training_and_stays_in_evaluation, marks=pytest.mark.slow),
+        pytest.param(learned_scales_are_calibrated_trained_and_packed, marks=pytest.mark.slow),
+        pytest.param(variables_of_linen, marks=pytest.mark.slow),
+    ],
+    ids=lambda check: check.__name__,
+)
+def test_kept_scales(check: Any, request: Any) -> None:
+    """A case for each of these checks; the first runs by default."""
+    checked(check, request)

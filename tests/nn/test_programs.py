@@ -10,9 +10,13 @@ import numpy as np
 import optax
 import pytest
 from flax import linen, nnx
+from further import Further
+from layer_references import checked, each
 from zoo import CASES
 
 import jchop as jc
+
+further = Further()
 
 WEIGHT, ACTIVATION = "int4(group=32)", "int8(group=all)"
 RULE = jc.Rule(weight=WEIGHT, activation=ACTIVATION)
@@ -63,8 +67,7 @@ def low_by_hand(model: Own) -> Own:
     return low
 
 
-@pytest.mark.slow
-def test_every_product_of_a_model_is_rounded_whatever_holds_its_weight() -> None:
+def every_product_of_a_model_is_rounded_whatever_holds_its_weight() -> None:
     model = own()
     expected = low_by_hand(model)(TOKENS)
     weight_only = jc.Rule(weight=RULE.weight)
@@ -76,8 +79,7 @@ def test_every_product_of_a_model_is_rounded_whatever_holds_its_weight() -> None
     assert (model(TOKENS)[0] != expected[0]).any()
 
 
-@pytest.mark.slow
-def test_packed_parameters_have_their_shapes_and_stay_shared() -> None:
+def packed_parameters_have_their_shapes_and_stay_shared() -> None:
     low = jc.nn.quantize(own(), RULE, "ptq", inputs=(TOKENS,))
     assert low.tied.embedding is low.table.embedding
     held = {"query": low.query, "embedding": low.table.embedding, "kernel": low.blocks[1].kernel}
@@ -96,20 +98,7 @@ def test_packed_parameters_have_their_shapes_and_stay_shared() -> None:
         jc.nn.quantize(low, RULE, "ptq", inputs=(TOKENS,))
 
 
-@pytest.mark.slow
-def test_a_submodule_that_is_called_from_outside_has_the_stored_numbers() -> None:
-    model = own()
-    low, by_hand = jc.nn.quantize(model, RULE, "ptq", inputs=(TOKENS,)), low_by_hand(model)
-    x = jnp.linspace(-1, 1, 128).reshape(2, 64)
-    np.testing.assert_array_equal(low.blocks[0](x), by_hand.blocks[0](x))
-    q, w = low.blocks[0].kernel[...], by_hand.blocks[0].kernel[...]
-    for found, expected in ((x @ q, x @ w), (q @ x.T, w @ x.T), (jnp.einsum("bi,ij->bj", x, q), x @ w)):
-        np.testing.assert_array_equal(found, expected)
-    np.testing.assert_array_equal(q.astype(jnp.float32), w)
-
-
-@pytest.mark.slow
-def test_training_updates_parameters_and_state() -> None:
+def training_updates_parameters_and_state() -> None:
     model = jc.nn.quantize(own(train=True), RULE)
     optimizer = nnx.Optimizer(model, optax.adam(1e-2), wrt=nnx.Param)
 
@@ -129,8 +118,7 @@ def test_training_updates_parameters_and_state() -> None:
     assert int(model.dropout.rngs.count[...]) == 12  # type: ignore[union-attr]
 
 
-@pytest.mark.slow
-def test_the_gradient_is_that_of_the_rounded_weights() -> None:
+def the_gradient_is_that_of_the_rounded_weights() -> None:
     model, x = own(), TOKENS
     low = jc.nn.quantize(model, jc.Rule(weight=RULE.weight))
 
@@ -153,8 +141,7 @@ def test_a_report_has_a_row_for_every_parameter() -> None:
         jc.nn.report(own(), inputs=(TOKENS,))  # type: ignore[call-overload]
 
 
-@pytest.mark.slow
-def test_files_of_packed_programs(tmp_path: Any) -> None:
+def files_of_packed_programs(tmp_path: Any) -> None:
     class Patches(nnx.Module):
         def __init__(self, rngs: nnx.Rngs) -> None:
             self.stem = nnx.Conv(3, 8, (4, 4), strides=4, rngs=rngs)
@@ -173,46 +160,7 @@ def test_files_of_packed_programs(tmp_path: Any) -> None:
     np.testing.assert_array_equal((other if loaded is None else loaded)(x), packed(x))
 
 
-@pytest.mark.slow
-def test_a_method_is_traced_once_for_equal_graphs_and_shapes() -> None:
-    count = 0
-
-    class Counted(nnx.Module):
-        def __init__(self) -> None:
-            self.w = nnx.Param(jnp.ones((32, 4)))
-
-        def __call__(self, x: Any) -> Any:
-            nonlocal count
-            count += 1
-            return x @ self.w[...]
-
-    low = jc.nn.quantize(Counted(), RULE)
-    first = low(jnp.ones((2, 32)))
-    low.w[...] = 2 * low.w[...]
-    np.testing.assert_array_equal(low(jnp.ones((2, 32))), 2 * first)
-    assert count == 1
-    low(jnp.ones((3, 32)))
-    assert count == 2
-
-
-@pytest.mark.slow
-def test_values_of_keyword_arguments_are_data() -> None:
-    low = jc.nn.quantize(own(), RULE)
-    assert (low(TOKENS, scale=2.0)[0] != low(TOKENS)[0]).any()
-    np.testing.assert_array_equal(low(tokens=TOKENS)[0], low(TOKENS)[0])
-
-
-@pytest.mark.slow
-def test_abstract_models_are_packed_abstractly() -> None:
-    abstract = nnx.eval_shape(lambda: Own(nnx.Rngs(0)))
-    low = jc.nn.quantize(abstract, RULE, "ptq", inputs=(jax.ShapeDtypeStruct((2, 3), jnp.int32),))
-    real = jc.nn.quantize(own(), RULE, "ptq", inputs=(TOKENS,))
-    shapes = [[(v.shape, v.dtype) for v in jax.tree.leaves(nnx.state(m, jc.nn.QuantizedParam))] for m in (low, real)]
-    assert shapes[0] == shapes[1] and len(shapes[0]) == 8
-
-
-@pytest.mark.slow
-def test_stochastic_rules_draw_from_a_stream_of_the_model() -> None:
+def stochastic_rules_draw_from_a_stream_of_the_model() -> None:
     rule = jc.Rule(weight="int2(group=32):stochastic")
     with pytest.raises(ValueError, match="rngs=None"):
         jc.nn.quantize(own(), rule)
@@ -242,7 +190,7 @@ def test_modules_among_the_arguments_keep_their_state() -> None:
     np.testing.assert_array_equal(first, jc.round_to_format(noise, ACTIVATION) @ jnp.ones((32, 4)))
 
 
-@pytest.mark.parametrize(
+@each(
     ("call", "message"),
     [
         (
@@ -292,16 +240,16 @@ def test_a_weight_that_rounds_no_parameter_is_refused(mode: Any) -> None:
         jc.nn.linen.quantize(Linen(), rule, program=True).pack(variables, x)
 
 
-def test_inputs_that_are_no_tuple_are_refused() -> None:
+@further.first
+def inputs_that_are_no_tuple_are_refused() -> None:
     with pytest.raises(TypeError, match=r"must be a tuple of arguments of '__call__'"):
         jc.nn.quantize(own(), RULE, inputs=TOKENS)  # type: ignore[arg-type]
 
 
-@pytest.mark.slow
-def test_a_model_of_layers_gives_the_same_numbers_both_ways() -> None:
-    model = nnx.Sequential(nnx.Linear(64, 32, rngs=nnx.Rngs(0)), jnp.tanh, nnx.Linear(32, 8, rngs=nnx.Rngs(1)))
-    x = jax.random.normal(jax.random.key(0), (4, 64))
-    rule = jc.Rule(weight="int4(group=16)", activation="int8(group=all)", gradient="e5m2")
+def a_model_of_layers_gives_the_same_numbers_both_ways() -> None:
+    model = nnx.Sequential(nnx.Linear(16, 16, rngs=nnx.Rngs(0)), jnp.tanh, nnx.Linear(16, 16, rngs=nnx.Rngs(1)))
+    x = jax.random.normal(jax.random.key(0), (16, 16))
+    rule = jc.Rule(weight="int4(group=8)", activation="int8(group=all)", gradient="e5m2")
     layers, program = jc.nn.quantize(model, rule), jc.nn.quantize(model, rule, inputs=(x,))
     assert type(layers.layers[0]) is jc.nn.Linear and type(program.layers[0]) is nnx.Linear
     np.testing.assert_array_equal(layers(x), program(x))
@@ -310,27 +258,57 @@ def test_a_model_of_layers_gives_the_same_numbers_both_ways() -> None:
         np.testing.assert_array_equal(a[...], b[...], err_msg=str(path))
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", [name for name, case in CASES.items() if case.kind == "nnx"])
-def test_models_of_nnx_and_their_methods(name: str) -> None:
-    case = CASES[name]
-    model, args = case.build()
-    calls = {"__call__": args, **{method: make() for method, make in case.methods.items()}}
-    rule = jc.Rule(weight="int8(group=all)")
-    for method, values in calls.items():
-        trained = jc.nn.quantize(model, rule, inputs={method: values})
-        packed = jc.nn.quantize(model, rule, "weight_only", inputs={method: values})
-        results = [jax.tree.leaves(getattr(m, method)(*values)) for m in (trained, packed)]
-        assert results[0]
-        for a, b in zip(*results, strict=True):
-            if jnp.issubdtype(a.dtype, jnp.inexact):
-                np.testing.assert_allclose(a, b, rtol=2e-5, atol=2e-5)
-                assert bool(jnp.isfinite(a).all())
+#: Methods, branches that are scanned, ragged products, own products, derived and shared weights, stacks.
 
 
-@pytest.mark.parametrize("name", [name for name, case in CASES.items() if case.kind == "linen"])
-@pytest.mark.slow
-def test_modules_of_linen(name: str) -> None:
+def a_method_is_traced_once_for_equal_graphs_and_shapes() -> None:
+    count = 0
+
+    class Counted(nnx.Module):
+        def __init__(self) -> None:
+            self.w = nnx.Param(jnp.ones((32, 4)))
+
+        def __call__(self, x: Any) -> Any:
+            nonlocal count
+            count += 1
+            return x @ self.w[...]
+
+    low = jc.nn.quantize(Counted(), RULE)
+    first = low(jnp.ones((2, 32)))
+    low.w[...] = 2 * low.w[...]
+    np.testing.assert_array_equal(low(jnp.ones((2, 32))), 2 * first)
+    assert count == 1
+    low(jnp.ones((3, 32)))
+    assert count == 2
+
+
+def a_submodule_that_is_called_from_outside_has_the_stored_numbers() -> None:
+    model = own()
+    low, by_hand = jc.nn.quantize(model, RULE, "ptq", inputs=(TOKENS,)), low_by_hand(model)
+    x = jnp.linspace(-1, 1, 128).reshape(2, 64)
+    np.testing.assert_array_equal(low.blocks[0](x), by_hand.blocks[0](x))
+    q, w = low.blocks[0].kernel[...], by_hand.blocks[0].kernel[...]
+    for found, expected in ((x @ q, x @ w), (q @ x.T, w @ x.T), (jnp.einsum("bi,ij->bj", x, q), x @ w)):
+        np.testing.assert_array_equal(found, expected)
+    np.testing.assert_array_equal(q.astype(jnp.float32), w)
+
+
+def values_of_keyword_arguments_are_data() -> None:
+    low = jc.nn.quantize(own(), RULE)
+    assert (low(TOKENS, scale=2.0)[0] != low(TOKENS)[0]).any()
+    np.testing.assert_array_equal(low(tokens=TOKENS)[0], low(TOKENS)[0])
+
+
+def abstract_models_are_packed_abstractly() -> None:
+    abstract = nnx.eval_shape(lambda: Own(nnx.Rngs(0)))
+    low = jc.nn.quantize(abstract, RULE, "ptq", inputs=(jax.ShapeDtypeStruct((2, 3), jnp.int32),))
+    real = jc.nn.quantize(own(), RULE, "ptq", inputs=(TOKENS,))
+    shapes = [[(v.shape, v.dtype) for v in jax.tree.leaves(nnx.state(m, jc.nn.QuantizedParam))] for m in (low, real)]
+    assert shapes[0] == shapes[1] and len(shapes[0]) == 8
+
+
+@each("name", ["linen_cnn", "linen_two_towers", "linen_boxed"])
+def modules_of_linen(name: str) -> None:
     case = CASES[name]
     params, args = case.build()
     variables = {"params": params, **case.rest()}
@@ -344,6 +322,60 @@ def test_modules_of_linen(name: str) -> None:
     for a, b in zip(trained, served, strict=True):
         np.testing.assert_array_equal(a, b)
     assert low.report(variables, *args, **more).rounded_share == 1.0
+
+
+@pytest.mark.parametrize(
+    "check",
+    [
+        a_method_is_traced_once_for_equal_graphs_and_shapes,
+        pytest.param(modules_of_linen, marks=pytest.mark.slow),
+        pytest.param(abstract_models_are_packed_abstractly, marks=pytest.mark.slow),
+        pytest.param(values_of_keyword_arguments_are_data, marks=pytest.mark.slow),
+        pytest.param(a_submodule_that_is_called_from_outside_has_the_stored_numbers, marks=pytest.mark.slow),
+        pytest.param(packed_parameters_have_their_shapes_and_stay_shared, marks=pytest.mark.slow),
+        pytest.param(every_product_of_a_model_is_rounded_whatever_holds_its_weight, marks=pytest.mark.slow),
+        pytest.param(training_updates_parameters_and_state, marks=pytest.mark.slow),
+        pytest.param(the_gradient_is_that_of_the_rounded_weights, marks=pytest.mark.slow),
+        pytest.param(files_of_packed_programs, marks=pytest.mark.slow),
+        pytest.param(stochastic_rules_draw_from_a_stream_of_the_model, marks=pytest.mark.slow),
+        pytest.param(a_model_of_layers_gives_the_same_numbers_both_ways, marks=pytest.mark.slow),
+    ],
+    ids=lambda check: check.__name__,
+)
+def test_programs_in_use(check: Any, request: Any) -> None:
+    """A case for each of these checks; the first runs by default."""
+    checked(check, request)
+
+
+OF_NNX = [
+    "linear_with_own_product",
+    "shared_block",
+    "lora_by_hand",
+    "nnx_scan",
+    "ensemble",
+    "mixtral_ragged",
+    "mamba_scan",
+    "whisper",
+]
+
+
+@further
+@pytest.mark.in_turn(20)
+@pytest.mark.parametrize("name", OF_NNX)
+def models_of_nnx_and_their_methods(name: str) -> None:
+    case = CASES[name]
+    model, args = case.build()
+    calls = {"__call__": args, **{method: make() for method, make in case.methods.items()}}
+    rule = jc.Rule(weight="int8(group=all)")
+    for method, values in calls.items():
+        trained = jc.nn.quantize(model, rule, inputs={method: values})
+        packed = jc.nn.quantize(model, rule, "weight_only", inputs={method: values})
+        results = [jax.tree.leaves(getattr(m, method)(*values)) for m in (trained, packed)]
+        assert results[0]
+        for a, b in zip(*results, strict=True):
+            if jnp.issubdtype(a.dtype, jnp.inexact):
+                np.testing.assert_allclose(a, b, rtol=2e-5, atol=2e-5)
+                assert bool(jnp.isfinite(a).all())
 
 
 def test_linen_without_program_names_it_for_boxed_parameters() -> None:
@@ -368,3 +400,6 @@ def test_linen_without_program_names_it() -> None:
     draws = jc.nn.linen.quantize(Heads(), jc.Rule(weight="int2(group=32):stochastic"), program=True)
     with pytest.raises(ValueError, match=r"rngs=\{'rounding': a key\}"):
         draws.apply(draws.init(jax.random.key(0), x), x)
+
+
+test_further = further.test()

@@ -48,7 +48,6 @@ def advised(error: pytest.ExceptionInfo[Any]) -> list[jc.nn.Rule]:
     return [jc.nn.Rule(words.partition("Put Rule('")[2].partition("'")[0])]
 
 
-@pytest.mark.slow
 def test_the_advice_for_own_parameters_keeps_the_layers_below_in_linen() -> None:
     variables = Tokens().init(jax.random.key(0), X)
     with pytest.raises(NotImplementedError, match="Tokens at ''") as error:
@@ -95,16 +94,6 @@ def test_the_report_of_linen_names_the_same() -> None:
     assert (row.bytes_before, row.bytes_after) == (80, 16 + 16 + 16)
 
 
-@pytest.mark.parametrize(
-    ("pattern", "path", "matches"),
-    [("/", "", True), ("/", "a", False), ("block/", "a/block", True), ("block/", "block/dense", False),
-     ("blocks/*/", "blocks/3", True), ("blocks/*/", "blocks/3/dense", False), ("a/block/", "block", False)],
-)  # fmt: skip
-def test_a_slash_at_the_end_is_for_one_module(pattern: str, path: str, matches: bool) -> None:
-    assert jc.nn.Rule(pattern).matches(path) == matches
-
-
-@pytest.mark.slow
 def test_the_report_of_a_packed_model_names_the_formats_that_it_holds() -> None:
     rules = jc.nn.Rule("dense", weight="nf4(group=2)")
     report = jc.nn.report(jc.nn.quantize(Patches(rngs=nnx.Rngs(0)), [jc.nn.Rule("/"), rules], mode="weight_only"))

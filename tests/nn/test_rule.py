@@ -5,11 +5,12 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from layer_references import each
 
 import jchop as jc
 
 
-@pytest.mark.parametrize(
+@each(
     ("pattern", "path", "matches"),
     [
         ("*", "", True),
@@ -23,6 +24,13 @@ import jchop as jc
         ("*norm*", "blocks/0/norm_1", True),
         ("blocks/[01]", "model/blocks/1/mlp", True),
         ("blocks/[01]", "model/blocks/2/mlp", False),
+        ("/", "", True),  # a slash at the end is for one module
+        ("/", "a", False),
+        ("block/", "a/block", True),
+        ("block/", "block/dense", False),
+        ("blocks/*/", "blocks/3", True),
+        ("blocks/*/", "blocks/3/dense", False),
+        ("a/block/", "block", False),
     ],
 )
 def test_a_pattern_is_for_a_piece_of_the_path(pattern: str, path: str, matches: bool) -> None:
@@ -55,7 +63,7 @@ def test_rules_are_values() -> None:
     assert jc.nn.Rule(matmul=jc.MatmulSpec(accumulate="e5m2:stochastic")).stochastic
 
 
-@pytest.mark.parametrize(
+@each(
     ("fields", "error", "words"),
     [
         ({"path": ""}, TypeError, "path=''"),
@@ -75,7 +83,7 @@ def test_fields_are_checked(fields: dict[str, Any], error: type[Exception], word
         jc.nn.Rule(**fields)
 
 
-@pytest.mark.parametrize("rules", ["int4", {"*": {"weight": "int4"}}])
+@each("rules", ["int4", {"*": {"weight": "int4"}}])
 def test_what_is_no_rule_is_answered_with_one(rules: Any) -> None:
     with pytest.raises(TypeError, match=r"must be a jchop.Rule, or several, as jc\.Rule\(weight='int4'\)"):
         jc.quantize_fn(lambda p, x: x @ p, rules)

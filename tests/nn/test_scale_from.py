@@ -10,6 +10,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 from flax import nnx
+from layer_references import checked, each
 
 import jchop as jc
 
@@ -32,8 +33,7 @@ def run(model: Any, x: Any) -> Any:
     return model(x)
 
 
-@pytest.mark.slow
-def test_a_moving_average_follows_and_stays() -> None:
+def a_moving_average_follows_and_stays() -> None:
     model = layer(activation=TENSOR, scale_from=jc.nn.MovingAverage(0.75))
     span, spans = None, []
     for x in X:
@@ -64,8 +64,7 @@ def in_e4m3(x: Any, most: Any) -> np.ndarray:
     return numbers.astype(ml_dtypes.float8_e4m3fn).astype(np.float32) * scale
 
 
-@pytest.mark.slow
-def test_a_history_is_of_earlier_steps() -> None:
+def a_history_is_of_earlier_steps() -> None:
     model = jc.nn.Linear(
         8, 3, rule=jc.nn.recipe("float8_delayed", scale_from=jc.nn.DelayedScaling(2)), rngs=nnx.Rngs(0)
     )
@@ -97,14 +96,6 @@ def test_a_history_is_of_earlier_steps() -> None:
     np.testing.assert_array_equal(model.dot_general.left.history[...], past[:2])
 
 
-def test_the_most_recent_magnitude_may_count_alone() -> None:
-    model, past = layer(activation="float8_e4m3fn(group=tensor)", scale_from=jc.nn.DelayedScaling(2, "last")), None
-    for x in X:
-        expected = in_e4m3(x, np.abs(x).max() if past is None else past)
-        np.testing.assert_allclose(run(model, x), expected @ model.kernel[...], rtol=1e-4, atol=1e-4)
-        past = np.abs(x).max()
-
-
 def by_step(v: Any, s: Any) -> np.ndarray:
     """Numbers rounded to int4 under float32 scales: the exact quotient to nearest, and one rounded product."""
     ratio = np.asarray(v, np.float64) / np.asarray(s, np.float64)
@@ -118,8 +109,7 @@ def lsq(v: np.ndarray, s: np.ndarray, g: np.ndarray, low: int, high: int) -> tup
     return np.where((ratio > low) & (ratio < high), g, 0), np.sum(g * slope, axis=1, keepdims=True)
 
 
-@pytest.mark.slow
-def test_learned_scales_have_the_gradient_of_the_paper(rng: np.random.Generator) -> None:
+def learned_scales_have_the_gradient_of_the_paper(rng: np.random.Generator) -> None:
     rule = {"weight": "int4(group=4)", "activation": "int4(group=tensor)", "scale_from": jc.nn.LSQ()}
     model = jc.nn.calibrate(layer(**rule), X[:1], method="percentile(90)")
     kernel, step = model.dot_general.right.scale, model.dot_general.left.scale
@@ -165,8 +155,7 @@ def test_learned_scales_have_the_gradient_of_the_paper(rng: np.random.Generator)
     np.testing.assert_array_equal(packed.kernel[...].scale.T, kernel[...])
 
 
-@pytest.mark.slow
-def test_learned_scales_train(rng: np.random.Generator) -> None:
+def learned_scales_train(rng: np.random.Generator) -> None:
     """A scale ten times too large is brought back by its gradient alone, in a convolution."""
     rule = jc.nn.Rule(weight="int4(group=all)", scale_from=jc.nn.LSQ())
     model = jc.nn.Conv(2, 3, (2,), rule=rule, rngs=nnx.Rngs(0))
@@ -189,8 +178,7 @@ def test_learned_scales_train(rng: np.random.Generator) -> None:
     assert losses[-1] < 0.1 * losses[0] and (np.asarray(scale[...]) < 3 * right).all()
 
 
-@pytest.mark.slow
-def test_stacks_have_scales_of_their_own() -> None:
+def stacks_have_scales_of_their_own() -> None:
     @nnx.split_rngs(splits=3)
     @nnx.vmap
     def stack(rngs: nnx.Rngs) -> Any:
@@ -212,10 +200,39 @@ def test_stacks_have_scales_of_their_own() -> None:
     assert ranges.shape == (3, 2) and len(np.unique(ranges)) == 6
 
 
-MOVING, HISTORY, LEARNED = jc.nn.MovingAverage(), jc.nn.DelayedScaling(), jc.nn.LSQ()
+def the_most_recent_magnitude_may_count_alone() -> None:
+    """The magnitudes fall before they rise, so that the last one is not the largest of the history."""
+    model, past = layer(activation="float8_e4m3fn(group=tensor)", scale_from=jc.nn.DelayedScaling(2, "last")), []
+    for x in (X[1], X[2], X[0]):
+        now = np.abs(x).max()
+        expected = in_e4m3(x, past[-1] if past else now)
+        np.testing.assert_allclose(run(model, x), expected @ model.kernel[...], rtol=1e-4, atol=1e-4)
+        past.append(now)
+    by_the_largest = in_e4m3(X[0], max(past[:2])) @ model.kernel[...]
+    assert past[1] < past[0] and np.abs(by_the_largest - expected @ model.kernel[...]).max() > 0.01
 
 
 @pytest.mark.parametrize(
+    "check",
+    [
+        the_most_recent_magnitude_may_count_alone,
+        pytest.param(a_history_is_of_earlier_steps, marks=pytest.mark.slow),
+        pytest.param(stacks_have_scales_of_their_own, marks=pytest.mark.slow),
+        pytest.param(a_moving_average_follows_and_stays, marks=pytest.mark.slow),
+        pytest.param(learned_scales_have_the_gradient_of_the_paper, marks=pytest.mark.slow),
+        pytest.param(learned_scales_train, marks=pytest.mark.slow),
+    ],
+    ids=lambda check: check.__name__,
+)
+def test_sources_by_their_definition(check: Any, request: Any) -> None:
+    """A case for each of these checks; the first runs by default."""
+    checked(check, request)
+
+
+MOVING, HISTORY, LEARNED = jc.nn.MovingAverage(), jc.nn.DelayedScaling(), jc.nn.LSQ()
+
+
+@each(
     ("fields", "error", "words"),
     [
         ({"activation": TENSOR, "scale_from": "ema"}, TypeError, "scale_from='ema' must be"),

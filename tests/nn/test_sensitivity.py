@@ -11,15 +11,19 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
+from further import Further
+from layer_references import checked, each
 
 import jchop as jc
+
+further = Further()
 
 X = np.random.default_rng(1).normal(size=(16, 8)).astype(np.float32)
 FORMATS = ("e4m3fn", "integer8:saturate", "int4(channel=1)")
 
 
 def model() -> nnx.Sequential:
-    return nnx.Sequential(nnx.Linear(8, 8, rngs=nnx.Rngs(0)), nnx.relu, nnx.Linear(8, 4, rngs=nnx.Rngs(1)))
+    return nnx.Sequential(nnx.Linear(8, 8, rngs=nnx.Rngs(0)), nnx.relu, nnx.Linear(8, 8, rngs=nnx.Rngs(1)))
 
 
 def by_hand(rounded: tuple[int, ...], fmt: str) -> float:
@@ -41,8 +45,8 @@ def found() -> jc.nn.Sensitivity:
     return jc.nn.sensitivity(model(), [X[:8], X[8:]], ["e4m3fn", "integer8:saturate", "int4(group=all)"])
 
 
-@pytest.mark.slow
-def test_each_row_is_the_ratio_of_one_rounded_layer(found: jc.nn.Sensitivity) -> None:
+@further
+def each_row_is_the_ratio_of_one_rounded_layer(found: jc.nn.Sensitivity) -> None:
     assert [(row.path, row.layer) for row in found.rows[::3]] == [
         ("layers/0", "Linear"),
         ("layers/2", "Linear"),
@@ -55,7 +59,8 @@ def test_each_row_is_the_ratio_of_one_rounded_layer(found: jc.nn.Sensitivity) ->
     assert found.rows[2].snr < found.rows[0].snr
 
 
-def test_it_is_a_table_a_dict_and_a_picture(found: jc.nn.Sensitivity) -> None:
+@further.first
+def it_is_a_table_a_dict_and_a_picture(found: jc.nn.Sensitivity) -> None:
     lines = str(found).splitlines()
     assert lines[0].split() == ["path", "layer", "float8_e4m3fn", "integer8:saturate", "int4(group=all)"]
     read = json.loads(found.to_json())
@@ -69,8 +74,7 @@ def test_it_is_a_table_a_dict_and_a_picture(found: jc.nn.Sensitivity) -> None:
     assert [float(x) for x in lines_drawn[0].get_xdata()] == [row.snr for row in found.rows[::3]]
 
 
-@pytest.mark.slow
-def test_what_is_exact_or_lost_is_said() -> None:
+def what_is_exact_or_lost_is_said() -> None:
     same = jc.nn.sensitivity(model(), [X], ["binary32", "e5m2"], tensors=("activation",))
     assert same.rows[0].snr == math.inf and "exact" in str(same)
     assert json.loads(same.to_json())["rows"][0]["snr"] == "inf"
@@ -79,11 +83,12 @@ def test_what_is_exact_or_lost_is_said() -> None:
     assert lost.rows[0].snr == -math.inf and "lost" in str(lost)
 
 
-def test_the_last_row_is_the_model_under_one_rule_which_leaves_norms() -> None:
-    norm: Any = nnx.RMSNorm(6, rngs=nnx.Rngs(2))
-    whole = nnx.Sequential(norm, nnx.Linear(6, 3, rngs=nnx.Rngs(3)))
-    norm.scale[...] = jnp.exp(jax.random.normal(jax.random.key(5), (6,)))
-    x = jax.random.normal(jax.random.key(4), (16, 6))
+@further
+def the_last_row_is_the_model_under_one_rule_which_leaves_norms() -> None:
+    norm: Any = nnx.RMSNorm(8, rngs=nnx.Rngs(2))
+    whole = nnx.Sequential(norm, nnx.Linear(8, 8, rngs=nnx.Rngs(3)))
+    norm.scale[...] = jnp.exp(jax.random.normal(jax.random.key(5), (8,)))
+    x = jax.random.normal(jax.random.key(4), (16, 8))
     found = jc.nn.sensitivity(whole, [x], "int4(group=all)")
     y, z = whole(x), jc.nn.quantize(whole, jc.Rule(weight="int4(group=all)"))(x)
     wanted = 10 * math.log10(float((y**2).sum() / ((y - z) ** 2).sum()))
@@ -92,12 +97,22 @@ def test_the_last_row_is_the_model_under_one_rule_which_leaves_norms() -> None:
     assert rows["layers/0"] < 30
 
 
-def test_one_format_is_a_list_of_it() -> None:
+def one_format_is_a_list_of_it() -> None:
     one = jc.nn.sensitivity(model(), [X], "e5m2")
     assert one.formats == ("float8_e5m2",) and one == jc.nn.sensitivity(model(), [X], ["e5m2"])
 
 
 @pytest.mark.parametrize(
+    "check",
+    [one_format_is_a_list_of_it, pytest.param(what_is_exact_or_lost_is_said, marks=pytest.mark.slow)],
+    ids=lambda check: check.__name__,
+)
+def test_other_formats(check: Any, request: Any) -> None:
+    """A case for each of these checks; the first runs by default."""
+    checked(check, request)
+
+
+@each(
     ("given", "error", "said"),
     [
         ({"batches": []}, ValueError, "batches: there must be at least one"),
@@ -112,3 +127,6 @@ def test_bad_arguments_are_named(given: dict, error: type[Exception], said: str)
     arguments = {"model": model(), "batches": [X], "formats": ["e4m3fn"]} | given
     with pytest.raises(error, match=said):
         jc.nn.sensitivity(**arguments)
+
+
+test_further = further.test()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from pathlib import Path
 from typing import Any
 
@@ -10,11 +11,15 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
+from further import Further
 from jax import export
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
+from layer_references import checked
 
 import jchop as jc
+
+further = Further()
 
 RULES = [jc.nn.Rule("norm"), jc.nn.Rule(weight="int4(group=8)", activation="int8(group=all)")]
 X = jnp.asarray(np.random.default_rng(5).normal(size=(16, 16)), "float32")
@@ -30,6 +35,11 @@ class Model(nnx.Module):
         return self.norm(self.down(nnx.relu(self.up(x))))
 
 
+def compile_as_users() -> None:
+    """The bits are those of the code that users run, which XLA has optimized."""
+    jax.config.update("jax_disable_most_optimizations", False)
+
+
 def packed() -> Any:
     return jc.nn.quantize(Model(rngs=nnx.Rngs(0)), RULES, mode="ptq")
 
@@ -41,8 +51,7 @@ def forward(graph: Any, state: Any, x: Any) -> Any:
 run = jax.jit(forward, static_argnums=0)
 
 
-@pytest.mark.slow
-def test_packed_models_are_split_and_exported() -> None:
+def packed_models_are_split_and_exported() -> None:
     graph, state = nnx.split(packed())
     again, _ = nnx.split(packed())
     assert again == graph and hash(again) == hash(graph)  # compiled once
@@ -56,8 +65,7 @@ def test_packed_models_are_split_and_exported() -> None:
     assert sum(leaf.nbytes for leaf in leaves) < 0.35 * 4 * (2 * 16 * 32)
 
 
-@pytest.mark.slow
-def test_checkpoints_bring_packed_models_back(tmp_path: Path) -> None:
+def checkpoints_bring_packed_models_back(tmp_path: Path) -> None:
     orbax = pytest.importorskip("orbax.checkpoint")
     graph, state = nnx.split(packed())
     pure = nnx.to_pure_dict(state)
@@ -73,9 +81,9 @@ def test_checkpoints_bring_packed_models_back(tmp_path: Path) -> None:
     np.testing.assert_array_equal(run(graph, fresh, X), run(graph, state, X))
 
 
-@pytest.mark.slow
-@pytest.mark.skipif(jax.device_count() < 8, reason="needs eight (forced host) devices")
-def test_packed_models_are_placed_on_eight_devices() -> None:
+def packed_models_are_placed_on_eight_devices() -> None:
+    if jax.device_count() < 8:
+        pytest.skip("needs eight (forced host) devices")
     mesh = jax.make_mesh((4, 2), ("data", "model"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
     graph, state = nnx.split(packed())
 
@@ -96,9 +104,22 @@ def test_packed_models_are_placed_on_eight_devices() -> None:
     assert [leaf.addressable_shards[0].data.shape[1] for leaf in held] == [8, 16]
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("dtype", ["float32", pytest.param("bfloat16", marks=pytest.mark.slow)])
-def test_training_packing_and_plain_arrays_agree_bit_for_bit(dtype: str) -> None:
+@further
+@pytest.mark.parametrize(
+    "check",
+    [
+        packed_models_are_split_and_exported,
+        pytest.param(checkpoints_bring_packed_models_back, marks=pytest.mark.slow),
+        pytest.param(packed_models_are_placed_on_eight_devices, marks=pytest.mark.slow),
+    ],
+    ids=lambda check: check.__name__,
+)
+def packed_models_are_models(check: Any, request: Any) -> None:
+    """Split, saved, placed on devices; the first of these checks runs by default."""
+    checked(check, request)
+
+
+def training_packing_and_plain_arrays_agree_bit_for_bit(dtype: str) -> None:
     """A hundred models, each with numbers of its own: QAT, PTQ, and Flax's layers with the numbers that are stored."""
     graph, params = nnx.split(Model(dtype=jnp.dtype(dtype), rngs=nnx.Rngs(0)))
 
@@ -125,6 +146,7 @@ def test_training_packing_and_plain_arrays_agree_bit_for_bit(dtype: str) -> None
 
 SAME = {
     "linear": (lambda rngs: nnx.Linear(784, 500, rngs=rngs), (8, 784)),
+    "row": (lambda rngs: nnx.Linear(64, 48, rngs=rngs), (1, 64)),
     "square": (lambda rngs: nnx.Linear(64, 64, rngs=rngs), (64,)),
     "column": (lambda rngs: nnx.Linear(64, 1, rngs=rngs), (16, 64)),
     "heads": (lambda rngs: nnx.LinearGeneral(64, (4, 16), rngs=rngs), (2, 8, 64)),
@@ -134,12 +156,28 @@ SAME = {
 }
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "weight", ["int8(group=all)", "int4(group=32)", "mxfp8_e4m3", "nvfp4", "nf4(group=32)", "e4m3"]
-)
-@pytest.mark.parametrize("name", SAME)
-def test_a_hundred_layers_train_and_serve_the_same_numbers_under_jit(name: str, weight: str) -> None:
+#: Each shape, and one row or column with two weights. A compiler fuses the arithmetic that unpacks a matrix with its
+#: product by a vector (`sums_ordered_by_fusion`).
+PAIRS = [
+    ("square", "e4m3"),
+    ("square", "int8(group=all)"),
+    ("a whole model", "float32"),
+    ("a whole model", "bfloat16"),
+    ("row", "e4m3"),
+    ("row", "nvfp4"),
+    ("column", "e4m3"),
+    ("linear", "int4(group=32)"),
+    ("linear", "mxfp8_e4m3"),
+    ("heads", "nvfp4"),
+    ("joined", "nf4(group=32)"),
+    ("einsum", "nf4(group=32)"),
+    ("convolution", "mxfp8_e4m3"),
+]
+
+
+def a_hundred_layers_train_and_serve_the_same_numbers_under_jit(name: str, weight: str) -> None:
+    if name == "a whole model":
+        return training_packing_and_plain_arrays_agree_bit_for_bit(weight)
     make, shape = SAME[name]
     graph, params = nnx.split(make(nnx.Rngs(0)))
     leaves, tree = jax.tree.flatten(params)
@@ -152,7 +190,9 @@ def test_a_hundred_layers_train_and_serve_the_same_numbers_under_jit(name: str, 
         rule = jc.Rule(weight=weight, activation=None if mode == "weight_only" else "int8(group=all)")
         return jc.nn.quantize(layer, rule, mode, inputs=inputs)(x)
 
-    for inputs in (None, (jax.ShapeDtypeStruct(shape, jnp.float32),)):
+    # As a program, too, where the products are those of matrices; the axes of others are those of the layer.
+    programs = (None, (jax.ShapeDtypeStruct(shape, jnp.float32),))
+    for inputs in programs if name in ("square", "row", "column", "joined") else (None,):
         trained, packed = (
             jax.jit(lambda seeds, mode=mode, inputs=inputs: jax.lax.map(lambda s: of_seed(s, mode, inputs), seeds))(
                 jnp.arange(100)
@@ -160,27 +200,6 @@ def test_a_hundred_layers_train_and_serve_the_same_numbers_under_jit(name: str, 
             for mode in ("qat", "ptq")
         )
         np.testing.assert_array_equal(trained, packed)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("out", "shape"), [(64, (64,)), (48, (1, 64)), (1, (16, 64))])
-def test_one_row_or_column_trains_and_serves_the_same_numbers(out: int, shape: tuple[int, ...]) -> None:
-    """A compiler fuses the arithmetic of a matrix with its product by a vector (`sums_ordered_by_fusion`)."""
-    graph, params = nnx.split(nnx.Linear(64, out, rngs=nnx.Rngs(0)))
-    leaves, tree = jax.tree.flatten(params)
-
-    def of_key(key: Any, mode: Any) -> Any:
-        *keys, last = jax.random.split(key, len(leaves) + 1)
-        drawn = [jax.random.normal(key, v.shape) for key, v in zip(keys, leaves, strict=True)]
-        layer = nnx.merge(graph, jax.tree.unflatten(tree, drawn))
-        return jc.nn.quantize(layer, jc.Rule(weight="e4m3"), mode)(jax.random.normal(last, shape))
-
-    keys = jax.random.split(jax.random.key(0), 20)
-    trained, packed = (
-        jax.jit(lambda keys, mode=mode: jax.lax.map(lambda key: of_key(key, mode), keys))(keys)
-        for mode in ("qat", "ptq")
-    )
-    np.testing.assert_array_equal(trained, packed)
 
 
 LAYERS = {
@@ -193,10 +212,17 @@ LAYERS = {
 FORMATS = ["int8(group=all)", "int8(group=tensor)", "nf4(group=all)"]
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(("name", "text"), [(name, text) for name in LAYERS for text in FORMATS])
-def test_packed_biases_are_those_of_training(name: str, text: str) -> None:
+@further.first
+@pytest.mark.in_turn(400)
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [("GroupNorm", FORMATS[0]), *zip(LAYERS, itertools.cycle(FORMATS), strict=False), ("Linear", FORMATS[1]), *PAIRS],
+)
+def training_and_serving_give_the_same_bits(name: str, text: str) -> None:
     """As arguments of a compiled function, a product of a bias and its scale might be contracted with the sum."""
+    compile_as_users()
+    if name not in LAYERS:
+        return a_hundred_layers_train_and_serve_the_same_numbers_under_jit(name, text)
     rule, compiled = jc.nn.Rule(weight=text, bias=text), nnx.jit(lambda layer, x: layer(x))
     for seed in range(12):
         draw = np.random.default_rng(seed)
@@ -208,3 +234,6 @@ def test_packed_biases_are_those_of_training(name: str, text: str) -> None:
         trained = compiled(jc.nn.quantize(layer, rule), x)
         np.testing.assert_array_equal(compiled(jc.nn.quantize(layer, rule, mode="ptq"), x), trained)
         assert not np.array_equal(trained, compiled(layer, x))
+
+
+test_further = further.test()

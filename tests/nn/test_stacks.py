@@ -11,8 +11,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import linen, nnx
+from further import Further
 
 import jchop as jc
+
+further = Further()
 
 LAYERS = 3
 ROWS = "int8(group=all)"
@@ -40,38 +43,7 @@ def each(stack: Any, x: jax.Array) -> jax.Array:
     return nnx.vmap(lambda layer, x: layer(x), in_axes=(0, None))(stack, x)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("kind", "text"),
-    [
-        ("LinearGeneral", ROWS),
-        *(
-            pytest.param(kind, text, marks=pytest.mark.slow)
-            for kind in KINDS
-            for text in (ROWS, "int8", "int4(group=8)", "uint4(group=all,zero_point=integer)", "e4m3")
-            if (kind, text) != ("LinearGeneral", ROWS)
-        ),
-    ],
-)
-def test_a_packed_stack_serves_the_numbers_of_training(kind: str, text: str, tmp_path: Path) -> None:
-    make, shape = KINDS[kind]
-    stack = nnx.vmap(lambda key: make(nnx.Rngs(key)))(jax.random.split(jax.random.key(0), LAYERS))
-    x, rule = numbers(shape), jc.Rule(weight=text)
-    packed = jc.nn.quantize(stack, rule, "ptq")
-    wanted = each(jc.nn.quantize(stack, rule), x)
-    same(each(packed, x), wanted)
-    graph, state = nnx.split(stack)
-    for i in range(LAYERS):
-        alone = jc.nn.quantize(nnx.merge(graph, jax.tree.map(lambda leaf, i=i: leaf[i], state)), rule, "ptq")
-        same(jax.tree.map(lambda leaf, i=i: leaf[i], nnx.state(packed)), nnx.state(alone))
-    jc.nn.save(tmp_path / "x.safetensors", packed)
-    loaded = jc.nn.load(tmp_path / "x.safetensors", jc.nn.quantize(stack, rule, "ptq"))
-    same(each(loaded, x), wanted)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("text", [ROWS, "int4(group=8)"])
-def test_layers_in_a_scan(text: str) -> None:
+def layers_in_a_scan(text: str) -> None:
     make, _ = KINDS["MultiHeadAttention"]
     stack = nnx.vmap(lambda key: make(nnx.Rngs(key)))(jax.random.split(jax.random.key(0), LAYERS))
     x, rule = numbers((2, 3, 32)), jc.Rule(weight=text)
@@ -92,9 +64,7 @@ class _Blocks(linen.Module):
         return linen.scan(_Block, **axes, length=LAYERS)()(x, None)[0]
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("text", [ROWS, "int4(group=8)"])
-def test_a_scan_of_linen(text: str, tmp_path: Path) -> None:
+def a_scan_of_linen(text: str, tmp_path: Path) -> None:
     x, model = numbers((2, 3, 32)), _Blocks()
     variables = model.init(jax.random.key(0), x)
     low = jc.nn.linen.quantize(model, jc.Rule(weight=text))
@@ -103,3 +73,38 @@ def test_a_scan_of_linen(text: str, tmp_path: Path) -> None:
     same(run(packed, x), wanted)
     jc.nn.save(tmp_path / "x.safetensors", packed)
     same(run(jc.nn.load(tmp_path / "x.safetensors", packed), x), wanted)
+
+
+@further.first
+@pytest.mark.in_turn(12)
+@pytest.mark.parametrize(
+    ("kind", "text"),
+    [
+        ("LinearGeneral", ROWS),
+        ("Einsum", "int4(group=8)"),
+        ("Conv", "uint4(group=all,zero_point=integer)"),
+        ("MultiHeadAttention", "int8"),
+        ("LinearGeneral", "e4m3"),
+        ("in a scan", "int4(group=8)"),
+        ("in a scan of Linen", ROWS),
+    ],
+)
+def a_packed_stack_serves_the_numbers_of_training(kind: str, text: str, tmp_path: Path) -> None:
+    if kind not in KINDS:
+        return layers_in_a_scan(text) if kind == "in a scan" else a_scan_of_linen(text, tmp_path)
+    make, shape = KINDS[kind]
+    stack = nnx.vmap(lambda key: make(nnx.Rngs(key)))(jax.random.split(jax.random.key(0), LAYERS))
+    x, rule = numbers(shape), jc.Rule(weight=text)
+    packed = jc.nn.quantize(stack, rule, "ptq")
+    wanted = each(jc.nn.quantize(stack, rule), x)
+    same(each(packed, x), wanted)
+    graph, state = nnx.split(stack)
+    for i in range(LAYERS):
+        alone = jc.nn.quantize(nnx.merge(graph, jax.tree.map(lambda leaf, i=i: leaf[i], state)), rule, "ptq")
+        same(jax.tree.map(lambda leaf, i=i: leaf[i], nnx.state(packed)), nnx.state(alone))
+    jc.nn.save(tmp_path / "x.safetensors", packed)
+    loaded = jc.nn.load(tmp_path / "x.safetensors", jc.nn.quantize(stack, rule, "ptq"))
+    same(each(loaded, x), wanted)
+
+
+test_further = further.test()

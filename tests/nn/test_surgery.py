@@ -11,8 +11,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
+from further import Further
+from layer_references import checked, each
 
 import jchop as jc
+
+further = Further()
 
 BLOCKS = jc.nn.Rule(weight="mxfp8_e4m3(group=4)", activation="e4m3")
 
@@ -59,8 +63,7 @@ def model() -> Model:
     return Model(rngs=nnx.Rngs(0))
 
 
-@pytest.mark.slow
-def test_the_given_model_stays_and_shares_what_did_not_change() -> None:
+def the_given_model_stays_and_shares_what_did_not_change() -> None:
     plain = model()
     before = jax.tree.map(np.array, nnx.state(plain))
     packed = jc.nn.quantize(plain, jc.nn.Rule("head", weight="int4(group=all)"), mode="ptq")
@@ -73,8 +76,8 @@ def test_the_given_model_stays_and_shares_what_did_not_change() -> None:
     jax.tree.map(np.testing.assert_array_equal, before, nnx.state(plain))
 
 
-@pytest.mark.slow
-def test_the_first_rule_that_matches_counts() -> None:
+@further
+def the_first_rule_that_matches_counts() -> None:
     plain = model()
     rules = [
         jc.nn.Rule("blocks/1"),
@@ -95,8 +98,8 @@ def test_the_first_rule_that_matches_counts() -> None:
             np.testing.assert_array_equal(layer(X), expected)
 
 
-@pytest.mark.slow
-def test_the_state_of_a_model_that_draws_nothing_is_that_of_the_plain_one() -> None:
+@further
+def the_state_of_a_model_that_draws_nothing_is_that_of_the_plain_one() -> None:
     plain, rounded = model(), jc.nn.quantize(model(), BLOCKS)
     assert jax.tree.structure(nnx.state(plain)) == jax.tree.structure(nnx.state(rounded))
     graph = nnx.graphdef(rounded)
@@ -106,8 +109,7 @@ def test_the_state_of_a_model_that_draws_nothing_is_that_of_the_plain_one() -> N
     assert pickle.loads(pickle.dumps(jc.nn.Linear)) is jc.nn.Linear
 
 
-@pytest.mark.slow
-def test_a_trained_model_is_packed_as_it_computed() -> None:
+def a_trained_model_is_packed_as_it_computed() -> None:
     rounded = jc.nn.quantize(model(), BLOCKS)
 
     @nnx.jit
@@ -127,7 +129,6 @@ def test_a_trained_model_is_packed_as_it_computed() -> None:
         jc.nn.quantize(packed, jc.nn.Rule("*up*", weight="e4m3"))
 
 
-@pytest.mark.slow
 def test_weight_only_rounds_no_more_than_weights() -> None:
     plain = nnx.Linear(4, 3, rngs=nnx.Rngs(0))
     packed = jc.nn.quantize(plain, jc.nn.Rule(weight="e4m3", bias="e4m3"), mode="weight_only")
@@ -138,7 +139,6 @@ def test_weight_only_rounds_no_more_than_weights() -> None:
         jc.nn.quantize(plain, BLOCKS, mode="weight_only")
 
 
-@pytest.mark.slow
 def test_sites_without_state_are_no_part_of_the_model() -> None:
     traced = []
 
@@ -161,7 +161,6 @@ def test_sites_without_state_are_no_part_of_the_model() -> None:
         assert again == one.head.dot_general and hash(again) == hash(one.head.dot_general)
 
 
-@pytest.mark.slow
 def test_stochastic_sites_have_streams_of_their_own() -> None:
     rule = jc.nn.Rule("blocks/*/up", weight="e4m1:stochastic", output="bfloat16:stochastic")
     noisy = jc.nn.quantize(model(), rule, rngs=nnx.Rngs(rounding=1))
@@ -176,27 +175,8 @@ def test_stochastic_sites_have_streams_of_their_own() -> None:
         jc.nn.quantize(model(), rule)
 
 
-@pytest.mark.slow
-def test_stacks_of_layers_are_packed_layer_by_layer() -> None:
-    @nnx.split_rngs(splits=3)
-    @nnx.vmap
-    def stack(rngs: nnx.Rngs) -> Any:
-        return nnx.Linear(4, 4, rngs=rngs)
-
-    plain = stack(nnx.Rngs(0))
-    rule = jc.nn.Rule(weight="mxfp8_e4m3(group=4)")
-
-    @nnx.scan(in_axes=(0, nnx.Carry), out_axes=nnx.Carry)
-    def through(layer: Any, x: Any) -> Any:
-        return layer(x)
-
-    rounded, packed = jc.nn.quantize(plain, rule), jc.nn.quantize(plain, rule, mode="ptq")
-    assert packed.kernel[...].shape == (3, 4, 4)
-    np.testing.assert_array_equal(through(packed, X), through(rounded, X))
-
-
-@pytest.mark.slow
-def test_layers_built_by_hand_are_those_that_quantize_makes() -> None:
+@further
+def layers_built_by_hand_are_those_that_quantize_makes() -> None:
     by_hand = jc.nn.MultiHeadAttention(2, 4, decode=False, rule=BLOCKS, rngs=nnx.Rngs(3))
     made = jc.nn.quantize(nnx.MultiHeadAttention(2, 4, decode=False, rngs=nnx.Rngs(3)), BLOCKS)
     assert type(by_hand) is type(made) and nnx.graphdef(by_hand) == nnx.graphdef(made)
@@ -204,8 +184,7 @@ def test_layers_built_by_hand_are_those_that_quantize_makes() -> None:
     np.testing.assert_array_equal(by_hand(x), made(x))
 
 
-@pytest.mark.slow
-def test_every_operation_of_a_layer_can_be_emulated() -> None:
+def every_operation_of_a_layer_can_be_emulated() -> None:
     plain = model()
     plain.blocks[0].norm.mean[...] = jnp.array([0.1, 0.2, 0.3, 0.4])
     low = jc.nn.quantize(plain, jc.nn.Rule("head", activation="e5m3"), mode="emulate")
@@ -225,6 +204,20 @@ def test_every_operation_of_a_layer_can_be_emulated() -> None:
 
 
 @pytest.mark.parametrize(
+    "check",
+    [
+        the_given_model_stays_and_shares_what_did_not_change,
+        pytest.param(a_trained_model_is_packed_as_it_computed, marks=pytest.mark.slow),
+        pytest.param(every_operation_of_a_layer_can_be_emulated, marks=pytest.mark.slow),
+    ],
+    ids=lambda check: check.__name__,
+)
+def test_models_in_use(check: Any, request: Any) -> None:
+    """A case for each of these checks; the first runs by default."""
+    checked(check, request)
+
+
+@each(
     ("rules", "error", "words"),
     [
         (jc.nn.Rule("tail", weight="e4m3"), ValueError, "matches no layer"),
@@ -268,8 +261,9 @@ class Normed(nnx.Module):
         return y if self.shift is None else y + self.shift[...]
 
 
+@further
 @pytest.mark.parametrize("fields", [{"weight": "int4(group=4)"}, {"activation": "e2m1"}])
-def test_one_rule_is_one_model_in_layers_and_in_a_program(fields: Any) -> None:
+def one_rule_is_one_model_in_layers_and_in_a_program(fields: Any) -> None:
     """Under a rule for products, too, a norm is as it is; a parameter more, which is zero, changes nothing."""
     x, rule = jax.random.normal(jax.random.key(3), (5, 8)), jc.nn.Rule(**fields)
     layers, program, more = (
@@ -310,7 +304,11 @@ def test_a_rule_for_products_too_has_outputs_and_biases_of_norms() -> None:
     assert (emulated(x) == jc.round_to_format(emulated(x), "e4m3")).all() and (emulated(x) != plain.norm(x)).any()
 
 
-def test_a_weight_that_only_a_norm_would_have_has_no_effect() -> None:
+@further.first
+def a_weight_that_only_a_norm_would_have_has_no_effect() -> None:
     attention = nnx.MultiHeadAttention(2, 8, normalize_qk=True, decode=False, rngs=nnx.Rngs(0))
     with pytest.raises(ValueError, match="weight has no effect on any of its layers: LayerNorm, MultiHeadAttention"):
         jc.nn.quantize(attention, jc.nn.Rule("!{query,key,value,out}", weight="e4m3", activation="e4m3"))
+
+
+test_further = further.test()

@@ -13,10 +13,13 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from further import Further
 from oracle import ieee, round_exact
 
 import jchop as jc
 from jchop import optim
+
+further = Further()
 
 KEY = jax.random.key(5)
 
@@ -65,8 +68,8 @@ def test_compensation_follows_kahan_exactly(rng: np.random.Generator) -> None:
         assert Fraction(float(state.lost[column])) == c
 
 
-@pytest.mark.slow
-def test_compensation_in_a_format_of_its_own() -> None:
+@further.first
+def compensation_in_a_format_of_its_own() -> None:
     tx = optim.compensate("fixed4.2:stochastic", KEY, compensation="fixed1.7:stochastic")
     each, _, state = scan(tx, jnp.full((40, 8), 1 / 64), jnp.zeros(8))
     np.testing.assert_array_equal(each[-1] + state.lost, jnp.full(8, 40 / 64))
@@ -103,8 +106,8 @@ def test_what_is_refused() -> None:
 # -- parameters that are packed ----------------------------------------------------------------------------------------
 
 
-@pytest.mark.slow
-def test_packed_parameters_move_by_less_than_a_quantum_on_average() -> None:
+@further
+def packed_parameters_move_by_less_than_a_quantum_on_average() -> None:
     spec = "int8(channel=0):stochastic"
     w = jnp.ones((4, 4096)).at[:, 0].set(127.0)  # a quantum of 1, and steps of a sixteenth
     params = {"w": jc.quantize(w, spec, KEY), "b": jnp.zeros(3)}
@@ -139,9 +142,10 @@ def test_a_parameter_that_is_stored_in_another_shape_is_packed_again() -> None:
         optim.apply_updates({"w": packed}, {"w": jnp.zeros((27, 8))})
 
 
+@further
 @pytest.mark.in_turn(2)
 @pytest.mark.parametrize("spec", ["nvfp4", "int8(channel=1):stochastic"])
-def test_layers_of_a_stack_keep_their_own_scales(spec: str) -> None:
+def layers_of_a_stack_keep_their_own_scales(spec: str) -> None:
     """Two layers are equal, and scales of all layers together would lose the third."""
     w = jax.random.normal(KEY, (8, 16)) * jnp.array([1.0, 1.0, 2.0**-18])[:, None, None]
     packed = jax.vmap(lambda w, key: jc.quantize(w, spec, key))(w, jax.random.split(KEY, 3))
@@ -154,3 +158,6 @@ def test_layers_of_a_stack_keep_their_own_scales(spec: str) -> None:
         assert (numbers[0] != numbers[1]).any()
     else:
         np.testing.assert_array_equal(numbers[2], jc.round_to_format(moved[2], spec))
+
+
+test_further = further.test()

@@ -11,10 +11,13 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from further import Further
 
 import jchop as jc
 from jchop.optim._chunks import chunks_of
 from jchop.optim._pack import is_packed
+
+further = Further()
 
 KEY = jax.random.key(5)
 
@@ -44,8 +47,8 @@ def assert_same(got: tuple[Any, Any], expected: tuple[Any, Any]) -> None:
         assert np.asarray(a).tobytes() == np.asarray(b).tobytes()
 
 
-@pytest.mark.slow
-def test_a_step_in_chunks_is_that_of_whole_arrays(rng: np.random.Generator) -> None:
+@further
+def a_step_in_chunks_is_that_of_whole_arrays(rng: np.random.Generator) -> None:
     params = {"w": params_of(rng)["w"], "odd": jnp.ones((3, 32))}
     grads = [jax.tree.map(lambda p, k=k: jnp.sin(k * p), params) for k in (1, 2, 3)]
     grads[1]["w"] = grads[1]["w"].at[5, 0].set(jnp.nan)  # in a chunk: the whole step is left out
@@ -58,8 +61,8 @@ def test_a_step_in_chunks_is_that_of_whole_arrays(rng: np.random.Generator) -> N
     assert_same(*results)
 
 
-@pytest.mark.slow
-def test_numbers_that_are_not_finite_may_pass_in_chunks(rng: np.random.Generator) -> None:
+@further
+def numbers_that_are_not_finite_may_pass_in_chunks(rng: np.random.Generator) -> None:
     params = {name: params_of(rng)[name] for name in ("v", "b")}
     bad = jax.tree.map(jnp.ones_like, params)
     bad["v"] = bad["v"].at[600].set(jnp.inf)
@@ -75,8 +78,8 @@ def test_numbers_that_are_not_finite_may_pass_in_chunks(rng: np.random.Generator
     assert_same(*made)
 
 
-@pytest.mark.slow
-def test_adamw8bit_in_chunks(rng: np.random.Generator) -> None:
+@further
+def adamw8bit_in_chunks(rng: np.random.Generator) -> None:
     params = {"w": jnp.asarray(rng.standard_normal((16, 512)), jnp.float32)}
     grads = [jax.tree.map(lambda p, k=k: jnp.sin(k * p), params) for k in range(4)]
     assert_same(*(run(jc.optim.adamw8bit(1e-2, chunks=n), params, grads) for n in (1, 4)))
@@ -105,8 +108,8 @@ def test_which_arrays_are_cut(rng: np.random.Generator) -> None:
     assert cut_leaves(params, "mxfp8_e4m3", 5) == []
 
 
-@pytest.mark.slow
-def test_nothing_is_left_of_a_cut_leaf(rng: np.random.Generator) -> None:
+@further.first
+def nothing_is_left_of_a_cut_leaf(rng: np.random.Generator) -> None:
     params = params_of(rng)
     state = jax.jit(jc.optim.quantize_state(optax.adam(1e-3), "mxfp8_e4m3", min_size=32).init)(params)
     cut = chunks_of(params, state.inner_state, 4)
@@ -122,3 +125,6 @@ def test_nothing_is_left_of_a_cut_leaf(rng: np.random.Generator) -> None:
 def test_chunks_is_a_count() -> None:
     with pytest.raises(ValueError, match="chunks=0 must be an integer >= 1"):
         jc.optim.adamw8bit(1e-3, chunks=0)
+
+
+test_further = further.test()

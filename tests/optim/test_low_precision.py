@@ -16,10 +16,13 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from further import Further
 from oracle import ieee, pow2, round_exact
 
 import jchop as jc
 from jchop import optim
+
+further = Further()
 
 KEY = jax.random.key(3)
 F32 = ieee(8, 23)
@@ -81,10 +84,10 @@ def adam(p: Fraction, gradients: list[Fraction], q: Any) -> list[Fraction]:
 CASES = {"sgd": (sgd, optax.sgd(LR, 0.875)), "adam": (adam, optax.adam(LR, 0.5, 0.75, 1e-8))}
 
 
+@further
 @pytest.mark.parametrize("fmt", SETS)
 @pytest.mark.parametrize("name", CASES)
-@pytest.mark.slow
-def test_steps_are_those_of_exact_arithmetic(name: str, fmt: str) -> None:
+def steps_are_those_of_exact_arithmetic(name: str, fmt: str) -> None:
     """Scalars, and operation by operation, so that no compiler joins two of Optax's operations into one."""
     exact, plain = CASES[name]
     starts = [1.0, -0.5, 2.0**-7, 96.0]
@@ -115,9 +118,9 @@ TABLE = {
 }
 
 
-@pytest.mark.slow
+@further
 @pytest.mark.parametrize("name", TABLE)
-def test_gradients_state_and_weights_are_rounded_in_every_optimizer(name: str, rng: np.random.Generator) -> None:
+def gradients_state_and_weights_are_rounded_in_every_optimizer(name: str, rng: np.random.Generator) -> None:
     tx = optim.low_precision(
         TABLE[name],
         weight="bfloat16:stochastic",
@@ -153,23 +156,54 @@ def test_gradients_state_and_weights_are_rounded_in_every_optimizer(name: str, r
     np.testing.assert_allclose(params["w"], state.accumulator["w"], rtol=2**-7)
 
 
-@pytest.mark.slow
 def test_the_accumulator_moves_where_the_weight_cannot() -> None:
     plain = optax.sgd(2.0**-8)
     params, ones = jnp.ones(4), jnp.ones(4)
     for accumulator, wanted in ((None, 1.0), ("e8m10", 0.875)):
         tx = optim.low_precision(plain, weight="e5m2", accumulator=accumulator)
-        p, state = params, tx.init(params)
+        p, state, step = params, tx.init(params), jax.jit(tx.update)
         for _ in range(32):
-            updates, state = tx.update(ones, state, p)
+            updates, state = step(ones, state, p)
             p = optax.apply_updates(p, updates)
         assert p.tolist() == [wanted] * 4
 
 
-def test_what_is_refused() -> None:
+@further.first
+def each_rounding_draws_bits_of_its_own() -> None:
+    """Each result lies halfway between its neighbours, whatever the roundings before it have drawn."""
+    count, spec = 1 << 14, "fixed6.{}:stochastic"
+    tx = optim.low_precision(
+        optax.sgd(-1.0, 0.0),
+        gradient=spec.format(3),
+        momentum=spec.format(2),
+        accumulator=spec.format(2),
+        weight=spec.format(1),
+        key=KEY,
+    )
+    params, state = jnp.ones(count), jax.jit(tx.init)(jnp.ones(count))
+    updates, state = jax.jit(tx.update)(jnp.full(count, 1 / 16), state, params)
+    weight, held, moment = (np.asarray(x) for x in (params + updates, state.accumulator, state.inner_state[0].trace))
+    assert [set(x.tolist()) for x in (weight, held, moment)] == [{1.0, 1.5}, {1.0, 1.25}, {0.0, 0.25}]
+    up, moved, kept = weight == 1.5, held == 1.25, moment == 0.25
+    for found, wanted in (
+        (moved, 1 / 4),  # the gradient, which is 0 or 1/8, and then the accumulator
+        (kept, 1 / 4),
+        (moved & kept, 1 / 8),
+        (moved & up, 1 / 8),
+        (moved & up & kept, 1 / 16),
+    ):
+        assert abs(found.mean() - wanted) < 5 * np.sqrt(wanted * (1 - wanted) / count), wanted
+    assert not np.any(up & ~moved)
+
+
+@further
+def what_is_refused() -> None:
     with pytest.raises(ValueError, match="momentum='float8_e5m2' rounds arrays, and inner packs its state"):
         optim.low_precision(optax.chain(optim.adamw8bit(0.1)), momentum="e5m2").init(jnp.ones((64, 64)))
     with pytest.raises(ValueError, match="key=None"):
         optim.low_precision(optax.sgd(0.1), weight="e5m2", momentum="e5m2:stochastic")
     with pytest.raises(TypeError, match="gradient=3"):
         optim.low_precision(optax.sgd(0.1), gradient=3)  # type: ignore[arg-type]
+
+
+test_further = further.test()

@@ -6,13 +6,12 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 from example_cases import load
-
-pytestmark = pytest.mark.slow
 
 
 @pytest.fixture
@@ -28,8 +27,7 @@ def rows(request: pytest.FixtureRequest, monkeypatch: Any, capsys: Any, tmp_path
     return {c[0].strip(): [float(x.strip().rstrip("%")) for x in c[1:] if x.strip()] for c in columns}
 
 
-@pytest.mark.parametrize("rows", ["stagnation"], indirect=True)
-def test_nearest_stands_still_and_the_others_follow(rows: dict[str, list[float]]) -> None:
+def nearest_stands_still_and_the_others_follow(rows: dict[str, list[float]]) -> None:
     first, last = rows["float32"]
     assert last < first
     for name in ("stochastic", "compensated"):
@@ -37,12 +35,26 @@ def test_nearest_stands_still_and_the_others_follow(rows: dict[str, list[float]]
     assert rows["bfloat16, nearest"][1] - last > 0.5 * (first - last)
 
 
-@pytest.mark.parametrize("rows", ["optimizers"], indirect=True)
-def test_packed_state_is_small_and_the_loss_the_same(rows: dict[str, list[float]]) -> None:
+def packed_state_is_small_and_the_loss_the_same(rows: dict[str, list[float]]) -> None:
     assert rows["adamw_fp8"][0] < 0.3 * rows["optax.adamw"][0]
     assert rows["adamw_fp8"][2] < 2
 
 
-@pytest.mark.parametrize("rows", ["swalp"], indirect=True)
-def test_the_fp8_recipe_learns_as_float32_does(rows: dict[str, list[float]]) -> None:
+def the_fp8_recipe_learns_as_float32_does(rows: dict[str, list[float]]) -> None:
     assert max(rows["float32"]) < 8 and max(rows["FP8 recipe"]) < 8
+
+
+@pytest.mark.in_turn(1000)
+@pytest.mark.parametrize(
+    ("rows", "check"),
+    [
+        ("stagnation", nearest_stands_still_and_the_others_follow),
+        ("optimizers", packed_state_is_small_and_the_loss_the_same),
+        ("swalp", the_fp8_recipe_learns_as_float32_does),
+    ],
+    indirect=["rows"],
+)
+def test_an_example_shows_what_it_says(
+    rows: dict[str, list[float]], check: Callable[[dict[str, list[float]]], None]
+) -> None:
+    check(rows)

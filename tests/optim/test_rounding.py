@@ -14,10 +14,13 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from further import Further
 from oracle import Special, ieee, round_exact
 
 import jchop as jc
 from jchop import optim
+
+further = Further()
 
 KEY = jax.random.key(7)
 MODES = ("nearest_even", "nearest_away", "up", "down", "toward_zero", "odd")
@@ -41,9 +44,10 @@ def numbers(fmt: str, dtype: str, rng: np.random.Generator) -> tuple[jax.Array, 
     return p, jnp.asarray(u)
 
 
+@further
 @pytest.mark.in_turn(5)
 @pytest.mark.parametrize(("fmt", "exact", "dtype"), FORMATS)
-def test_parameters_land_on_the_exact_sum_rounded_once(fmt: str, exact: Any, dtype: str, rng: Any) -> None:
+def parameters_land_on_the_exact_sum_rounded_once(fmt: str, exact: Any, dtype: str, rng: Any) -> None:
     p, u = numbers(fmt, dtype, rng)
 
     @jax.jit
@@ -89,8 +93,8 @@ def test_stochastic_parameters_land_on_a_neighbour_and_are_unbiased(fmt: str, ex
     assert np.all(np.abs(share - wanted) < 6 * 0.5 / np.sqrt(200))
 
 
-@pytest.mark.slow
-def test_infinities_and_nan_land_too() -> None:
+@further
+def infinities_and_nan_land_too() -> None:
     p = jnp.array([1.0, jnp.inf, 1.0, 3e38, -jnp.inf])
     u = jnp.array([jnp.inf, 1.0, jnp.nan, 3e38, jnp.inf])
     tx = optim.round_params("bfloat16")
@@ -98,8 +102,8 @@ def test_infinities_and_nan_land_too() -> None:
     np.testing.assert_array_equal(landed, [jnp.inf, jnp.inf, jnp.nan, jnp.inf, jnp.nan])
 
 
-@pytest.mark.slow
-def test_scaled_parameters_land_on_their_grid() -> None:
+@further
+def scaled_parameters_land_on_their_grid() -> None:
     rng = np.random.default_rng(3)
     p = jnp.asarray(rng.standard_normal((8, 64)), jnp.float32)
     u = jnp.asarray(1e-2 * rng.standard_normal((8, 64)), jnp.float32)
@@ -155,9 +159,9 @@ WRAPPED = {
 }
 
 
-@pytest.mark.slow
+@further.first
 @pytest.mark.parametrize("name", WRAPPED)
-def test_optax_wrappers_take_it(name: str) -> None:
+def optax_wrappers_take_it(name: str) -> None:
     tx = WRAPPED[name]()
 
     @jax.jit
@@ -175,8 +179,8 @@ def test_optax_wrappers_take_it(name: str) -> None:
     assert bool((params["b"] > 0.5).all()) or name == "masked"
 
 
-@pytest.mark.slow
-def test_the_learning_rate_and_the_key_change_without_compiling_again() -> None:
+@further
+def the_learning_rate_and_the_key_change_without_compiling_again() -> None:
     tx = WRAPPED["inject"]()
     step = jax.jit(lambda state, params: tx.update(GRADS, state, params))
     state = tx.init(PARAMS)
@@ -205,3 +209,6 @@ def test_what_is_refused() -> None:
     whole = jnp.ones(3, jnp.int32)
     with pytest.raises(TypeError, match="int32"):
         optim.round_params("bfloat16").update(half, optim.RoundState(None), whole)
+
+
+test_further = further.test()

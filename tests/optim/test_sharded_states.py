@@ -9,27 +9,27 @@ import ml_dtypes
 import numpy as np
 import optax
 import pytest
+from further import Further
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jchop as jc
 
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.skipif(jax.device_count() < 8, reason="needs eight (forced host) devices"),
-]
+further = Further()
+
+pytestmark = pytest.mark.skipif(jax.device_count() < 8, reason="needs eight (forced host) devices")
 
 #: With these rates and decays every product is exact, so that no compiler's contraction can change a bit.
 RATE, DECAY = 2.0**-7, 2.0**-6
 KEY = jax.random.key(4)
 OPTIMIZERS = {
+    "stochastic": jc.optim.quantize_state(optax.sgd(RATE, 0.5), "int4(group=64):stochastic", KEY, min_size=1024),
     "adamw8bit": jc.optim.adamw8bit(RATE, 0.5, 0.5, weight_decay=DECAY, min_size=1024),
     "adamw4bit": jc.optim.adamw4bit(RATE, 0.5, 0.5, weight_decay=DECAY, min_size=1024),
     "adamw_fp8": jc.optim.adamw_fp8(RATE, 0.5, 0.5, weight_decay=DECAY, min_size=1024),
     "adam8bit": jc.optim.adam8bit(RATE, 0.5, 0.5, min_size=1024),
     "lion8bit": jc.optim.lion8bit(RATE, 0.5, 0.5, weight_decay=DECAY, min_size=1024),
     "sgd8bit": jc.optim.sgd8bit(RATE, 0.5, min_size=1024),
-    "stochastic": jc.optim.quantize_state(optax.sgd(RATE, 0.5), "int4(group=64):stochastic", KEY, min_size=1024),
 }
 #: Whole groups in every part; groups that are cut; axes that are joined; an array that stays unpacked.
 SHAPES = {"whole": (16, 512), "cut": (8, 256), "joined": (8, 4, 64), "small": (64,)}
@@ -43,15 +43,18 @@ def steps(tx: Any, state: Any, grads: Any, params: Any) -> Any:
     return params, state._replace(key=None)  # NumPy has no typed keys
 
 
-@pytest.mark.parametrize("name", OPTIMIZERS)
-def test_sharded_states_are_unsharded(name: str, rng: np.random.Generator) -> None:
-    tx = OPTIMIZERS[name]
-    params = {leaf: rng.standard_normal(shape).astype(np.float32) for leaf, shape in SHAPES.items()}
+@further
+@pytest.mark.parametrize(
+    ("name", "leaves"), [("stochastic", "whole small"), *((name, " ".join(SHAPES)) for name in OPTIMIZERS)]
+)
+def sharded_states_are_unsharded(name: str, leaves: str, rng: np.random.Generator) -> None:
+    tx, shapes = OPTIMIZERS[name], {leaf: SHAPES[leaf] for leaf in leaves.split()}
+    params = {leaf: rng.standard_normal(shape).astype(np.float32) for leaf, shape in shapes.items()}
     grads = {
-        leaf: rng.standard_normal(shape).astype(ml_dtypes.bfloat16).astype(np.float32) for leaf, shape in SHAPES.items()
+        leaf: rng.standard_normal(shape).astype(ml_dtypes.bfloat16).astype(np.float32) for leaf, shape in shapes.items()
     }
     mesh = jax.make_mesh((4, 2), ("a", "b"))
-    where = {leaf: NamedSharding(mesh, place) for leaf, place in PLACES.items()}
+    where = {leaf: NamedSharding(mesh, PLACES[leaf]) for leaf in shapes}
     wanted = jax.jit(lambda g, p: steps(tx, tx.init(p), g, p))(grads, params)
 
     placed, placed_grads = (jax.device_put(tree, where) for tree in (params, grads))
@@ -60,22 +63,40 @@ def test_sharded_states_are_unsharded(name: str, rng: np.random.Generator) -> No
     run = jax.jit(lambda s, g, p: steps(tx, s, g, p))
     got = run(state, placed_grads, placed)
     jax.tree.map(np.testing.assert_array_equal, got, wanted)
+    if name == "stochastic":
+        for trace in (state.inner_state[0].trace, got[1].inner_state[0].trace):
+            assert trace["whole"].qvalue.sharding.spec == trace["whole"].scale.sharding.spec == P("a", "b")
+            assert trace["small"].sharding.is_equivalent_to(where["small"], 1)
+
+
+@further
+def rounded_parameters_of_a_sharded_state_are_unsharded(rng: np.random.Generator) -> None:
+    """Their random bits are those of places in the whole array."""
+    tx = jc.optim.round_params("bfloat16:stochastic", KEY)
+    p, u = (rng.standard_normal(SHAPES["whole"]).astype(np.float32) for _ in range(2))
+    mesh = jax.make_mesh((4, 2), ("a", "b"))
+    placed = jax.device_put((p, u), NamedSharding(mesh, PLACES["whole"]))
+    landed = jax.jit(lambda p, u: optax.apply_updates(p, tx.update(u, tx.init(p), p)[0]))
+    np.testing.assert_array_equal(landed(*placed), landed(p, u))
 
 
 USUAL = {
+    "sgd8bit": jc.optim.sgd8bit(1e-3, 0.9, min_size=1024),
     "adamw8bit": jc.optim.adamw8bit(1e-3, min_size=1024),
     "adamw4bit": jc.optim.adamw4bit(1e-3, min_size=1024),
     "adamw_fp8": jc.optim.adamw_fp8(1e-3, min_size=1024),
     "nesterov": jc.optim.adamw8bit(optax.cosine_decay_schedule(1e-3, 5), nesterov=True, min_size=1024),
     "lion8bit": jc.optim.lion8bit(1e-3, min_size=1024),
-    "sgd8bit": jc.optim.sgd8bit(1e-3, 0.9, min_size=1024),
 }
 
 
-@pytest.mark.parametrize("places", ["rows", "ZeRO"])
-@pytest.mark.parametrize("name", USUAL)
-def test_usual_rates(name: str, places: str, rng: np.random.Generator) -> None:
-    """A program of one step, of parameters in rows or whole: with products that are not exact, too."""
+@further.first
+@pytest.mark.parametrize(("name", "places"), list(zip(USUAL, ["ZeRO", "rows"] * 3, strict=True)))
+def usual_rates(name: str, places: str, rng: np.random.Generator) -> None:
+    """A program of one step, with products that are not exact, too.
+
+    With ZeRO parameters and gradients are on every device, states in parts; a step gathers the updates.
+    """
     tx, shape = USUAL[name], SHAPES["whole"]
     mesh = jax.make_mesh((8,), ("a",))
     rows = NamedSharding(mesh, P("a"))
@@ -95,10 +116,13 @@ def test_usual_rates(name: str, places: str, rng: np.random.Generator) -> None:
         wanted, state = one(state, grads, wanted)
         got, parts = many(parts, jax.device_put(grads, place), got)
         jax.tree.map(np.testing.assert_array_equal, (got, parts.arrays), (wanted, state.arrays))
+    codes = [leaf for leaf in jax.tree.leaves(parts.arrays) if leaf.dtype == np.uint8 and leaf.ndim == 2]
+    assert codes and all(leaf.addressable_shards[0].data.size * 8 == leaf.size for leaf in codes)
 
 
+@further
 @pytest.mark.parametrize("name", USUAL)
-def test_several_steps_in_one_program(name: str, rng: np.random.Generator) -> None:
+def several_steps_in_one_program(name: str, rng: np.random.Generator) -> None:
     """The decays differ: see `quotient_by_one_number_is_product` in `_core/xla_cpu.py`."""
     tx, shape = USUAL[name], SHAPES["whole"]
     rows = NamedSharding(jax.make_mesh((8,), ("a",)), P("a"))
@@ -118,20 +142,4 @@ def test_several_steps_in_one_program(name: str, rng: np.random.Generator) -> No
     jax.tree.map(np.testing.assert_array_equal, (got, parts.arrays), (wanted, state.arrays))
 
 
-def test_states_in_parts_beside_whole_parameters(rng: np.random.Generator) -> None:
-    """ZeRO: parameters and gradients are on every device, states in parts; a step gathers the updates."""
-    tx, shape = OPTIMIZERS["lion8bit"], SHAPES["whole"]
-    params, grads = (rng.standard_normal(shape).astype(ml_dtypes.bfloat16).astype(np.float32) for _ in range(2))
-    mesh = jax.make_mesh((8,), ("a",))
-    rows, everywhere = NamedSharding(mesh, P("a")), NamedSharding(mesh, P())
-    of_state = jc.optim.state_shardings(tx, jax.ShapeDtypeStruct(shape, np.float32, sharding=rows))
-    whole, whole_grads = (jax.device_put(x, everywhere) for x in (params, grads))
-    state = jax.jit(tx.init, out_shardings=of_state)(whole)
-    run = jax.jit(lambda s, g, p: steps(tx, s, g, p), out_shardings=(everywhere, of_state))
-    got = run(state, whole_grads, whole)
-    wanted = jax.jit(lambda g, p: steps(tx, tx.init(p), g, p))(grads, params)
-    jax.tree.map(np.testing.assert_array_equal, got, wanted)
-    parts = [leaf for leaf in jax.tree.leaves(got[1].arrays) if leaf.shape == shape]
-    assert len(parts) == 1
-    for leaf in parts:
-        assert leaf.dtype == np.uint8 and leaf.addressable_shards[0].data.size * 8 == leaf.size
+test_further = further.test()

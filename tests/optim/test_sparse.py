@@ -73,7 +73,6 @@ def test_masks_that_are_chosen_again(decay: float, rng: np.random.Generator) -> 
     np.testing.assert_allclose(state[1].dense, dense, rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.slow
 def test_tiles_are_sparse_both_ways(rng: np.random.Generator) -> None:
     params = jnp.asarray(rng.normal(size=(3, 8, 12)), "bfloat16")
     tx = optim.sparse_params(2, 4, axis=(-2, -1), every=1)
@@ -85,7 +84,6 @@ def test_tiles_are_sparse_both_ways(rng: np.random.Generator) -> None:
     assert state.dense.dtype == jnp.float32
 
 
-@pytest.mark.slow
 def test_training_recovers_from_pruning(rng: np.random.Generator) -> None:
     x = jnp.asarray(rng.normal(size=(256, 16)) @ rng.normal(size=(16, 16)), jnp.float32)
     w = jnp.asarray(rng.normal(size=(16, 8)), jnp.float32)

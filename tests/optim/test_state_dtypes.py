@@ -4,7 +4,7 @@
 # pyright: reportAttributeAccessIssue=false, reportArgumentType=false, reportIndexIssue=false
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import jax
@@ -12,9 +12,12 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from further import Further
 
 import jchop as jc
 from jchop import optim
+
+further = Further()
 
 KEY = jax.random.key(7)
 #: Cheap to compile; the tests are about dtypes.
@@ -99,39 +102,47 @@ def assert_stays(tx: Any, dtypes: tuple[str, str], begin: Any = lambda params: p
     jax.eval_shape(run, params)
 
 
+def some_of(table: Iterable[str], *whole: str) -> list[Any]:
+    """Cases of a name and dtypes: those of `whole` with all dtypes, the others with one each, in turn."""
+    return [
+        pytest.param(name, dtypes, id=f"{name}-{'-'.join(dtypes)}")
+        for place, name in enumerate(table)
+        for number, dtypes in enumerate(DTYPES)
+        if name in whole or number == place % len(DTYPES)
+    ]
+
+
 @pytest.mark.in_turn(16)
-@pytest.mark.parametrize("dtypes", DTYPES, ids="-".join)
-@pytest.mark.parametrize("name", PACKED)
+@pytest.mark.parametrize(("name", "dtypes"), some_of(PACKED, "adamw8bit", "one moment in chunks"))
 def test_a_packed_state_stays(name: str, dtypes: tuple[str, str]) -> None:
     assert_stays(PACKED[name](), dtypes)
 
 
 @pytest.mark.in_turn(16)
-@pytest.mark.parametrize("dtypes", DTYPES, ids="-".join)
-@pytest.mark.parametrize("name", AROUND)
+@pytest.mark.parametrize(("name", "dtypes"), some_of(AROUND, "dynamic_loss_scale", "low_precision"))
 def test_a_packed_state_stays_in_other_transformations(name: str, dtypes: tuple[str, str]) -> None:
     assert_stays(AROUND[name](packed(nonfinite="propagate" if name.startswith("dynamic") else "skip")), dtypes)
 
 
 @pytest.mark.in_turn(4)
-@pytest.mark.parametrize("dtypes", DTYPES, ids="-".join)
-@pytest.mark.parametrize("name", INJECTED)
+@pytest.mark.parametrize(("name", "dtypes"), some_of(INJECTED, "packed"))
 def test_a_packed_state_stays_under_hyperparameters_of_float32(name: str, dtypes: tuple[str, str]) -> None:
     assert_stays(optax.inject_hyperparams(INJECTED[name], hyperparam_dtype=jnp.float32)(1e-3), dtypes)
 
 
 @pytest.mark.in_turn(6)
-@pytest.mark.parametrize("dtypes", DTYPES, ids="-".join)
-@pytest.mark.parametrize("name", SCALED)
+@pytest.mark.parametrize(("name", "dtypes"), some_of(SCALED, "low_precision"))
 def test_any_state_stays_in_a_loss_scale(name: str, dtypes: tuple[str, str]) -> None:
     assert_stays(optim.dynamic_loss_scale(SCALED[name]()), dtypes)
 
 
+CHAINED = {"alone": optax.identity(), "decayed": optax.add_decayed_weights(0.01)}
+
+
 @pytest.mark.in_turn(4)
-@pytest.mark.parametrize("dtypes", DTYPES, ids="-".join)
-@pytest.mark.parametrize("chain", [optax.identity(), optax.add_decayed_weights(0.01)])
-def test_moments_beside_an_accumulator_have_its_dtype(chain: Any, dtypes: tuple[str, str]) -> None:
-    assert_stays(optim.low_precision(optax.chain(chain, optax.sgd(0.1, 0.9)), accumulator="e5m9"), dtypes)
+@pytest.mark.parametrize(("name", "dtypes"), some_of(CHAINED, "decayed"))
+def test_moments_beside_an_accumulator_have_its_dtype(name: str, dtypes: tuple[str, str]) -> None:
+    assert_stays(optim.low_precision(optax.chain(CHAINED[name], optax.sgd(0.1, 0.9)), accumulator="e5m9"), dtypes)
 
 
 @pytest.mark.parametrize("wrap", [optim.skip_nonfinite, lambda tx: optim.low_precision(tx, weight="e4m3")])
@@ -174,10 +185,11 @@ def test_a_moment_of_float32_is_packed_as_it_is(nonfinite: str, rng: np.random.G
                 assert (numbers[0, 1:8] == 4.5).all()
 
 
+@further
 @pytest.mark.in_turn(2)
 @pytest.mark.parametrize("chunks", [1, 2])
 @pytest.mark.parametrize("name", ["w", "b"])
-def test_a_moment_beyond_the_dtype_of_the_state_is_a_fault(name: str, chunks: int) -> None:
+def a_moment_beyond_the_dtype_of_the_state_is_a_fault(name: str, chunks: int) -> None:
     params, grads = trees("float16", "float32")
     tx = packed(optax.sgd(2.0**-10, 0.5), chunks=chunks)
     grads[name] = grads[name].at[(1,) * grads[name].ndim].set(1e5)
@@ -185,7 +197,8 @@ def test_a_moment_beyond_the_dtype_of_the_state_is_a_fault(name: str, chunks: in
     assert int(state.skipped) == 1 and all(not u.any() for u in jax.tree.leaves(updates))
 
 
-def test_moments_in_a_loss_scale_are_those_of_float32(rng: np.random.Generator) -> None:
+@further.first
+def moments_in_a_loss_scale_are_those_of_float32(rng: np.random.Generator) -> None:
     """Adam in binary64, of gradients whose squares float16 reads as zero."""
     params = jnp.ones(64, "float16")
     grads = jnp.asarray(rng.standard_normal((5, 64)), "float16")
@@ -202,3 +215,6 @@ def test_moments_in_a_loss_scale_are_those_of_float32(rng: np.random.Generator) 
         np.testing.assert_allclose(updates[t - 1], -m / (1 - 0.9**t) / np.sqrt(v / (1 - 0.99**t)), rtol=1e-4, atol=1e-5)
     np.testing.assert_allclose(state.inner_state[0].nu, v, rtol=1e-5)
     assert int(state.skipped) == 0
+
+
+test_further = further.test()

@@ -8,12 +8,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from further import Further
 from jax import lax
 
 import jchop as jc
 from tests.ptq.test_fold import rms
 from tests.ptq.test_quantize import decibels, outliers
 from tests.ptq.test_smooth import arrays, mapped, scaled
+
+further = Further()
 
 RULE = jc.Rule(weight="int3(group=4)")
 
@@ -40,9 +43,9 @@ def searched(x: np.ndarray, weights: list[np.ndarray], duo: bool, group: int, po
     return best[2], best[1]
 
 
+@further
 @pytest.mark.parametrize("duo", [False, pytest.param(True, marks=pytest.mark.slow)])
-@pytest.mark.slow
-def test_the_search_is_that_over_outputs(duo: bool) -> None:
+def the_search_is_that_over_outputs(duo: bool) -> None:
     def fun(p: Any, x: Any) -> Any:
         y = x * p["scale"]
         return (y @ p["a"]) * jax.nn.silu(y @ p["b"])
@@ -58,9 +61,9 @@ def test_the_search_is_that_over_outputs(duo: bool) -> None:
         np.testing.assert_allclose(found[name], wide[name] * s[:, None], rtol=1e-4)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("duo, least", [(True, 20.57), (False, 20.46)])
-def test_gains_on_fresh_data(duo: bool, least: float) -> None:
+@further
+@pytest.mark.parametrize("duo, least", [(False, 20.46), pytest.param(True, 20.57, marks=pytest.mark.slow)])
+def gains_on_fresh_data(duo: bool, least: float) -> None:
     params, x, fresh = outliers()
     params |= {"scale": jnp.ones(256)}
     rule = jc.Rule(weight="int4(group=128)")
@@ -71,18 +74,24 @@ def test_gains_on_fresh_data(duo: bool, least: float) -> None:
     assert row.method == "awq" and row.after > row.before + 1.9
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("text", ["nf4(group=32)", "mxfp4(rule=rceil)", "nvfp4", "uint4(group=32,zero_point=integer)"])
-def test_no_format_loses_on_the_data(text: str) -> None:
+@pytest.mark.parametrize(
+    "text, steps",
+    [
+        ("mxfp4(rule=rceil)", [jc.ptq.awq(5)]),
+        pytest.param("uint4(group=32,zero_point=integer)", [jc.ptq.awq(5, duo=False)], marks=pytest.mark.slow),
+        pytest.param("nvfp4", [jc.ptq.awq(5, duo=False), jc.ptq.awq(5)], marks=pytest.mark.slow),
+    ],
+)
+def test_no_format_loses_on_the_data(text: str, steps: Any) -> None:
     params, x, _ = outliers()
     params |= {"scale": jnp.ones(256)}
-    for step in (jc.ptq.awq(5), jc.ptq.awq(5, duo=False)):
+    for step in steps:
         _, report = jc.ptq.quantize(scaled, jc.Rule(weight=text), params, [x], step)
         assert report.weights[0].after > report.weights[0].before
 
 
-@pytest.mark.slow
-def test_each_turn_has_an_exponent_of_its_own() -> None:
+@further
+def each_turn_has_an_exponent_of_its_own() -> None:
     def layer(h: Any, w: Any) -> Any:
         return h + jnp.tanh(rms(h, w["scale"]) @ w["a"]), None
 
@@ -102,8 +111,8 @@ def test_each_turn_has_an_exponent_of_its_own() -> None:
         assert notes.note(0, (i,)) == f"awq folded into scale; {own.note(2 * i, ()).partition('; ')[2]}"
 
 
-@pytest.mark.slow
-def test_experts_have_factors_of_their_own() -> None:
+@further
+def experts_have_factors_of_their_own() -> None:
     def fun(p: Any, x: Any) -> Any:
         h = jax.nn.relu(jnp.einsum("tk,ekn->etn", x, p["a"]))
         return jnp.einsum("etn,enk->tk", h, p["b"])
@@ -118,8 +127,12 @@ def test_experts_have_factors_of_their_own() -> None:
     np.testing.assert_allclose(found["a"], params["a"] / s[:, None, :], rtol=1e-5)
 
 
-def test_bad_arguments() -> None:
+@further.first
+def bad_arguments() -> None:
     with pytest.raises(ValueError, match="points=0 must be"):
         jc.ptq.awq(0)
     with pytest.raises(TypeError, match="duo=1 must be True or False"):
         jc.ptq.awq(duo=1)  # type: ignore[arg-type]
+
+
+test_further = further.test()

@@ -8,9 +8,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from further import Further
 from jax import lax
 
 import jchop as jc
+from tests.ptq.tables import case, some_of
+
+further = Further()
 
 RULE = jc.Rule(weight="int2(group=4)")
 STEPS = [jc.ptq.correct_biases()]
@@ -50,9 +54,7 @@ PLACES: dict[str, tuple[Any, tuple[int, ...], tuple[int, ...], tuple[int, ...]]]
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", [pytest.param(n, marks=pytest.mark.in_turn(12)) for n in PLACES])
-@pytest.mark.slow
-def test_the_mean_error_vanishes(name: str) -> None:
+def check_the_mean_error_vanishes(name: str) -> None:
     fun, shape, bias, axes = PLACES[name]
     params, x = (
         {"w": normal(*shape), "b": normal(*bias, seed=1)},
@@ -68,7 +70,14 @@ def test_the_mean_error_vanishes(name: str) -> None:
     np.testing.assert_allclose(row.after - row.before, 10 * np.log10((plain**2).sum() / (error**2).sum()), atol=1e-3)
 
 
-@pytest.mark.slow
+@further
+@some_of(PLACES, 4)
+def the_mean_error_vanishes(names: list[str]) -> None:
+    for name in names:
+        with case(name):
+            check_the_mean_error_vanishes(name)
+
+
 def test_layer_after_layer_all_means_are_those_of_full_precision() -> None:
     def network(p: Any, x: Any) -> Any:
         seen = []
@@ -85,8 +94,8 @@ def test_layer_after_layer_all_means_are_those_of_full_precision() -> None:
     assert report.passes == 3 and [row.bias for row in report.weights] == ["0/b", "1/b", "2/b"]
 
 
-@pytest.mark.slow
-def test_turns_of_a_loop_and_rounded_biases() -> None:
+@pytest.mark.parametrize("bias, bound", [("bfloat16", 0.02), pytest.param(None, 2e-5, marks=pytest.mark.slow)])
+def test_turns_of_a_loop_and_rounded_biases(bias: str | None, bound: float) -> None:
     def layers(p: Any, x: Any) -> Any:
         def turn(h: Any, own: Any) -> tuple[Any, Any]:
             y = h @ own["w"] + own["b"]
@@ -95,16 +104,15 @@ def test_turns_of_a_loop_and_rounded_biases() -> None:
         return lax.scan(turn, x, p)[1]
 
     params, x = {"w": normal(3, 8, 8), "b": normal(3, 8, seed=1)}, normal(50, 8) + 1
-    for bias, bound in ((None, 2e-5), ("bfloat16", 0.02)):
-        rule = jc.Rule(weight="int3(group=4)", bias=bias)
-        packed, _ = jc.ptq.quantize(layers, rule, params, [x], [jc.ptq.gptq(), *STEPS], sequential=True)
-        y, low = layers(params, x), jc.quantize_fn(layers, rule)(packed, x)
-        assert np.abs(low.mean(1) - y.mean(1)).max() < bound
-        assert bias is None or str(packed["b"].spec) == bias
+    rule = jc.Rule(weight="int3(group=4)", bias=bias)
+    packed, _ = jc.ptq.quantize(layers, rule, params, [x], [jc.ptq.gptq(), *STEPS], sequential=True)
+    y, low = layers(params, x), jc.quantize_fn(layers, rule)(packed, x)
+    assert np.abs(low.mean(1) - y.mean(1)).max() < bound
+    assert bias is None or str(packed["b"].spec) == bias
 
 
-@pytest.mark.slow
-def test_a_bias_takes_the_mean_errors_of_all_products_of_its_sum() -> None:
+@further.first
+def a_bias_takes_the_mean_errors_of_all_products_of_its_sum() -> None:
     def cell(p: Any, x: Any) -> Any:
         return x - x[:, :4] @ p["u"] + x @ p["w"] - p["b"]
 
@@ -137,13 +145,18 @@ WITHOUT: dict[str, tuple[Any, str]] = {
 }  # fmt: skip
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", WITHOUT)
-def test_the_report_says_why_there_is_no_bias(name: str) -> None:
-    fun, reason = WITHOUT[name]
+@pytest.mark.parametrize(
+    "names", [["shared"], pytest.param([name for name in WITHOUT if name != "shared"], marks=pytest.mark.slow)], ids=len
+)
+def test_the_report_says_why_there_is_no_bias(names: list[str]) -> None:
     params, x = {"w": normal(8, 8), "b": normal(8, seed=1)}, normal(8, 8)
-    packed, report = jc.ptq.quantize(fun, RULE, params, [x], STEPS)
-    row = report.weights[0]
-    assert row.note == (reason and f"correct_biases: {reason}") and (row.bias == "") == bool(reason)
-    assert bool((packed["b"] == params["b"]).all()) == bool(reason)
-    assert row.note in str(report)
+    for name in names:
+        fun, reason = WITHOUT[name]
+        packed, report = jc.ptq.quantize(fun, RULE, params, [x], STEPS)
+        row = report.weights[0]
+        assert row.note == (reason and f"correct_biases: {reason}") and (row.bias == "") == bool(reason), name
+        assert bool((packed["b"] == params["b"]).all()) == bool(reason), name
+        assert row.note in str(report), name
+
+
+test_further = further.test()

@@ -8,9 +8,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from further import Further
 
 import jchop as jc
 from tests.ptq.test_quantize import decibels, dense, outliers
+
+further = Further()
 
 
 def problem(inputs: int, outputs: int) -> tuple[np.ndarray, np.ndarray]:
@@ -56,9 +59,10 @@ SHAPES: dict[str, tuple[str, tuple[int, int]]] = {
 }
 
 
-@pytest.mark.parametrize("name", [pytest.param(n, marks=pytest.mark.in_turn(2)) for n in SHAPES])
-@pytest.mark.slow
-def test_each_group_takes_the_best_share(name: str) -> None:
+@further
+@pytest.mark.in_turn(9)
+@pytest.mark.parametrize("name", SHAPES)
+def each_group_takes_the_best_share(name: str) -> None:
     text, group = SHAPES[name]
     w, x = problem(20, 6)
     rule, gram = jc.Rule(weight=text), (x.T.astype(np.float64) @ x) / len(x)
@@ -72,8 +76,8 @@ def test_each_group_takes_the_best_share(name: str) -> None:
     assert (scale < 0.99 * plain).mean() > 0.1 and report.weights[0].after > report.weights[0].before
 
 
-@pytest.mark.slow
-def test_groups_across_the_axes_of_a_product() -> None:
+@pytest.mark.parametrize("every", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_groups_across_the_axes_of_a_product(every: bool) -> None:
     """Groups of 6 over (summed, kept) axes of 4 and 8: columns are cut in different ways; experts share no inputs."""
 
     def fun(p: Any, x: Any) -> Any:
@@ -84,10 +88,13 @@ def test_groups_across_the_axes_of_a_product() -> None:
 
     rng = np.random.default_rng(0)
     w, x = jnp.asarray(rng.standard_t(4, size=(4, 3, 8)), jnp.float32), problem(32, 1)[1]
-    for text in ("int4(group=6)", "int4(group=8)"):
+    for text in ("int4(group=6)", "int4(group=8)")[: 1 + every]:
         packed, _ = jc.ptq.quantize(fun, jc.Rule(weight=text), {"w": w}, [x], jc.ptq.clip())
         y, low = fun({"w": w}, x), jc.quantize_fn(fun, jc.Rule(weight=text))
         assert decibels(y, low(packed, x) - y) > decibels(y, low({"w": w}, x) - y) + 0.5
+
+    if not every:
+        return
 
     def experts(p: Any, x: Any) -> Any:
         return jnp.einsum("etk,ekn->etn", x, p["w"])
@@ -102,18 +109,16 @@ def test_groups_across_the_axes_of_a_product() -> None:
 
 FORMATS = [
     "int4(group=128)",
-    "int3(group=128)",
     "uint4(group=32,zero_point=integer)",
-    "nf4(group=32)",
     "nvfp4",
-    "float8_e4m3fn(group=all)",
     "int4(group=16,scale=uint8(group=2))",
 ]
 
 
-@pytest.mark.slow
+@further
+@pytest.mark.in_turn(30)
 @pytest.mark.parametrize("text", FORMATS)
-def test_gains_on_fresh_data(text: str) -> None:
+def gains_on_fresh_data(text: str) -> None:
     """With nothing after it, and before the sweep."""
     params, x, fresh = outliers()
     y, rule, found = dense(params, fresh), jc.Rule(weight=text), []
@@ -125,25 +130,30 @@ def test_gains_on_fresh_data(text: str) -> None:
     assert report.weights[0].method == "clip, gptq"
 
 
-@pytest.mark.slow
-def test_powers_of_two_stochastic_rounding_and_sparsity() -> None:
+#: Powers of two, stochastic rounding and sparsity: what the steps gain at least.
+OTHERS: list[tuple[Any, list[Any], float]] = [
+    ("mxfp4(rule=rceil)", [jc.ptq.clip()], 0.2),
+    (jc.Spec(jc.int4(group=32), rounding="stochastic"), [jc.ptq.clip()], 1.0),
+    ("int4(group=32)", [jc.ptq.sparse(2, 4, by="inputs"), jc.ptq.clip(), jc.ptq.sign_round(20)], -np.inf),
+    ("float8_e5m2", [jc.ptq.clip(2)], 0.0),  # no scales: nothing changes
+]
+
+
+@pytest.mark.parametrize(
+    "text, steps, gain", [OTHERS[0], *(pytest.param(*row, marks=pytest.mark.slow) for row in OTHERS[1:])], ids=str
+)
+def test_powers_of_two_stochastic_rounding_and_sparsity(text: Any, steps: Any, gain: float) -> None:
     params, x, _ = outliers()
-    rows = []
-    for text, steps in (
-        ("mxfp4(rule=rceil)", [jc.ptq.clip()]),
-        ("float8_e5m2", [jc.ptq.clip(2)]),  # no scales: nothing changes
-        (jc.Spec(jc.int4(group=32), rounding="stochastic"), [jc.ptq.clip()]),
-        ("int4(group=32)", [jc.ptq.sparse(2, 4, by="inputs"), jc.ptq.clip(), jc.ptq.sign_round(20)]),
-    ):
-        packed, report = jc.ptq.quantize(dense, jc.Rule(weight=text), params, [x], steps, key=jax.random.key(0))
-        rows.append(report.weights[0])
-    assert rows[0].after > rows[0].before + 0.2 and rows[1].after == rows[1].before
-    assert rows[2].after > rows[2].before + 1 and rows[3].sparsity >= 0.5
-    groups = np.asarray(jc.dequantize(packed["w"])).reshape(64, 4, 128)
-    assert int((groups != 0).sum(1).max()) == 2
+    packed, report = jc.ptq.quantize(dense, jc.Rule(weight=text), params, [x], steps, key=jax.random.key(0))
+    (row,) = report.weights
+    assert row.after > row.before + gain if gain else row.after == row.before
+    if len(steps) > 1:
+        groups = np.asarray(jc.dequantize(packed["w"])).reshape(64, 4, 128)
+        assert int((groups != 0).sum(1).max()) == 2 and row.sparsity >= 0.5
 
 
-def test_bad_arguments() -> None:
+@further.first
+def bad_arguments() -> None:
     with pytest.raises(ValueError, match="points=0 must be"):
         jc.ptq.clip(0)
     for least in (0, 1):
@@ -153,3 +163,6 @@ def test_bad_arguments() -> None:
         jc.ptq.clip(least="a")  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="then one sparse, then one clip or hqq, then one gptq"):
         jc.ptq.quantize(dense, jc.Rule(weight="int4"), {}, [], [jc.ptq.gptq(), jc.ptq.clip()])
+
+
+test_further = further.test()

@@ -11,10 +11,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import linen, nnx
+from further import Further
 from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import jchop as jc
+
+further = Further()
 
 RULE = jc.Rule(weight="int4(group=16)", activation="int8(group=all)")
 STEPS = [jc.ptq.correct_error(), jc.ptq.gptq()]
@@ -41,21 +44,29 @@ def plain(p: Any, x: Any) -> Any:
     return h @ p["second"]["kernel"] + p["second"]["bias"]
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("rotation", [None, jc.Hadamard("all", products="forward")])
-def test_all_faces_give_the_same_numbers(rotation: jc.Hadamard | None) -> None:
+@further
+@pytest.mark.parametrize(
+    "steps, rotation",
+    [
+        (STEPS[1:], None),
+        pytest.param(STEPS, None, marks=pytest.mark.slow),
+        pytest.param(STEPS, jc.Hadamard("all", products="forward"), marks=pytest.mark.slow),
+    ],
+    ids=["inputs in full precision", "layer after layer", "rotated"],
+)
+def all_faces_give_the_same_numbers(steps: Any, rotation: jc.Hadamard | None) -> None:
     rule = replace(RULE, rotation=rotation)
     rng = np.random.default_rng(0)
     w = [jnp.asarray(rng.normal(size=shape) / 5, jnp.float32) for shape in ((32, 24), (24, 8))]
     b = [jnp.asarray(rng.normal(size=n), jnp.float32) for n in (24, 8)]
     x = jnp.asarray(rng.normal(size=(300, 32)) @ rng.normal(size=(32, 32)) / 5, jnp.float32)
     params = {name: {"kernel": w[i], "bias": b[i]} for i, name in enumerate(("first", "second"))}
-    own, report = jc.ptq.quantize(plain, rule, params, [x[:100], x[100:]], STEPS)
+    own, report = jc.ptq.quantize(plain, rule, params, [x[:100], x[100:]], steps)
     assert all(row.after > row.before + 0.5 for row in report.weights)
 
     program = jc.nn.linen.quantize(Linen(), rule, program=True)
-    variables, of_linen = program.quantize_with_data({"params": params}, [x[:100], x[100:]], STEPS)
-    model, of_nnx = jc.nn.quantize_with_data(Module(w, b), rule, [x[:100], x[100:]], STEPS)
+    variables, of_linen = program.quantize_with_data({"params": params}, [x[:100], x[100:]], steps)
+    model, of_nnx = jc.nn.quantize_with_data(Module(w, b), rule, [x[:100], x[100:]], steps)
     for name in ("first", "second"):
         expected = jax.tree.leaves(own[name]["kernel"])
         for found in (variables["params"][name]["kernel"], getattr(model, name).kernel.get_value()):
@@ -69,7 +80,8 @@ def test_all_faces_give_the_same_numbers(rotation: jc.Hadamard | None) -> None:
         np.testing.assert_allclose([r.after for r in other.weights], [r.after for r in report.weights], atol=1e-3)
 
 
-def test_a_quantized_model_is_refused() -> None:
+@further.first
+def a_quantized_model_is_refused() -> None:
     rng = np.random.default_rng(0)
     w = [jnp.asarray(rng.normal(size=shape), jnp.float32) for shape in ((32, 24), (24, 8))]
     model, x = Module(w, [jnp.zeros(24), jnp.zeros(8)]), jnp.ones((4, 32))
@@ -94,17 +106,19 @@ def test_a_quantized_model_is_refused() -> None:
         jc.nn.quantize_with_data(plain, RULE, [x])  # type: ignore[type-var]
 
 
-@pytest.mark.slow
+@further
 @pytest.mark.skipif(jax.device_count() < 8, reason="needs eight (forced host) devices")
-def test_data_on_eight_devices_give_the_same_codes() -> None:
+@pytest.mark.parametrize("layers", [0, pytest.param(3, marks=pytest.mark.slow)])
+def data_on_eight_devices_give_the_same_codes(layers: int) -> None:
     """Sums of rows have another order, so the last bits of statistics may differ, and no code does."""
 
     def network(p: Any, x: Any) -> Any:
         h = jax.nn.relu(x @ p["first"])
-        return lax.scan(lambda h, w: (jnp.tanh(h @ w), None), h, p["stack"])[0]
+        return lax.scan(lambda h, w: (jnp.tanh(h @ w), None), h, p["stack"])[0] if layers else h
 
     rng = np.random.default_rng(0)
-    shapes = {"first": (32, 24), "stack": (3, 24, 24)}
+    shapes = {"first": (32, 24), "stack": (layers, 24, 24)}
+    shapes = {name: shape for name, shape in shapes.items() if all(shape)}
     params = {name: jnp.asarray(rng.normal(size=shape) / 5, jnp.float32) for name, shape in shapes.items()}
     x = jnp.asarray(rng.normal(size=(512, 32)) @ rng.normal(size=(32, 32)) / 5, jnp.float32)
     over = NamedSharding(Mesh(np.array(jax.devices()[:8]), "rows"), PartitionSpec("rows"))
@@ -117,3 +131,6 @@ def test_data_on_eight_devices_give_the_same_codes() -> None:
         np.testing.assert_array_equal(made[0][name].qvalue, made[1][name].qvalue)
         np.testing.assert_array_equal(made[0][name].scale, made[1][name].scale)
         assert (made[0][name].qvalue != nearest[name].qvalue).any()
+
+
+test_further = further.test()

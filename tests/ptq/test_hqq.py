@@ -8,13 +8,16 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from further import Further
 
 import jchop as jc
 from tests.ptq.test_quantize import decibels, dense, outliers
 
+further = Further()
 
-@pytest.mark.slow
-def test_the_zero_points_are_those_of_the_search() -> None:
+
+def check_search() -> None:
+    """And a sweep after it rounds under them."""
     rng = np.random.default_rng(0)
     w, x = (jnp.asarray(rng.standard_t(3, size=shape), jnp.float32) for shape in ((16, 6), (32, 16)))
     rule = jc.Rule(weight="uint3(group=8,zero_point=float)")
@@ -25,11 +28,13 @@ def test_the_zero_points_are_those_of_the_search() -> None:
         np.testing.assert_array_equal(found, own)
     assert (packed["w"].zero_point != jc.storage.fit_scale(w, packed["w"].spec)[1]).any()
     assert report.weights[0].method == "hqq"
+    swept, _ = jc.ptq.quantize(dense, rule, {"w": w}, [x], [jc.ptq.hqq(5, norm=0.6), jc.ptq.gptq()])
+    np.testing.assert_array_equal(swept["w"].zero_point, packed["w"].zero_point)
+    assert (swept["w"].qvalue != packed["w"].qvalue).any()
 
 
-@pytest.mark.slow
-def test_a_sweep_rounds_under_them() -> None:
-    """Patches of a convolution, stored in another shape, and gains on fresh data."""
+def check_patches() -> None:
+    """Of a convolution, stored in another shape."""
 
     def conv(p: Any, x: Any) -> Any:
         return jax.lax.conv(x, p["w"], (2, 2), "VALID")
@@ -42,6 +47,10 @@ def test_a_sweep_rounds_under_them() -> None:
     )
     np.testing.assert_array_equal(alone.zero_point, both.zero_point)
     assert (alone.qvalue != both.qvalue).any()
+
+
+def check_gains() -> None:
+    """On fresh data."""
     params, x, fresh = outliers()
     y, rule = fresh @ params["w"], jc.Rule(weight="uint4(group=64,zero_point=float)")
     low, found = jc.quantize_fn(dense, rule), {}
@@ -51,7 +60,16 @@ def test_a_sweep_rounds_under_them() -> None:
     assert found["hqq"] > found["nearest"] + 0.3 and found["hqq, gptq"] > found["nearest"] + 7.5
 
 
-def test_refused() -> None:
+@further
+@pytest.mark.parametrize(
+    "check", [check_search, *(pytest.param(check, marks=pytest.mark.slow) for check in (check_patches, check_gains))]
+)
+def the_zero_points_are_those_of_the_search(check: Any) -> None:
+    check()
+
+
+@further.first
+def refused() -> None:
     w, x = {"w": jnp.ones((4, 2))}, jnp.ones((3, 4))
     for fmt, message in (
         ("int4(group=all)", r"hqq\(20, .* of 'w': .*has zero_point=None"),
@@ -64,3 +82,6 @@ def test_refused() -> None:
     for arguments, message in (({"iterations": 0}, "iterations=0"), ({"norm": 1.0}, "norm=1.0 must be a number")):
         with pytest.raises(ValueError, match=message):
             jc.ptq.hqq(**arguments)
+
+
+test_further = further.test()

@@ -9,11 +9,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from further import Further
 from jax import lax
 
 import jchop as jc
 from jchop.ptq._run import Data, parts_of
 from jchop.ptq._sites import Stage
+
+further = Further()
 
 RULE = jc.Rule(weight="int4(group=8)", activation="int8(group=all)")
 
@@ -46,17 +49,17 @@ def held_bytes(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return found
 
 
+@further
 @pytest.mark.parametrize(
     ("steps", "memory", "passes"),
     [
-        ([jc.ptq.gptq()], "20KiB", 5),  # a; two turns, two, one; b
-        pytest.param([jc.ptq.gptq()], "60 KiB", 2, marks=pytest.mark.slow),
+        ([jc.ptq.gptq()], "60 KiB", 2),
+        pytest.param([jc.ptq.gptq()], "20KiB", 5, marks=pytest.mark.slow),  # a; two turns, two, one; b
         pytest.param([jc.ptq.gptq()], 10**6, 1, marks=pytest.mark.slow),
         pytest.param([jc.ptq.correct_error(), jc.ptq.gptq()], "40KiB", 7, marks=pytest.mark.slow),
     ],
 )
-@pytest.mark.slow
-def test_the_codes_are_those_of_one_pass(steps: Any, memory: Any, passes: int, monkeypatch: Any) -> None:
+def the_codes_are_those_of_one_pass(steps: Any, memory: Any, passes: int, monkeypatch: Any) -> None:
     params, batches = problem()
     whole, one = jc.ptq.quantize(network, RULE, params, batches, steps)
     found = held_bytes(monkeypatch)
@@ -68,7 +71,6 @@ def test_the_codes_are_those_of_one_pass(steps: Any, memory: Any, passes: int, m
     assert 2 * max(found) <= most and sum(found) > 0
 
 
-@pytest.mark.slow
 def test_windows_of_nested_loops_and_of_weights_that_share_an_input() -> None:
     def nested(p: Any, x: Any) -> Any:
         def outer(h: Any, own: Any) -> Any:
@@ -92,9 +94,14 @@ def test_windows_of_nested_loops_and_of_weights_that_share_an_input() -> None:
     assert report.passes == 4  # a turn of the outer loop at a time, and the weight that all turns share
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("sequential", [False, True])
-def test_mappings_look_at_weights_that_share_an_input(sequential: bool, monkeypatch: Any) -> None:
+MAPPED = [jc.ptq.smooth(), jc.ptq.awq(3), jc.ptq.gptq()]
+
+
+@pytest.mark.parametrize(
+    "sequential, steps",
+    [(False, MAPPED[:1]), *(pytest.param(n, MAPPED, marks=pytest.mark.slow) for n in (False, True))],
+)
+def test_mappings_look_at_weights_that_share_an_input(sequential: bool, steps: Any, monkeypatch: Any) -> None:
     def fun(p: Any, x: Any) -> Any:
         h = (x * p["scale"]) @ p["q"] * jax.nn.sigmoid((x * p["scale"]) @ p["k"])
         return jax.nn.relu(h @ p["v"]) @ p["o"]
@@ -104,7 +111,6 @@ def test_mappings_look_at_weights_that_share_an_input(sequential: bool, monkeypa
     params = {name: jnp.asarray(rng.normal(size=shape), jnp.float32) for name, shape in shapes.items()}
     params["scale"] = jnp.asarray(rng.uniform(0.5, 8, 16), jnp.float32)
     batches = [jnp.asarray(rng.normal(size=(40, 16)), jnp.float32) for _ in range(2)]
-    steps = [jc.ptq.smooth(), jc.ptq.awq(3), jc.ptq.gptq()]
     whole, one = jc.ptq.quantize(fun, RULE, params, batches, steps, sequential=sequential)
     found = held_bytes(monkeypatch)
     parts, several = jc.ptq.quantize(fun, RULE, params, batches, steps, sequential=sequential, memory=9600)
@@ -133,7 +139,8 @@ def test_stages_are_cut_by_their_bytes() -> None:
     assert cut(loop, {0: (10, 5)}, 25) == [((0,), (0, 2), 2), ((0,), (2, 2), 2), ((0,), (3, 2), 1)]
 
 
-def test_bad_arguments() -> None:
+@further.first
+def bad_arguments() -> None:
     params, batches = problem()
     for memory, kind in (
         ("4 giga", ValueError),
@@ -152,7 +159,8 @@ def test_bad_arguments() -> None:
         jc.ptq.quantize(network, RULE, params, batches, memory=3000)
 
 
-def test_an_error_names_the_weight_that_needs_the_most() -> None:
+@further
+def an_error_names_the_weight_that_needs_the_most() -> None:
     """The first one that does not fit is another."""
     params = {"a": jnp.ones((16, 48)), "b": jnp.ones((48, 8))}
     fun = lambda p, x: jax.nn.relu(x @ p["a"]) @ p["b"]  # noqa: E731
@@ -163,3 +171,6 @@ def test_an_error_names_the_weight_that_needs_the_most() -> None:
     ):
         with pytest.raises(ValueError, match=f"less than the {need} bytes .* of 'b' need, the most of all"):
             jc.ptq.quantize(fun, RULE, params, [jnp.ones((4, 16))], steps, memory=100)
+
+
+test_further = further.test()

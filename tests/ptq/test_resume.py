@@ -10,9 +10,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from further import Further
 from jax import lax
 
 import jchop as jc
+
+further = Further()
 
 RULE = jc.Rule(weight="int4(group=8)")
 
@@ -46,9 +49,9 @@ def killer(after: int) -> Any:
 STEPS = [jc.ptq.correct_error(), jc.ptq.gptq(), jc.ptq.correct_biases()]
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("steps", [[], STEPS], ids=len)
-def test_a_killed_run_continues_bit_for_bit(steps: Any, tmp_path: Path) -> None:
+@further
+@pytest.mark.parametrize("steps", [[], pytest.param(STEPS, marks=pytest.mark.slow)], ids=len)
+def a_killed_run_continues_bit_for_bit(steps: Any, tmp_path: Path) -> None:
     """There are three stages of two batches each: the first layer, and the two turns of the loop."""
     params, batches = problem()
     whole, report = jc.ptq.quantize(network, RULE, params, batches, steps, sequential=True)
@@ -80,7 +83,6 @@ def squares() -> tuple[Any, list[Any]]:
     return params | {"bias": jnp.ones(8)}, [jnp.asarray(rng.normal(size=(20, 8)), jnp.float32) for _ in range(2)]
 
 
-@pytest.mark.slow
 def test_one_pass_is_kept_and_other_runs_are_refused(tmp_path: Path) -> None:
     params, batches = squares()
     folder = tmp_path / "run"
@@ -111,7 +113,8 @@ def test_one_pass_is_kept_and_other_runs_are_refused(tmp_path: Path) -> None:
             call()
 
 
-def test_bad_folders(tmp_path: Path) -> None:
+@further.first
+def bad_folders(tmp_path: Path) -> None:
     params, batches = problem()
     (tmp_path / "notes.txt").write_text("mine")
     with pytest.raises(ValueError, match=r"has files of something else, such as 'notes\.txt'"):
@@ -128,7 +131,6 @@ def test_bad_folders(tmp_path: Path) -> None:
         jc.ptq.quantize(network, RULE, params, batches, resume=folder)
 
 
-@pytest.mark.slow
 def test_reports_are_dicts_and_pictures() -> None:
     params, batches = squares()
     _, report = jc.ptq.quantize(two_layers, [jc.Rule("second"), RULE], params, batches, [])
@@ -142,3 +144,6 @@ def test_reports_are_dicts_and_pictures() -> None:
     assert {f"{bar.get_width():.3f}" for bar in axes.patches} == {f"{report.weights[0].before:.3f}"}  # type: ignore[attr-defined]
     with pytest.raises(ValueError, match="no weight whose product was looked at"):
         jc.ptq.PtqReport(()).plot()
+
+
+test_further = further.test()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -9,35 +10,37 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from further import Further
 from jax import lax
 
 import jchop as jc
 from jchop._products.hadamard import Blocks
 from jchop.ptq._maps.labels import RefusedError
 from jchop.ptq._maps.turns import turn_of
+from tests.ptq.tables import case, some_of
 from tests.ptq.test_fold import ATTENTION, MLP, Shapes, attention, conv, gated, graph, layer_norm, rms
 from tests.ptq.test_quantize import decibels, outliers
 from tests.ptq.test_smooth import arrays, mapped
 
+further = Further()
 
-@pytest.mark.parametrize(
-    "size, paley, blocks", [(64, 1, 1), (12, 12, 1), (28, 28, 1), (96, 12, 1), (6, 1, 3), (52, 1, 13), (74 * 2, 148, 1)]
-)
-@pytest.mark.in_turn(7)
-def test_the_matrix_is_hadamards(size: int, paley: int, blocks: int) -> None:
+
+def test_the_matrix_is_hadamards() -> None:
     """Of both of Paley's constructions, of Sylvester's, and of blocks where there is none of these."""
-    found = Blocks.of(size, 3)
-    assert (found.size, found.paley, found.blocks) == (size, paley, blocks)
-    matrix = found.apply(np.eye(size))
-    np.testing.assert_allclose(matrix @ matrix.T, np.eye(size), atol=1e-14)
-    block = size // blocks
-    inside = np.kron(np.eye(blocks), np.ones((block, block))) > 0
-    np.testing.assert_allclose(np.abs(matrix[inside]), block**-0.5, rtol=1e-14)
-    assert not matrix[~inside].any()
-    plain = Blocks.of(size, None).apply(np.eye(size))
-    signs = np.sign(matrix * plain).sum(1)
-    np.testing.assert_allclose(np.abs(signs), block)
-    assert set(np.sign(signs)) == {-1, 1}
+    sizes = [(64, 1, 1), (12, 12, 1), (28, 28, 1), (96, 12, 1), (6, 1, 3), (52, 1, 13), (74 * 2, 148, 1)]
+    for size, paley, blocks in sizes:
+        found = Blocks.of(size, 3)
+        assert (found.size, found.paley, found.blocks) == (size, paley, blocks)
+        matrix = found.apply(np.eye(size))
+        np.testing.assert_allclose(matrix @ matrix.T, np.eye(size), atol=1e-14, err_msg=str(size))
+        block = size // blocks
+        inside = np.kron(np.eye(blocks), np.ones((block, block))) > 0
+        np.testing.assert_allclose(np.abs(matrix[inside]), block**-0.5, rtol=1e-14, err_msg=str(size))
+        assert not matrix[~inside].any(), size
+        plain = Blocks.of(size, None).apply(np.eye(size))
+        signs = np.sign(matrix * plain).sum(1)
+        np.testing.assert_allclose(np.abs(signs), block, err_msg=str(size))
+        assert set(np.sign(signs)) == {-1, 1}, size
 
 
 def llama(p: Any, x: Any) -> Any:
@@ -129,9 +132,7 @@ def drawn(shapes: Any, rng: np.random.Generator) -> Any:
     }
 
 
-@pytest.mark.parametrize("name", [pytest.param(n, marks=pytest.mark.in_turn(6)) for n in FOLDED])
-@pytest.mark.slow
-def test_the_function_stays_what_it_is(name: str) -> None:
+def check_the_function_stays_what_it_is(name: str) -> None:
     fun, shapes, shape, expected = FOLDED[name]
     rng = np.random.default_rng(0)
     with jax.enable_x64(True):
@@ -147,6 +148,13 @@ def test_the_function_stays_what_it_is(name: str) -> None:
     named = {path for texts in expected.items() for text in texts for path in text.split(" into ")[-1].split(", ")}
     for path, moved in zip(paths, jax.tree.leaves(changed), strict=True):
         assert moved or path not in named
+
+
+@some_of(FOLDED, 4)
+def test_the_function_stays_what_it_is(names: list[str]) -> None:
+    for name in names:
+        with case(name):
+            check_the_function_stays_what_it_is(name)
 
 
 REFUSED: dict[str, tuple[Callable[..., Any], Shapes, str]] = {
@@ -193,14 +201,14 @@ REFUSED: dict[str, tuple[Callable[..., Any], Shapes, str]] = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", REFUSED)
-def test_the_reason_is_named(name: str) -> None:
-    fun, shapes, reason = REFUSED[name]
-    params = {key: jnp.ones(shape) for key, shape in shapes.items()}
-    program, found = graph(fun, params, jnp.ones((5, 8)))
-    place = next(place for place in found.places if program.paths[place.site.leaf] == "w")
-    with pytest.raises(RefusedError, match=reason):
-        turn_of(place, jax.tree.leaves(params).__getitem__)
+def test_the_reason_is_named() -> None:
+    for name, (fun, shapes, reason) in REFUSED.items():
+        params = {key: jnp.ones(shape) for key, shape in shapes.items()}
+        program, found = graph(fun, params, jnp.ones((5, 8)))
+        place = next(place for place in found.places if program.paths[place.site.leaf] == "w")
+        with pytest.raises(RefusedError) as error:
+            turn_of(place, jax.tree.leaves(params).__getitem__)
+        assert re.search(reason, str(error.value)), f"{name}: {error.value}"
 
 
 @pytest.mark.parametrize(
@@ -222,9 +230,9 @@ def test_scales_that_stay(scale: list[float], reason: str) -> None:
     assert all(found[key] is params[key] for key in params) and reason in notes.note(2, ())
 
 
-@pytest.mark.slow
+@further
 @pytest.mark.parametrize("bits, least, gain", [(4, 15.31, 6.9), pytest.param(8, 40.3, 7.1, marks=pytest.mark.slow)])
-def test_gains_on_fresh_data(bits: int, least: float, gain: float) -> None:
+def gains_on_fresh_data(bits: int, least: float, gain: float) -> None:
     """On such a layer the rotation of a prototype gave 15.5 dB instead of 8.6, and 40.5 instead of 33.2."""
     params, x, fresh = outliers()
     params |= {"turn": jnp.eye(256)}
@@ -245,7 +253,6 @@ def test_gains_on_fresh_data(bits: int, least: float, gain: float) -> None:
 FORWARD = jc.Hadamard("all", products="forward")
 
 
-@pytest.mark.slow
 def test_online_rotations_gain_as_folded_ones() -> None:
     """The input is an argument of the function. A prototype gave 15.5 dB instead of 8.6; `gptq` gains 2.6 more."""
     params, x, fresh = outliers()
@@ -258,9 +265,9 @@ def test_online_rotations_gain_as_folded_ones() -> None:
         assert report.weights[0].note == "not by rotate: its inputs are rotated when the function runs"
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("sequential", [False, True])
-def test_weights_are_rounded_by_rotated_inputs(sequential: bool) -> None:
+@further
+@pytest.mark.parametrize("sequential", [False, pytest.param(True, marks=pytest.mark.slow)])
+def weights_are_rounded_by_rotated_inputs(sequential: bool) -> None:
     """As a weight that is given rotated, by data that are given rotated: the same numbers, and the same errors."""
     rng = np.random.default_rng(0)
     x, mix, w = (rng.normal(size=shape).astype(np.float32) for shape in ((64, 4), (4, 16), (16, 12)))
@@ -286,9 +293,13 @@ def test_weights_are_rounded_by_rotated_inputs(sequential: bool) -> None:
     assert rows[0].after > rows[0].before + 1
 
 
-def test_bad_arguments() -> None:
+@further.first
+def bad_arguments() -> None:
     with pytest.raises(ValueError, match="seed=-1 must be"):
         jc.ptq.rotate(-1)
     with pytest.raises(TypeError, match="seed=True must be"):
         jc.ptq.rotate(True)
     assert str(jc.ptq.rotate(None)) == "rotate(None)"
+
+
+test_further = further.test()

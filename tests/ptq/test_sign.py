@@ -8,10 +8,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from further import Further
 
 import jchop as jc
 from jchop.ptq._columns import element_scales, one_each
 from jchop.ptq._sign import neighbours, sign_descent
+
+further = Further()
 
 
 def test_small_matrices_are_close_to_the_best_choice() -> None:
@@ -49,9 +52,10 @@ def test_independent_inputs_are_rounded_to_nearest() -> None:
 VALUES = ["int4(group=16)", "nf4(group=16)", "float8_e4m3fn(group=all)", "mxfp4", "nvfp4", "float8_e5m2"]
 
 
-@pytest.mark.slow
+@further
+@pytest.mark.in_turn(30)
 @pytest.mark.parametrize("text", VALUES)
-def test_neighbours_are_those_values_of_the_format(text: str) -> None:
+def neighbours_are_those_values_of_the_format(text: str) -> None:
     w = np.random.default_rng(2).normal(size=(6, 32)).astype(np.float32)
     if text == "float8_e5m2":
         w[0, 0] = 1e6  # beyond the format: its largest value on both sides, no infinity
@@ -77,7 +81,8 @@ def test_neighbours_are_those_values_of_the_format(text: str) -> None:
         np.testing.assert_allclose((np.asarray(found[1]).T / step)[~near], wanted[~near], rtol=1e-5, atol=1e-6)
 
 
-def test_bad_arguments() -> None:
+@further.first
+def bad_arguments() -> None:
     with pytest.raises(ValueError, match="iterations=0 must be"):
         jc.ptq.sign_round(0)
     with pytest.raises(ValueError, match="rate=0 must be above 0"):
@@ -86,3 +91,6 @@ def test_bad_arguments() -> None:
         jc.ptq.sign_round(momentum=1)
     with pytest.raises(ValueError, match="then one gptq or sign_round, then"):
         jc.ptq.quantize(lambda p, x: x @ p, jc.Rule(weight="int4"), {}, [], [jc.ptq.gptq(), jc.ptq.sign_round()])
+
+
+test_further = further.test()

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import linen, nnx
+from further import Further
 from jax import lax
 
 import jchop as jc
@@ -18,6 +19,8 @@ from jchop.ptq._maps.mapping import map_parameters
 from jchop.ptq._run import Data
 from tests.ptq.test_fold import ATTENTION, attention, heads, rms
 from tests.ptq.test_quantize import decibels, outliers
+
+further = Further()
 
 RULE = jc.Rule(weight="int8(group=all)")
 
@@ -37,7 +40,6 @@ def norms(x: np.ndarray, scale: np.ndarray) -> np.ndarray:
     return x / np.sqrt((x * x).mean(-1, keepdims=True) + 1e-6) * scale
 
 
-@pytest.mark.slow
 def test_factors_of_attention() -> None:
     """Queries, keys and values share the factors of their input; heads of one group those of the values."""
     fun, params = attention(False), arrays(ATTENTION)
@@ -66,8 +68,8 @@ def test_factors_of_attention() -> None:
     np.testing.assert_allclose(fun(found, x), before, rtol=0, atol=4e-7 * np.abs(before).max())
 
 
-@pytest.mark.slow
-def test_each_turn_has_factors_of_its_own() -> None:
+@further
+def each_turn_has_factors_of_its_own() -> None:
     def layer(h: Any, w: Any) -> Any:
         return h + jax.nn.relu(rms(h, w["scale"]) @ w["a"]) @ w["b"], None
 
@@ -87,8 +89,8 @@ def test_each_turn_has_factors_of_its_own() -> None:
     assert sorted(notes.methods.values()) == [["smooth"], ["smooth"]]
 
 
-@pytest.mark.slow
-def test_channels_without_inputs_or_weights() -> None:
+@further
+def channels_without_inputs_or_weights() -> None:
     def fun(p: Any, x: Any) -> Any:
         return (x * p["scale"]) @ p["w"]
 
@@ -104,9 +106,12 @@ def scaled(p: Any, x: Any) -> Any:
     return (x * p["scale"]) @ p["w"]
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("text, least, gain", [("int8(group=all)", 39.2, 6), ("int4(group=all)", 11.9, 3.3)])
-def test_gains_on_fresh_data(text: str, least: float, gain: float) -> None:
+@further
+@pytest.mark.parametrize(
+    "text, least, gain",
+    [("int8(group=all)", 39.2, 6), pytest.param("int4(group=all)", 11.9, 3.3, marks=pytest.mark.slow)],
+)
+def gains_on_fresh_data(text: str, least: float, gain: float) -> None:
     params, x, fresh = outliers()
     params |= {"scale": jnp.ones(256)}
     rule = jc.Rule(weight=text, activation=text)
@@ -137,7 +142,6 @@ class Linen(linen.Module):
         return linen.Dense(4, name="second")(linen.relu(linen.Dense(12, name="first")(x)))
 
 
-@pytest.mark.slow
 def test_all_faces_give_the_same_numbers() -> None:
     shapes = {"norm": {"scale": (8,), "bias": (8,)}, "first": {"kernel": (8, 12), "bias": (12,)}}
     shapes |= {"second": {"kernel": (12, 4), "bias": (4,)}}
@@ -177,8 +181,8 @@ def test_layers_by_a_constant_index_share_factors(step: Any) -> None:
 # -- reports and errors ------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.slow
-def test_what_is_left_alone_is_in_the_report() -> None:
+@further
+def what_is_left_alone_is_in_the_report() -> None:
     def fun(p: Any, x: Any) -> Any:
         h = jax.nn.relu((x * p["scale"]) @ p["a"])
         return jax.nn.softmax(h @ p["b"]) @ p["c"]
@@ -209,24 +213,27 @@ def test_the_equation_that_takes_a_constant_is_named(constant: Any) -> None:
     assert notes.note(0, ()).startswith("no factors by smooth: add at ") and notes.note(0, ()).endswith("a constant")
 
 
-@pytest.mark.slow
-def test_all_steps_together_and_after_a_kill(tmp_path: Path) -> None:
+@further
+@pytest.mark.parametrize(
+    "between", [[], pytest.param([jc.ptq.correct_error(), jc.ptq.gptq()], marks=pytest.mark.slow)], ids=len
+)
+def all_steps_together_and_after_a_kill(between: Any, tmp_path: Path) -> None:
     def fun(p: Any, x: Any) -> Any:
         return jax.nn.relu((x * p["scale"]) @ p["a"] + p["bias"]) @ p["b"]
 
     params = arrays({"scale": (16,), "a": (16, 12), "bias": (12,), "b": (12, 4)})
     x = arrays({"x": (80, 16)}, 1)["x"].at[:, 3].multiply(20)
     batches, rule = [x[:40], x[40:]], jc.Rule(weight="int4(group=all)", activation="int8(group=all)")
-    steps = [jc.ptq.smooth(), jc.ptq.correct_error(), jc.ptq.gptq(), jc.ptq.correct_biases()]
+    steps = [jc.ptq.smooth(), *between, jc.ptq.correct_biases()]
     whole, report = jc.ptq.quantize(fun, rule, params, batches, steps)
-    assert [row.method for row in report.weights] == ["smooth, correct_error, gptq"] * 2
+    assert [row.method for row in report.weights] == ["smooth, correct_error, gptq" if between else "smooth"] * 2
     assert [row.bias for row in report.weights] == ["bias", ""]
     low, y = jc.quantize_fn(fun, rule), fun(params, x)
-    assert decibels(y, low(whole, x) - y) > decibels(y, low(params, x) - y) + 6
+    assert decibels(y, low(whole, x) - y) > decibels(y, low(params, x) - y) + (6 if between else 2)
 
     def tell(count: int) -> None:
         seen.append(count)
-        if len(seen) == 6:  # the second batch of the second stage, after those of the mapping
+        if len(seen) == (6 if between else 4):  # the second batch of the last stage, after those of the mapping
             raise KeyboardInterrupt
 
     seen: list[int] = []
@@ -237,8 +244,7 @@ def test_all_steps_together_and_after_a_kill(tmp_path: Path) -> None:
     assert str(told) == str(report)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("weight", [True, False])
+@pytest.mark.parametrize("weight", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_batches_of_other_programs(weight: bool) -> None:
     """A factor must be folded alike in the program of every batch, also of one without the weight."""
 
@@ -256,7 +262,8 @@ def test_batches_of_other_programs(weight: bool) -> None:
     assert any(reason in text for text in notes.notes[1, ()])
 
 
-def test_bad_arguments() -> None:
+@further.first
+def bad_arguments() -> None:
     params, x = {"scale": jnp.ones(4), "w": jnp.ones((4, 3))}, jnp.ones((2, 4))
     with pytest.raises(ValueError, match=r"alpha=1\.5 must be a number from 0 to 1"):
         jc.ptq.smooth(1.5)
@@ -268,8 +275,10 @@ def test_bad_arguments() -> None:
         jc.ptq.quantize(scaled, RULE, params, iter([x]), jc.ptq.smooth())
 
 
-@pytest.mark.slow
 def test_parameters_that_overflow() -> None:
     small = {"scale": jnp.full(4, 6e4, jnp.float16), "w": jnp.full((4, 3), 10, jnp.float16)}
     with pytest.raises(ValueError, match="params: 'scale' of dtype float16 overflows under the factors of smooth"):
         mapped(scaled, small, [jnp.full((2, 4), 1e-5, jnp.float16)], jc.ptq.smooth())
+
+
+test_further = further.test()

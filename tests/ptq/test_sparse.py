@@ -8,9 +8,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from further import Further
 from jax import lax
 
 import jchop as jc
+
+further = Further()
 
 LOSS, MAGNITUDE, INPUTS = (jc.ptq.sparse(2, 4, by=by) for by in ("loss", "magnitude", "inputs"))
 
@@ -69,10 +72,18 @@ def grouped_order(gram: np.ndarray, m: int) -> np.ndarray:
     return np.concatenate(sorted(groups.tolist(), key=lambda group: -max(gram[i, i] for i in group)))
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("order", ["activation", "plain"])
-@pytest.mark.parametrize(("n", "m", "weight"), [(2, 4, "binary64"), (1, 8, "binary64"), (2, 4, "int4")])
-def test_a_textbook_in_numpy_gives_the_same_numbers(order: Any, n: int, m: int, weight: str) -> None:
+@further
+@pytest.mark.in_turn(30)
+@pytest.mark.parametrize(
+    ("order", "n", "m", "weight"),
+    [
+        ("activation", 2, 4, "int4"),
+        ("plain", 2, 4, "binary64"),
+        ("activation", 1, 8, "binary64"),
+        ("plain", 1, 8, "int4"),
+    ],
+)
+def a_textbook_in_numpy_gives_the_same_numbers(order: Any, n: int, m: int, weight: str) -> None:
     w, x = layer(32, 12, 256)
     with jax.enable_x64(True):
         found, _ = pruned(
@@ -85,8 +96,9 @@ def test_a_textbook_in_numpy_gives_the_same_numbers(order: Any, n: int, m: int, 
     assert most_in_groups(found, m) == n
 
 
-@pytest.mark.slow
-def test_the_gates_of_a_layer() -> None:
+@further
+@pytest.mark.parametrize("every", [False, pytest.param(True, marks=pytest.mark.slow)])
+def the_gates_of_a_layer(every: bool) -> None:
     """The gates are those of another such layer: magnitude .350, Wanda .232, SparseGPT .184, and .140 on its mask."""
     w, x = layer()
     y = x @ w
@@ -94,8 +106,7 @@ def test_the_gates_of_a_layer() -> None:
     for name, steps in {
         "magnitude": [MAGNITUDE],
         "inputs": [INPUTS],
-        "inputs, gptq": [INPUTS, jc.ptq.gptq()],
-        "loss, plain": [LOSS, jc.ptq.gptq("plain")],
+        **({"inputs, gptq": [INPUTS, jc.ptq.gptq()], "loss, plain": [LOSS, jc.ptq.gptq("plain")]} if every else {}),
         "loss": [LOSS, jc.ptq.gptq()],
     }.items():
         numbers, row = pruned(single(w), single(x), steps)
@@ -103,8 +114,10 @@ def test_the_gates_of_a_layer() -> None:
         assert most_in_groups(numbers, 4) == 2 and row.sparsity == 0.5
         assert row.before == np.inf and abs(row.after + 20 * np.log10(made[name])) < 1e-3
     assert abs(made["magnitude"] - 0.350) < 0.005 and made["inputs"] < 0.232
-    assert made["loss"] < made["loss, plain"] < 0.19 and made["inputs, gptq"] < made["inputs"]
-    assert made["loss, plain"] < 0.184 / 0.232 * made["inputs"]
+    assert made["loss"] < min(0.19, 0.184 / 0.232 * made["inputs"])
+    if every:
+        assert made["loss"] < made["loss, plain"] < 0.19 and made["inputs, gptq"] < made["inputs"]
+        assert made["loss, plain"] < 0.184 / 0.232 * made["inputs"]
     gram, best = x.T @ x, np.zeros_like(w)
     for j, stays in enumerate(np.not_equal(numbers, 0).T):
         best[stays, j] = np.linalg.solve(gram[np.ix_(stays, stays)], gram[stays] @ w[:, j])
@@ -112,8 +125,8 @@ def test_the_gates_of_a_layer() -> None:
     assert bound < made["loss"] < 1.35 * bound
 
 
-@pytest.mark.slow
-def test_masks_of_magnitudes_and_of_inputs() -> None:
+@further
+def masks_of_magnitudes_and_of_inputs() -> None:
     w, x = layer(32, 12, 256)
     norms = np.sqrt((x**2).mean(0))
     for step, score in ((MAGNITUDE, np.abs(w)), (INPUTS, np.abs(w) * norms[:, None])):
@@ -124,7 +137,7 @@ def test_masks_of_magnitudes_and_of_inputs() -> None:
         np.testing.assert_array_equal(again != 0, numbers != 0)
 
 
-@pytest.mark.slow
+@further
 @pytest.mark.parametrize(
     "weight",
     [
@@ -135,7 +148,7 @@ def test_masks_of_magnitudes_and_of_inputs() -> None:
         ),
     ],
 )
-def test_every_format_is_pruned_in_the_sweep(weight: str) -> None:
+def every_format_is_pruned_in_the_sweep(weight: str) -> None:
     w, x = layer(32, 12, 256)
     w, x = single(w + 1), single(x)
     errors = []
@@ -147,7 +160,6 @@ def test_every_format_is_pruned_in_the_sweep(weight: str) -> None:
     assert (row.method, row.before > row.after) == ("sparse, gptq", True)
 
 
-@pytest.mark.slow
 def test_scales_are_those_of_the_numbers_that_stay() -> None:
     w, x = layer(32, 12, 256)
     x[:, 0] = 1e-3  # so the first input is pruned, whose weights are the largest
@@ -156,7 +168,6 @@ def test_scales_are_those_of_the_numbers_that_stay() -> None:
     assert float(packed.scale.max()) < 10 / 127
 
 
-@pytest.mark.slow
 def test_a_last_group_that_is_shorter_and_columns_without_inputs() -> None:
     w, x = layer(30, 12, 256)
     x[:, :6] = 0  # a whole group, and half of another
@@ -168,8 +179,8 @@ def test_a_last_group_that_is_shorter_and_columns_without_inputs() -> None:
         assert not stays[4:6].any() and stays[6:8].all() and stays[28:].all()
 
 
-@pytest.mark.slow
-def test_other_layouts() -> None:
+@further
+def other_layouts() -> None:
     w, x = map(single, layer(32, 12, 256))
     wanted, _ = pruned(w, x, [LOSS, jc.ptq.gptq()])
 
@@ -191,7 +202,6 @@ def test_other_layouts() -> None:
     assert [row.sparsity for row in report.weights] == [0.5, 0.5]
 
 
-@pytest.mark.slow
 def test_a_convolution_is_pruned_along_its_channels() -> None:
     kernel = jax.random.normal(jax.random.key(0), (3, 3, 8, 5))  # HWIO
     image = jax.random.normal(jax.random.key(1), (4, 9, 9, 8))
@@ -205,8 +215,9 @@ def test_a_convolution_is_pruned_along_its_channels() -> None:
     np.testing.assert_allclose(jc.quantize_fn(conv, rule)(packed, image), wanted, rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.slow
-def test_it_composes_with_the_other_steps() -> None:
+@further
+@pytest.mark.parametrize("every", [False, pytest.param(True, marks=pytest.mark.slow)])
+def it_composes_with_the_other_steps(every: bool) -> None:
     keys = jax.random.split(jax.random.key(0), 3)
     params = {"first": jax.random.normal(keys[0], (32, 48)) / 6, "second": jax.random.normal(keys[1], (48, 8)) / 7}
     x = jax.random.normal(keys[2], (256, 8)) @ jax.random.normal(keys[0], (8, 32))
@@ -217,17 +228,21 @@ def test_it_composes_with_the_other_steps() -> None:
     rule = jc.Rule(weight="int4(group=16)")
     low, y = jc.quantize_fn(network, rule), network(params, x)
     errors = []
-    for steps in ([MAGNITUDE], [LOSS, jc.ptq.gptq()], [jc.ptq.correct_error(), LOSS, jc.ptq.gptq()]):
+    both = [LOSS, jc.ptq.gptq()]
+    for steps in ([MAGNITUDE], both, [jc.ptq.correct_error(), *both])[: 2 + every]:
         packed, report = jc.ptq.quantize(network, rule, params, [x], steps)
         assert all(most_in_groups(np.asarray(jc.dequantize(q)), 4) == 2 for q in packed.values())
         errors.append(float(jnp.linalg.norm(low(packed, x) - y)))
-    assert errors[2] < errors[1] < 0.6 * errors[0]
-    assert [row.method for row in report.weights] == ["correct_error, sparse, gptq"] * 2
+    assert errors[1] < 0.6 * errors[0]
+    if every:
+        assert errors[2] < errors[1]
+    assert [row.method for row in report.weights] == ["correct_error, " * every + "sparse, gptq"] * 2
     assert "zeros" in str(report) and report.as_dict()["weights"][0]["sparsity"] >= 0.5
 
 
-@pytest.mark.slow
-def test_a_format_that_drops_numbers_is_pruned_in_the_sweep() -> None:
+@further
+@pytest.mark.parametrize("every", [False, pytest.param(True, marks=pytest.mark.slow)])
+def a_format_that_drops_numbers_is_pruned_in_the_sweep(every: bool) -> None:
     """The text sparse=2:4 is the step and the packed form in one: SparseGPT, Wanda, or magnitudes without data."""
     w, x = layer()
     y, made = x @ w, {}
@@ -235,10 +250,8 @@ def test_a_format_that_drops_numbers_is_pruned_in_the_sweep() -> None:
     rule, dense_rule = jc.Rule(weight=text), jc.Rule(weight="int4(group=32,scale=bfloat16)")
     for name, steps in {
         "nearest": [],
-        "inputs": [INPUTS],
-        "plain": [jc.ptq.gptq("plain")],
         "loss": [jc.ptq.gptq()],
-        "sign": [jc.ptq.sign_round(20)],
+        **({"inputs": [INPUTS], "plain": [jc.ptq.gptq("plain")], "sign": [jc.ptq.sign_round(20)]} if every else {}),
     }.items():
         packed, report = jc.ptq.quantize(dense, rule, single(w), [single(x)], steps)
         numbers = np.asarray(jc.dequantize(packed))
@@ -249,16 +262,16 @@ def test_a_format_that_drops_numbers_is_pruned_in_the_sweep() -> None:
         if name in ("plain", "loss"):  # the codes of the step and the dense format
             same, _ = jc.ptq.quantize(dense, dense_rule, single(w), [single(x)], [LOSS, *steps])
             np.testing.assert_array_equal(jc.dequantize(same), numbers)
-    assert made["loss"] < made["plain"] < 0.19 < made["inputs"] < 0.24 < made["nearest"] < 0.37
-    assert made["sign"] < made["nearest"]
+    assert made["loss"] < 0.19 < 0.24 < made["nearest"] < 0.37
+    if every:
+        assert made["loss"] < made["plain"] < 0.19 < made["inputs"] < 0.24 and made["sign"] < made["nearest"]
     np.testing.assert_array_equal(
         jc.dequantize(jc.ptq.quantize(dense, rule, single(w), [single(x)], [])[0]),
         jc.round_to_format(single(w.T), text).T,
     )
 
 
-@pytest.mark.slow
-def test_formats_that_drop_numbers_in_other_layouts() -> None:
+def check_stack() -> None:
     w, x = map(single, layer(32, 12, 256))
     rule = jc.Rule(weight="int4(group=16,sparse=2:4)")
     wanted, _ = jc.ptq.quantize(dense, rule, w, [x])
@@ -269,6 +282,9 @@ def test_formats_that_drop_numbers_in_other_layouts() -> None:
     found, _ = jc.ptq.quantize(stack, rule, jnp.stack([w, -w]), [x])
     np.testing.assert_array_equal(jc.dequantize(found[0]), jc.dequantize(wanted))
     assert found.nbytes == 2 * wanted.nbytes
+
+
+def check_convolution() -> None:
     kernel, image = (jax.random.normal(jax.random.key(i), v) for i, v in enumerate([(3, 3, 3, 5), (4, 7, 7, 3)]))
 
     def conv(p: Any, x: Any) -> Any:
@@ -279,7 +295,13 @@ def test_formats_that_drop_numbers_in_other_layouts() -> None:
     assert most_in_groups(numbers.reshape(27, 5), 4) == 2 and report.weights[0].after > report.weights[0].before
 
 
-def test_bad_arguments() -> None:
+@pytest.mark.parametrize("check", [check_stack, pytest.param(check_convolution, marks=pytest.mark.slow)])
+def test_formats_that_drop_numbers_in_other_layouts(check: Any) -> None:
+    check()
+
+
+@further.first
+def bad_arguments() -> None:
     rule, w, x = jc.Rule(weight="int4"), jnp.ones((8, 2)), jnp.ones((4, 8))
     with pytest.raises(ValueError, match="n=4 must be an integer from 1 to 3"):
         jc.ptq.sparse(4, 4)
@@ -299,3 +321,6 @@ def test_bad_arguments() -> None:
     for weight in ("uint4(group=4,zero_point=float)", "codebook(-1,-0.5,0.5,1,group=4)"):
         with pytest.raises(ValueError, match=r"makes numbers of '' zero, which .* does not have"):
             jc.ptq.quantize(dense, jc.Rule(weight=weight), w, [x], [MAGNITUDE])
+
+
+test_further = further.test()

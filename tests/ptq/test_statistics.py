@@ -8,9 +8,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from further import Further
 from jax import lax
 
 import jchop as jc
+from tests.ptq.tables import case, some_of
+
+further = Further()
 
 
 def normal(*shape: int, seed: int = 0) -> jax.Array:
@@ -38,12 +42,13 @@ def test_means_are_over_rows_and_not_over_batches() -> None:
     assert found.count.tolist() == [43]
 
 
-@pytest.mark.slow
-def test_many_rows_are_summed_with_compensation() -> None:
-    x = normal(300_000, 2) + 8
+@further
+@pytest.mark.parametrize("rows", [120_000, pytest.param(300_000, marks=pytest.mark.slow)])
+def many_rows_are_summed_with_compensation(rows: int) -> None:
+    x = normal(rows, 2) + 8
     found = only(lambda p, x: x @ p, normal(2, 2), x)
     np.testing.assert_allclose(found.gram[0], mean_of(x), rtol=2e-7)
-    batches = only(lambda p, x: x @ p, normal(2, 2), *jnp.split(x, 100))
+    batches = only(lambda p, x: x @ p, normal(2, 2), *np.split(np.asarray(x), rows // 3000))
     np.testing.assert_allclose(batches.gram[0], mean_of(x), rtol=2e-7)
 
 
@@ -60,8 +65,7 @@ PRODUCTS: dict[str, tuple[Any, tuple[int, ...]]] = {
 }
 
 
-@pytest.mark.parametrize("name", PRODUCTS)
-def test_every_way_to_multiply(name: str) -> None:
+def check_every_way_to_multiply(name: str) -> None:
     fun, shape = PRODUCTS[name]
     x = normal(10, 6)
     found = only(fun, normal(*shape), x)
@@ -70,6 +74,13 @@ def test_every_way_to_multiply(name: str) -> None:
     else:
         assert found.count.tolist() == [10]
         np.testing.assert_allclose(found.gram[0], mean_of(x), rtol=1e-5, atol=1e-6)
+
+
+@some_of(PRODUCTS, 2, 3)
+def test_every_way_to_multiply(names: list[str]) -> None:
+    for name in names:
+        with case(name):
+            check_every_way_to_multiply(name)
 
 
 def test_convolutions_have_patches() -> None:
@@ -102,7 +113,8 @@ def test_groups_of_rows_and_experts_have_their_own() -> None:
         np.testing.assert_allclose(each.gram[expert], mean_of(x[2 * expert : 2 * expert + 2]), rtol=1e-5, atol=1e-6)
 
 
-def test_parts_that_an_index_chooses_have_one_together() -> None:
+@further
+def parts_that_an_index_chooses_have_one_together() -> None:
     x = np.random.default_rng(7).standard_normal((24, 32)).astype(np.float32)
     experts = {"w": jax.random.normal(jax.random.key(0), (4, 32, 8))}
 
@@ -111,8 +123,8 @@ def test_parts_that_an_index_chooses_have_one_together() -> None:
 
     gram = jc.ptq.statistics(chosen, experts, [x])["w"].gram
     np.testing.assert_allclose(gram, (x.T @ x / 24)[None], rtol=1e-4, atol=1e-6)
-    _, report = jc.ptq.quantize(chosen, jc.Rule(weight="int4(group=32)"), experts, [x])
-    assert {row.note for row in report.weights} == {"one statistic for the whole stack; fewer rows than inputs"}
+    _, report = jc.ptq.quantize(chosen, jc.Rule(weight="int4(group=32)"), experts, [x], [])
+    assert {row.note for row in report.weights} == {"one statistic for the whole stack"}
 
 
 def by_index(p: Any, x: Any) -> Any:
@@ -122,7 +134,8 @@ def by_index(p: Any, x: Any) -> Any:
     return lax.fori_loop(0, 2, lambda _, h: jnp.tanh(h @ p[1, 1].T), h) @ p[0, 0].T
 
 
-def test_each_constant_index_has_its_own() -> None:
+@further
+def each_constant_index_has_its_own() -> None:
     stack, x = normal(2, 2, 4, 4), normal(9, 4, seed=1)
     found = only(by_index, stack, x)
     w, h = np.asarray(stack, np.float64).swapaxes(2, 3), [np.asarray(x, np.float64)]
@@ -145,12 +158,20 @@ POOLED: dict[str, Any] = {
 }
 
 
-@pytest.mark.parametrize("name", POOLED)
-def test_other_indexes_have_one_together(name: str) -> None:
+def check_other_indexes_have_one_together(name: str) -> None:
     assert only(POOLED[name], normal(3, 4, 4), normal(9, 4, seed=1)).gram.shape == (1, 4, 4)
 
 
-@pytest.mark.parametrize("groups, rows", [(2, 6), (4, 8), (4, 4)])
+@some_of(POOLED, 1, 3)
+def test_other_indexes_have_one_together(names: list[str]) -> None:
+    for name in names:
+        with case(name):
+            check_other_indexes_have_one_together(name)
+
+
+@pytest.mark.parametrize(
+    "groups, rows", [(4, 8), *(pytest.param(*n, marks=pytest.mark.slow) for n in ((2, 6), (4, 4)))]
+)
 def test_groups_of_a_convolution_have_patches_of_their_own(groups: int, rows: int) -> None:
     w, x = normal(rows, 4 // groups, 2, 3), normal(2, 5, 6, 4, seed=1)
     numbers = ("NHWC", "OIHW", "NHWC")
@@ -184,7 +205,7 @@ def test_a_kernel_that_all_groups_share_has_one_matrix() -> None:
     assert found.count.tolist() == [300]
 
 
-@pytest.mark.parametrize("reverse", [False, True])
+@pytest.mark.parametrize("reverse", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_each_turn_over_a_stack_has_its_own(reverse: bool) -> None:
     layers, x = normal(3, 4, 4), normal(9, 4, seed=1)
 
@@ -216,7 +237,8 @@ def embedded(p: Any, x: Any) -> Any:
     return lax.fori_loop(0, 3, step, x)
 
 
-def test_inputs_that_are_no_data_are_looked_at() -> None:
+@further
+def inputs_that_are_no_data_are_looked_at() -> None:
     params, x = {"t": normal(5, 4), "w": normal(4, 4, seed=1)}, normal(9, 4, seed=2)
     found = jc.ptq.statistics(embedded, params, [x, x])
     rows = np.cos(np.arange(3)[:, None] * np.arange(1.0, 6.0))
@@ -236,11 +258,11 @@ OF_PARAMETERS: dict[str, Any] = {
 }
 
 
-@pytest.mark.parametrize("name", OF_PARAMETERS)
-def test_products_of_parameters_alone_are_left_out(name: str) -> None:
+def test_products_of_parameters_alone_are_left_out() -> None:
     params = {key: normal(4, 4, seed=i) for i, key in enumerate("abw")}
-    found = jc.ptq.statistics(OF_PARAMETERS[name], params, [normal(4, 4)])
-    assert "w" not in found and found.left_out["w"] == "a product of parameters alone"
+    for name, fun in OF_PARAMETERS.items():
+        found = jc.ptq.statistics(fun, params, [normal(4, 4)])
+        assert "w" not in found and found.left_out["w"] == "a product of parameters alone", name
 
 
 def through(x: Any, stack: Any) -> Any:
@@ -263,11 +285,11 @@ LEFT_OUT: dict[str, tuple[Any, tuple[int, ...], str]] = {
 }
 
 
-@pytest.mark.parametrize("name", LEFT_OUT)
-def test_others_are_left_out_with_the_reason(name: str) -> None:
-    fun, shape, reason = LEFT_OUT[name]
-    found = jc.ptq.statistics(lambda p, x: fun(p["w"], x), {"w": normal(*shape)}, [normal(10, 6)])
-    assert not found and reason in found.left_out["w"] and reason in str(found)
+@further.first
+def others_are_left_out_with_the_reason() -> None:
+    for name, (fun, shape, reason) in LEFT_OUT.items():
+        found = jc.ptq.statistics(lambda p, x, fun=fun: fun(p["w"], x), {"w": normal(*shape)}, [normal(10, 6)])
+        assert not found and reason in found.left_out["w"] and reason in str(found), name
 
 
 def test_bad_data_are_errors() -> None:
@@ -283,7 +305,6 @@ def test_bad_data_are_errors() -> None:
         jc.ptq.statistics(4, w, [x])  # type: ignore[arg-type]
 
 
-@pytest.mark.slow
 def test_progress_and_generators() -> None:
     seen: list[int] = []
     batches = (normal(n, 6) for n in (3, 4))
@@ -302,3 +323,6 @@ def test_one_token_is_an_input() -> None:
     np.testing.assert_allclose(one.gram[0], mean_of(params["table"]), rtol=1e-6)
     np.testing.assert_allclose(one.gram[0], several.gram[0], rtol=1e-6)
     assert one.count.tolist() == several.count.tolist() == [5]
+
+
+test_further = further.test()

@@ -35,7 +35,9 @@ def main(folder: str, kills: int) -> None:
             while True:
                 version += 1
                 jc.save_safetensors(path, tree(version))
-        time.sleep(0.01 + 0.002 * kill)  # at other places of a save each time
+        while not list(Path(folder).glob(".*.part")):  # so that a machine with other work kills no child too early
+            time.sleep(0.001)
+        time.sleep(0.0015 * (kill % 25))  # at other places of a save each time
         os.kill(child, signal.SIGKILL)
         os.waitpid(child, 0)
         with TensorFile(path) as file:

@@ -6,8 +6,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from further import Further
 
 import jchop as jc
+
+further = Further()
 
 FIT = jc.storage.fit_half_quadratic
 
@@ -29,8 +32,8 @@ def searched(x: np.ndarray, iterations: int) -> tuple[np.ndarray, np.ndarray]:
     return scale, kept
 
 
-@pytest.mark.slow
-def test_the_turns_are_the_published_ones() -> None:
+@further.first
+def the_turns_are_the_published_ones() -> None:
     x = np.random.default_rng(3).standard_t(3, (8, 64))
     scale, zero = FIT(x, "uint4(channel=0,zero_point=float,scale=float64)")
     wanted = searched(x, 20)
@@ -41,8 +44,8 @@ def test_the_turns_are_the_published_ones() -> None:
     assert np.all(moved > 0) and np.all(moved < 3 * scale)
 
 
-@pytest.mark.slow
-def test_kinds_of_arrays() -> None:
+@further
+def kinds_of_arrays() -> None:
     x = jnp.asarray(np.random.default_rng(0).standard_normal((3, 20)), jnp.bfloat16).at[1, 3].set(jnp.inf)
     text = "int4(group=8,zero_point=float,scale=bfloat16)"
     scale, zero = FIT(x, text, iterations=2)
@@ -75,8 +78,10 @@ def test_refused() -> None:
 
 
 @pytest.mark.smoke
-@pytest.mark.slow
 def test_a_stochastic_rounding_is_one_to_nearest_in_the_search() -> None:
     x = np.random.default_rng(5).normal(size=(2, 8)).astype(np.float32)
     text = "int4(group=8,zero_point=float)"
     np.testing.assert_array_equal(FIT(x, f"{text}:stochastic"), FIT(x, text))
+
+
+test_further = further.test()

@@ -6,18 +6,23 @@ import json
 import os
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from further import Further
 from hostile_files import packed, search
+from refusals import assert_refused
 
 import jchop as jc
 from jchop.__main__ import main
 from jchop.storage._files.safetensors import TensorFile
 from jchop.storage._stream import Rule, quantize_file
+
+further = Further()
 
 ROOT = Path(__file__).resolve().parents[2]
 linux = pytest.mark.skipif(sys.platform != "linux", reason="limits and /proc of Linux")
@@ -59,17 +64,32 @@ REFUSED: list[tuple[str, Any, bytes]] = [
 ]
 
 
-@pytest.mark.parametrize(("said", "header", "data"), REFUSED)
-def test_headers(tmp_path: Path, capsys: pytest.CaptureFixture[str], said: str, header: Any, data: bytes) -> None:
+def test_headers(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "x.safetensors"
-    path.write_bytes(packed(header, data))
-    with pytest.raises(ValueError, match=f"is not a safetensors file that jchop reads: bad header .*{said}"):
+
+    def read(header: Any, data: bytes) -> None:
+        path.write_bytes(packed(header, data))
+        assert main(["inspect", str(path)]) == 2
+        lines = capsys.readouterr().err.splitlines()
+        assert len(lines) == 1 and lines[0].startswith("jchop: error: ")
         jc.load_safetensors(path)
-    with pytest.raises(ValueError, match=said):
+
+    table = {f"{said}, {i}": (partial(read, *given), ValueError, f"is not a safetensors file that jchop reads: bad "
+                              f"header .*{said}") for i, (said, *given) in enumerate(REFUSED)}  # fmt: skip
+    assert_refused(table)
+
+
+@further.first
+def bad_headers_are_not_quantized(tmp_path: Path) -> None:
+    path = tmp_path / "x.safetensors"
+
+    def quantized(header: Any, data: bytes) -> None:
+        path.write_bytes(packed(header, data))
         quantize_file(path, tmp_path / "out.safetensors", [Rule(".*", jc.parse("bfloat16"))])
-    assert main(["inspect", str(path)]) == 2
-    lines = capsys.readouterr().err.splitlines()
-    assert len(lines) == 1 and lines[0].startswith("jchop: error: ")
+
+    assert_refused({f"{said}, {i}": (partial(quantized, *given), ValueError, said)
+                    for i, (said, *given) in enumerate(REFUSED)})  # fmt: skip
+    assert not (tmp_path / "out.safetensors").exists()
 
 
 def test_what_the_reference_implementation_reads_is_read(tmp_path: Path) -> None:
@@ -113,71 +133,81 @@ def test_long_headers_are_not_read(tmp_path: Path) -> None:
 GOOD = {"spec": "int4(group=4)", "size": 8, "dtype": "float32"}
 
 
-@pytest.mark.parametrize(
-    ("said", "fields"),
-    [
-        ("must be an object of spec", []),
-        ("must be an object of spec", {"spec": "mxfp4"}),
-        ("must be an object of spec", GOOD | {"more": 1}),
-        ("spec=3 must be text", GOOD | {"spec": 3}),
-        ("int4x", GOOD | {"spec": "int4x"}),
-        ("size=True", GOOD | {"size": True}),
-        ("size=8.0", GOOD | {"size": 8.0}),
-        ("size=-8", GOOD | {"size": -8}),
-        ("do(es)? not fit|the leaves are", GOOD | {"size": 10**18}),
-        ("the leaves are", GOOD | {"size": 6}),
-        ("does not fit length=None", GOOD | {"size": None}),
-        ("dtype='int32' must be one of", GOOD | {"dtype": "int32"}),
-        ("dtype=\\['float32'\\]", GOOD | {"dtype": ["float32"]}),
-        ("lacks tensors of its QArrays: w.tensor_scale", GOOD | {"spec": "nvfp4"}),
-        ("does not fit an array", GOOD | {"spec": "int4(group=2)"}),
-        ("names axis|does not fit", GOOD | {"spec": "int4(group=4,axis=-3)"}),
-        ("not counted from the end", GOOD | {"spec": "int4(group=4,axis=1)"}),
-        ("the leaves are", GOOD | {"spec": "int8(group=4)"}),
-        ("the leaves are", GOOD | {"spec": "int4(group=4,scale=bfloat16)"}),
-        ("at most|the leaves are", GOOD | {"spec": "binary32"}),
-    ],
-)
-def test_metadata_of_qarrays(tmp_path: Path, said: str, fields: Any) -> None:
+BAD_FIELDS: list[tuple[str, Any]] = [
+    ("must be an object of spec", []),
+    ("must be an object of spec", {"spec": "mxfp4"}),
+    ("must be an object of spec", GOOD | {"more": 1}),
+    ("spec=3 must be text", GOOD | {"spec": 3}),
+    ("int4x", GOOD | {"spec": "int4x"}),
+    ("size=True", GOOD | {"size": True}),
+    ("size=8.0", GOOD | {"size": 8.0}),
+    ("size=-8", GOOD | {"size": -8}),
+    ("do(es)? not fit|the leaves are", GOOD | {"size": 10**18}),
+    ("the leaves are", GOOD | {"size": 6}),
+    ("does not fit length=None", GOOD | {"size": None}),
+    ("dtype='int32' must be one of", GOOD | {"dtype": "int32"}),
+    ("dtype=\\['float32'\\]", GOOD | {"dtype": ["float32"]}),
+    ("lacks tensors of its QArrays: w.tensor_scale", GOOD | {"spec": "nvfp4"}),
+    ("does not fit an array", GOOD | {"spec": "int4(group=2)"}),
+    ("names axis|does not fit", GOOD | {"spec": "int4(group=4,axis=-3)"}),
+    ("not counted from the end", GOOD | {"spec": "int4(group=4,axis=1)"}),
+    ("the leaves are", GOOD | {"spec": "int8(group=4)"}),
+    ("the leaves are", GOOD | {"spec": "int4(group=4,scale=bfloat16)"}),
+    ("at most|the leaves are", GOOD | {"spec": "binary32"}),
+]
+
+
+def test_metadata_of_qarrays(tmp_path: Path) -> None:
     path = tmp_path / "x.safetensors"
     jc.save_safetensors(path, {"w": jc.quantize(np.ones((2, 8), np.float32), "int4(group=4)")})
     data = path.read_bytes()
     length = int.from_bytes(data[:8], "little")
     header = json.loads(data[8 : 8 + length])
     assert json.loads(header["__metadata__"]["jchop.qarrays"]) == {"w": GOOD}
-    header["__metadata__"]["jchop.qarrays"] = json.dumps({"w": fields})
-    path.write_bytes(packed(header, data[8 + length :]))
-    for read in (
-        lambda: jc.load_safetensors(path),
-        lambda: quantize_file(path, tmp_path / "out.safetensors", [Rule(".*", jc.parse("bfloat16"))]),
-    ):
-        with pytest.raises(ValueError, match=f"bad metadata 'jchop.qarrays' .*({said})"):
-            read()
-    assert main(["inspect", str(path)]) == 2
+
+    def write(fields: Any) -> None:
+        header["__metadata__"]["jchop.qarrays"] = json.dumps({"w": fields})
+        path.write_bytes(packed(header, data[8 + length :]))
+        assert main(["inspect", str(path)]) == 2
+
+    def load(fields: Any) -> None:
+        write(fields)
+        jc.load_safetensors(path)
+
+    def quantize(fields: Any) -> None:
+        write(fields)
+        quantize_file(path, tmp_path / "out.safetensors", [Rule(".*", jc.parse("bfloat16"))])
+
+    for read in (load, quantize):
+        assert_refused({f"{read.__name__} {fields}": (partial(read, fields), ValueError,
+                        f"bad metadata 'jchop.qarrays' .*({said})") for said, fields in BAD_FIELDS})  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    ("said", "record"),
-    [
-        ("other arrays", {"a.0": ["a", 0]}),
-        ("does not lead to", {"a.0": ["a", 0], "b": ["c"]}),
-        ("is not a step", {"a.0": ["a", True], "b": ["b"]}),
-        ("is not a step", {"a.0": ["a", [0, 1]], "b": ["b"]}),
-        ("no object and no list", {"a.0": "a.0", "b": ["b"]}),
-        ("does not lead to", {"a.0": {}, "b": ["b"]}),
-        ("no object and no list", {"a.0": 1, "b": ["b"]}),
-        ("no {", []),
-    ],
-)
-def test_records_of_trees(tmp_path: Path, said: str, record: Any) -> None:
+BAD_RECORDS: list[tuple[str, Any]] = [
+    ("other arrays", {"a.0": ["a", 0]}),
+    ("does not lead to", {"a.0": ["a", 0], "b": ["c"]}),
+    ("is not a step", {"a.0": ["a", True], "b": ["b"]}),
+    ("is not a step", {"a.0": ["a", [0, 1]], "b": ["b"]}),
+    ("no object and no list", {"a.0": "a.0", "b": ["b"]}),
+    ("does not lead to", {"a.0": {}, "b": ["b"]}),
+    ("no object and no list", {"a.0": 1, "b": ["b"]}),
+    ("no {", []),
+]
+
+
+def test_records_of_trees(tmp_path: Path) -> None:
     path = tmp_path / "x.safetensors"
-    text = json.dumps(
-        {"__metadata__": {"jchop.tree": json.dumps(record)}, "a.0": u8([1], [0, 1]), "b": u8([1], [1, 2])}
-    )
-    path.write_bytes(packed(text.encode(), b"12"))
-    with pytest.raises(ValueError, match=f"bad metadata 'jchop.tree' .*({said})"):
+
+    def nested(record: Any) -> None:
+        text = json.dumps(
+            {"__metadata__": {"jchop.tree": json.dumps(record)}, "a.0": u8([1], [0, 1]), "b": u8([1], [1, 2])}
+        )
+        path.write_bytes(packed(text.encode(), b"12"))
+        assert set(jc.load_safetensors(path)) == {"a.0", "b"}
         jc.load_safetensors(path, nested=True)
-    assert set(jc.load_safetensors(path)) == {"a.0", "b"}
+
+    assert_refused({str(record): (partial(nested, record), ValueError, f"bad metadata 'jchop.tree' .*({said})")
+                    for said, record in BAD_RECORDS})  # fmt: skip
 
 
 def test_lists_with_gaps_and_steps_that_contradict(tmp_path: Path) -> None:
@@ -233,16 +263,18 @@ def test_a_source_that_shrinks_while_it_is_read(tmp_path: Path) -> None:
         TensorFile(path)
 
 
-@pytest.mark.slow
-def test_some_mutants(tmp_path: Path) -> None:
-    assert search(tmp_path, 100, 100) == []
-
-
-@linux
-@pytest.mark.slow
-def test_thousands_of_mutants_in_little_memory(tmp_path: Path) -> None:
-    argv = [sys.executable, str(ROOT / "tests/hostile_files.py"), str(tmp_path), "3000"]
+@further
+@pytest.mark.parametrize("count", [60, pytest.param(3000, marks=[pytest.mark.slow, linux])])
+def mutants(tmp_path: Path, count: int) -> None:
+    """Some here, and thousands by a process of little memory."""
+    if count == 60:
+        assert search(tmp_path, 60, 60) == []
+        return
+    argv = [sys.executable, str(ROOT / "tests/hostile_files.py"), str(tmp_path), str(count)]
     environment = os.environ | {"PYTHONPATH": str(ROOT)}
     run = subprocess.run(argv, capture_output=True, text=True, env=environment, timeout=1800, check=False)
     assert run.returncode == 0, run.stderr[-2000:]
     assert run.stdout.splitlines()[-1] == "0 faults", run.stdout[-4000:]
+
+
+test_further = further.test()

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import numpy as np
 import pytest
+from refusals import assert_refused
 
 import jchop as jc
 from jchop.storage._codes import code_dtype, is_packed
@@ -11,9 +14,8 @@ from jchop.storage._index import scale_entry
 from jchop.storage._layout import OWN, WHOLE, kinds_of
 
 
-@pytest.mark.parametrize(
-    ("text", "dtype", "packed"),
-    [
+def test_dtypes_of_codes() -> None:
+    for text, dtype, packed in (
         ("e3m2fn", "uint8", True),
         ("e3m3", "uint8", True),
         ("e3m4", "uint8", False),
@@ -23,11 +25,9 @@ from jchop.storage._layout import OWN, WHOLE, kinds_of
         ("e7m8", "uint16", False),
         ("bfloat16", "bfloat16", False),
         ("float8_e4m3fn", "float8_e4m3fn", False),
-    ],
-)
-def test_dtypes_of_codes(text: str, dtype: str, packed: bool) -> None:
-    fmt = jc.parse(text).element
-    assert (code_dtype(fmt).name, is_packed(fmt)) == (dtype, packed)
+    ):
+        fmt = jc.parse(text).element
+        assert (text, code_dtype(fmt).name, is_packed(fmt)) == (text, dtype, packed)
 
 
 def test_the_widest_codes() -> None:
@@ -36,20 +36,17 @@ def test_the_widest_codes() -> None:
         code_dtype(jc.parse("e8m8").element)
 
 
-@pytest.mark.parametrize(
-    ("text", "ndim", "batch", "kinds"),
-    [
+def test_kinds_of_axes() -> None:
+    for text, ndim, batch, kinds in (
         ("int8", 2, 0, (WHOLE, WHOLE)),
         ("int8", 3, 1, (OWN, WHOLE, WHOLE)),
         ("int8(channel=0)", 3, 1, (OWN, OWN, WHOLE)),
         ("int8(channel=-1)", 4, 2, (OWN, OWN, WHOLE, OWN)),
         ("int4(group=8)", 3, 1, (OWN, OWN, 8)),
-    ],
-)
-def test_kinds_of_axes(text: str, ndim: int, batch: int, kinds: tuple) -> None:
-    fmt = jc.parse(text).scaled
-    assert fmt is not None
-    assert kinds_of(fmt, ndim, batch) == kinds
+    ):
+        fmt = jc.parse(text).scaled
+        assert fmt is not None
+        assert kinds_of(fmt, ndim, batch) == kinds, text
 
 
 def test_axes_that_are_not_there() -> None:
@@ -67,22 +64,23 @@ def test_only_integers_are_indexes() -> None:
     assert q[np.array([0, 1])].shape == (2, 6)
 
 
-@pytest.mark.parametrize(
-    ("entry", "kind", "expected"),
-    [
+def test_indexes_of_scales() -> None:
+    for entry, kind, expected in (
         (slice(8, 16), 8, slice(1, 2)),
         (slice(8, 20), 8, slice(1, 3)),  # to the end of 20
         (slice(0, 0), WHOLE, slice(0, 0)),
         (slice(3, 5), WHOLE, slice(None)),
         (3, WHOLE, 0),
         (3, OWN, 3),
-    ],
-)
-def test_indexes_of_scales(entry, kind, expected) -> None:
-    assert scale_entry(0, entry, kind, 20) == expected
+    ):
+        assert scale_entry(0, entry, kind, 20) == expected, (entry, kind)
 
 
-@pytest.mark.parametrize("entry", [slice(4, 16), slice(8, 15), slice(0, 16, 2), 3])
-def test_indexes_that_cut_groups(entry) -> None:
-    with pytest.raises(ValueError, match="cuts groups of 8"):
-        scale_entry(0, entry, 8, 20)
+def test_indexes_that_cut_groups() -> None:
+    entries = (slice(4, 16), slice(8, 15), slice(0, 16, 2), 3)
+    assert_refused(
+        {
+            entry_: (partial(scale_entry, 0, entry, 8, 20), ValueError, "cuts groups of 8")
+            for entry_, entry in ((str(entry), entry) for entry in entries)
+        }
+    )

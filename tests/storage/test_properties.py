@@ -11,11 +11,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from further import Further
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import jchop as jc
 from jchop.storage import QArray
+
+further = Further()
 
 GROUP = 4
 #: Integers, a codebook, floats under powers of two, integers with integer and with added zero points.
@@ -46,11 +49,12 @@ def same(got: Any, wanted: Any) -> None:
     jax.tree.map(np.testing.assert_array_equal, got, wanted)
 
 
+@further.first
 @pytest.mark.in_turn(8)
 @pytest.mark.parametrize("text", TEXTS)
 @settings(deadline=None, max_examples=20)
 @given(ROWS, st.integers(-30, 30), st.permutations(range(4)))
-def test_properties(text: str, rows: list[list[float]], power: int, order: list[int]) -> None:
+def properties(text: str, rows: list[list[float]], power: int, order: list[int]) -> None:
     q, numbers, again = storing(text)(rows)
     x = np.array(rows, np.float32)
     if "float" not in text:  # an added zero point may be far larger than the scale
@@ -69,10 +73,10 @@ def test_properties(text: str, rows: list[list[float]], power: int, order: list[
         same(values, np.ldexp(numbers, power))
 
 
-@pytest.mark.slow
+@further
 @settings(deadline=None, max_examples=10)
 @given(st.sampled_from(TEXTS), ROWS)
-def test_loaded_is_saved(text: str, rows: list[list[float]]) -> None:
+def loaded_is_saved(text: str, rows: list[list[float]]) -> None:
     q = jax.tree.map(jnp.asarray, storing(text)(rows)[0])
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "x.safetensors"
@@ -82,7 +86,7 @@ def test_loaded_is_saved(text: str, rows: list[list[float]]) -> None:
     same(loaded, q)
 
 
-@pytest.mark.slow
+@pytest.mark.in_turn(1000)
 @pytest.mark.parametrize("text", TEXTS)
 def test_compiled_is_eager(text: str) -> None:
     x = np.random.default_rng(0).standard_normal((2, 8)).astype(np.float32)
@@ -91,3 +95,6 @@ def test_compiled_is_eager(text: str) -> None:
     same(eager, q)
     same(jc.dequantize(eager), numbers)
     same(jc.round_to_format(jnp.asarray(x), text), numbers)
+
+
+test_further = further.test()

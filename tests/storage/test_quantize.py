@@ -9,9 +9,12 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
+from further import Further
 
 import jchop as jc
 from jchop.storage import QArray
+
+further = Further()
 
 KEY = jax.random.key(7)
 
@@ -78,16 +81,22 @@ def same(got: Any, wanted: Any) -> None:
     np.testing.assert_array_equal(np.where(nan, 0, got.view(word)), np.where(nan, 0, wanted.view(word)))
 
 
-@pytest.mark.in_turn(8)
-@pytest.mark.parametrize(("text", "shape", "bits"), SIZES, ids=[row[0] for row in SIZES])
-def test_sizes_are_those_of_the_arrays(text: str, shape: tuple[int, ...], bits: float) -> None:
-    q = jc.quantize(jnp.ones(shape), text)
-    leaves = jax.tree.leaves(q)
-    assert q.nbytes == sum(np.asarray(leaf).nbytes for leaf in leaves)
-    assert q.bits_per_element == bits == 8 * q.nbytes / np.prod(shape)
+def sized(q: Any, text: str, shape: tuple[int, ...], bits: float) -> None:
+    assert (text, q.bits_per_element) == (text, bits)
     assert q.shape == shape and q.dtype == np.float32
+    assert (text, q.nbytes) == (text, sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(q)))
     if (fmt := jc.parse(text).scaled) is not None:
-        assert fmt.bits_per_element(shape) == bits
+        assert (text, fmt.bits_per_element(shape)) == (text, bits)
+
+
+@further
+@pytest.mark.in_turn(1000)
+@pytest.mark.parametrize("part", [2, 0, 1, 3, 4])
+def sizes_are_those_of_the_arrays(part: int) -> None:
+    for text, shape, bits in SIZES[part::5]:
+        q = jc.quantize(jnp.ones(shape), text)
+        sized(q, text, shape, bits)
+        assert 8 * q.nbytes == bits * np.prod(shape)
 
 
 #: Double quantization, without and with zero points: 4.13 bits either way.
@@ -97,22 +106,18 @@ NF4 = [
 ]
 
 
-@pytest.mark.in_turn(2)
-@pytest.mark.parametrize(("text", "shape", "bits"), NF4)
-def test_the_size_of_scales_that_are_quantized_again(text: str, shape: tuple[int, ...], bits: float) -> None:
-    q = jax.eval_shape(lambda x: jc.quantize(x, text), jax.ShapeDtypeStruct(shape, np.float32))
-    assert q.bits_per_element == bits and round(bits, 2) == 4.13
-    assert [part.shape for part in q.scale] == [(2, 256), (2, 1), (2, 1)][: len(q.scale)]
+@further
+def the_size_of_scales_that_are_quantized_again() -> None:
+    """And of all formats, as the traced program has them."""
+    for text, shape, bits in (*SIZES, *NF4):
+        q = jax.eval_shape(lambda x, text=text: jc.quantize(x, text), jax.ShapeDtypeStruct(shape, np.float32))
+        sized(q, text, shape, bits)
+        if "scale=int8" in text or "scale=uint8" in text:
+            assert round(bits, 2) == 4.13
+            assert [part.shape for part in q.scale] == [(2, 256), (2, 1), (2, 1)][: len(q.scale)]
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(("text", "shape", "bits"), NF4)
-def test_the_size_of_scales_that_are_quantized_again_in_memory(text: str, shape: tuple[int, ...], bits: float) -> None:
-    test_sizes_are_those_of_the_arrays(text, shape, bits)
-
-
-@pytest.mark.slow
-def test_the_largest_of_scales_that_are_quantized_again_stays_finite() -> None:
+def the_largest_scale_stays_finite() -> None:
     """255 steps from the smallest scale lie half a unit above the largest number, and would round to infinity."""
     top, other = np.finfo(np.float32).max, np.float32(float.fromhex("0x1.66f0dp+119"))
     x = np.repeat(np.array([[top, other]], np.float32), 8, axis=1)
@@ -120,8 +125,7 @@ def test_the_largest_of_scales_that_are_quantized_again_stays_finite() -> None:
     same(jc.dequantize(q), x)
 
 
-@pytest.mark.slow
-def test_codes_of_scales_that_say_zero_are_the_smallest_scale() -> None:
+def codes_that_say_zero_are_the_smallest_scale() -> None:
     """No fit gives them, and within jit they cannot be refused."""
     tiny = np.float32(2.0**-149)
     x = np.array([[3.0, -5.0, 0.0, tiny] * 2], np.float32)
@@ -131,17 +135,21 @@ def test_codes_of_scales_that_say_zero_are_the_smallest_scale() -> None:
     same(given(x, 0 * codes), np.array([[7 * tiny, -8 * tiny, 0.0, tiny] * 2], np.float32))
 
 
-@pytest.mark.slow
+@further
+@pytest.mark.parametrize("check", [codes_that_say_zero_are_the_smallest_scale, the_largest_scale_stays_finite])
+def the_ends_of_scales_that_are_quantized_again(check: Any) -> None:
+    check()
+
+
 def test_odd_rows_waste_less_than_a_byte() -> None:
-    x = jnp.ones((3, 37))
     for bits in (3, 4, 5, 8):
-        q = jc.quantize(x, f"int{bits}(channel=0)")
-        assert q.qvalue.shape == (3, -(-37 * bits // 8)) and q.qvalue.nbytes == 3 * -(-37 * bits // 8)
+        q = jax.eval_shape(lambda x, bits=bits: jc.quantize(x, f"int{bits}(channel=0)"), jnp.ones((3, 37)))
+        assert q.qvalue.shape == (3, -(-37 * bits // 8)) and q.qvalue.dtype.itemsize == 1
 
 
-@pytest.mark.slow
+@further.first
 @pytest.mark.parametrize("text", TEXTS)
-def test_dequantized_is_rounded(text: str) -> None:
+def dequantized_is_rounded(text: str) -> None:
     x = numbers()
     q = jc.quantize(x, text)
     assert all(isinstance(leaf, np.ndarray) for leaf in jax.tree.leaves(q))
@@ -151,30 +159,39 @@ def test_dequantized_is_rounded(text: str) -> None:
     jax.tree.map(same, compiled, q)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("dtype", [ml_dtypes.bfloat16, np.float16, np.float64])
-def test_every_carrier(dtype: Any) -> None:
-    for text in ("mxfp4", "int8(channel=0)", "e3m2fn"):
-        x = numbers((3, 37), dtype)
-        q = jc.quantize(x, text)
-        assert q.dtype == dtype
-        same(jc.dequantize(q), jc.round_to_format(x, text))
+CARRIERS = [
+    ("int8(channel=0)", ml_dtypes.bfloat16),
+    ("mxfp4", ml_dtypes.bfloat16),
+    ("int8(channel=0)", np.float16),
+    ("e3m2fn", np.float16),
+    ("mxfp4", np.float64),
+    ("int8(channel=0)", np.float64),
+]
 
 
-@pytest.mark.slow
-def test_stochastic_draws_are_those_of_rounding() -> None:
+@further
+@pytest.mark.parametrize(("text", "dtype"), CARRIERS)
+def every_carrier(text: str, dtype: Any) -> None:
+    x = numbers((3, 37), dtype)
+    q = jc.quantize(x, text)
+    assert q.dtype == dtype
+    same(jc.dequantize(q), jc.round_to_format(x, text))
+
+
+@further
+@pytest.mark.parametrize("text", ["e3m2fn:stochastic", "int4(group=16):stochastic"])
+def stochastic_draws_are_those_of_rounding(text: str) -> None:
     x = numbers((4, 64))
-    for text in ("int4(group=16):stochastic", "e3m2fn:stochastic"):
-        whole = jc.quantize(x, text, KEY)
-        same(jc.dequantize(whole), jc.round_to_format(x, text, KEY))
-        part = jc.quantize(x[2:], text, KEY, offset=((2, 0), (4, 64)))
-        same(part.qvalue, whole[2:].qvalue)
+    whole = jc.quantize(x, text, KEY)
+    same(jc.dequantize(whole), jc.round_to_format(x, text, KEY))
+    part = jc.quantize(x[2:], text, KEY, offset=((2, 0), (4, 64)))
+    same(part.qvalue, whole[2:].qvalue)
     with pytest.raises(ValueError, match="key"):
         jc.quantize(x, "int4(group=16):stochastic")
 
 
-@pytest.mark.slow
-def test_codes_are_the_bits_of_native_dtypes() -> None:
+@further
+def codes_are_the_bits_of_native_dtypes() -> None:
     x = numbers((3, 8))
     x[1, 7] = 3.0
     kinds = {
@@ -190,30 +207,33 @@ def test_codes_are_the_bits_of_native_dtypes() -> None:
         "e6m9": np.uint16,
     }
     for text, dtype in kinds.items():
-        assert jc.quantize(x, text).qvalue.dtype == dtype, text
+        assert jax.eval_shape(lambda x, text=text: jc.quantize(x, text), x).qvalue.dtype == dtype, text
     same(jc.quantize(x, "bfloat16").qvalue, x.astype(ml_dtypes.bfloat16))
     q = jc.quantize(x, "int8(channel=0)")
     same(q.qvalue * q.scale, jc.dequantize(q))
 
 
-@pytest.mark.slow
-def test_a_nan_that_cannot_be_said() -> None:
+@further
+def a_nan_that_cannot_be_said() -> None:
     x = np.array([[np.nan, 1.0, -2.0, np.inf]], np.float32)
     assert jc.dequantize(jc.quantize(x, "e2m1fn")).tolist() == [[6.0, 1.0, -2.0, 6.0]]
     assert np.isnan(jc.dequantize(jc.quantize(x, "e4m3"))[0, 0])
     assert jc.dequantize(jc.quantize(x, "int4(group=4)"))[0, 0] == 2.0
 
 
-@pytest.mark.slow
-def test_given_scales_are_used_and_kept() -> None:
+@further
+@pytest.mark.parametrize("text", ["uint4(group=8,zero_point=integer)", "nvfp4"])
+def given_scales_are_used_and_kept(text: str) -> None:
     x, other = numbers((4, 32)), 3 * numbers((4, 32))[::-1].copy()
-    for text in ("uint4(group=8,zero_point=integer)", "nvfp4"):
-        scale, zero_point = jc.fit_scale(x, text)
-        q = jc.quantize(x, text, scale=scale, zero_point=zero_point)
-        jax.tree.map(same, q, jc.quantize(x, text))
-        static = jc.quantize(other, text, scale=scale, zero_point=zero_point)
-        jax.tree.map(same, (static.scale, static.zero_point), (scale, zero_point))
-    # Quotients beyond all numbers of the carrier saturate like others.
+    scale, zero_point = jc.fit_scale(x, text)
+    q = jc.quantize(x, text, scale=scale, zero_point=zero_point)
+    jax.tree.map(same, q, jc.quantize(x, text))
+    static = jc.quantize(other, text, scale=scale, zero_point=zero_point)
+    jax.tree.map(same, (static.scale, static.zero_point), (scale, zero_point))
+
+
+@further
+def quotients_beyond_all_numbers_of_the_carrier_saturate_like_others() -> None:
     huge = np.array([[3e38, -3e38, 1.0, 0.0]], np.float32)
     for text, tiny in (("int4(channel=0)", 1e-38), ("mxfp4(group=4)", 1)):
         like, _ = jc.fit_scale(huge, text)
@@ -250,20 +270,18 @@ def test_refused() -> None:
             call()
 
 
-@pytest.mark.in_turn(4)
-@pytest.mark.parametrize("bad", [0.0, -1.0, np.nan, np.inf])
-def test_scales_that_no_fit_gives_are_refused(bad: float) -> None:
-    x = numbers((2, 32))
-    scale = np.array([[1.0], [bad]], np.float32)
-    with pytest.raises(ValueError, match=f"scale has {bad}; .*finite and above zero"):
-        jc.quantize(x, "int8(channel=0)", scale=scale)
+def test_scales_that_no_fit_gives_are_refused() -> None:
+    x, text = numbers((2, 32)), "int4(group=8,scale=int8(channel=0))"
     (groups, _), _ = jc.fit_scale(x, "nvfp4")
-    with pytest.raises(ValueError, match=f"scale has {bad}"):
-        jc.quantize(x, "nvfp4", scale=(groups, np.float32(bad)))
-    text = "int4(group=8,scale=int8(channel=0))"
     (codes, outer), _ = jc.fit_scale(x, text)
-    with pytest.raises(ValueError, match="scale has"):
-        jc.quantize(x, text, scale=(codes, np.full_like(outer, bad)))
+    for bad in (0.0, -1.0, np.nan, np.inf):
+        scale = np.array([[1.0], [bad]], np.float32)
+        with pytest.raises(ValueError, match=f"scale has {bad}; .*finite and above zero"):
+            jc.quantize(x, "int8(channel=0)", scale=scale)
+        with pytest.raises(ValueError, match=f"scale has {bad}"):
+            jc.quantize(x, "nvfp4", scale=(groups, np.float32(bad)))
+        with pytest.raises(ValueError, match="scale has"):
+            jc.quantize(x, text, scale=(codes, np.full_like(outer, bad)))
     # Within jit the values are not known; shapes and dtypes are.
     given = jax.jit(lambda x, scale: jc.dequantize(jc.quantize(x, "int8(channel=0)", scale=scale)))
     assert given(x, scale).shape == x.shape
@@ -271,8 +289,8 @@ def test_scales_that_no_fit_gives_are_refused(bad: float) -> None:
         given(x, scale[:, 0])
 
 
-@pytest.mark.slow
-def test_codes_of_scales_and_zero_points_that_no_fit_gives_are_refused() -> None:
+@further
+def codes_of_scales_and_zero_points_that_no_fit_gives_are_refused() -> None:
     x = numbers((2, 32))
     for text, code, value in (("mxfp4", 255, "nan"), ("int4(group=32,scale=e4m3fn)", 0x80, "0.0")):
         with pytest.raises(ValueError, match=f"scale has -?{value}"):
@@ -287,8 +305,8 @@ def test_codes_of_scales_and_zero_points_that_no_fit_gives_are_refused() -> None
             jax.tree.map(same, jc.quantize(y, text, scale=scale, zero_point=zero).scale, scale)
 
 
-@pytest.mark.slow
-def test_other_dtypes_are_rounded_once() -> None:
+@further
+def other_dtypes_are_rounded_once() -> None:
     x = numbers((3, 37))
     q = jc.quantize(x, "int8(channel=0)")
     exact = np.asarray(q.qvalue, np.float64) * np.asarray(q.scale, np.float64)
@@ -298,7 +316,8 @@ def test_other_dtypes_are_rounded_once() -> None:
     same(jc.dequantize(plain, "float16"), jc.round_to_format(jc.dequantize(plain), "binary16").astype(np.float16))
 
 
-def test_adding() -> None:
+@further
+def adding() -> None:
     x = numbers((3, 40))
     q = jc.quantize(jnp.asarray(x), "mxfp4")
     total = jnp.full(x.shape, 0.5, jnp.bfloat16)
@@ -307,8 +326,8 @@ def test_adding() -> None:
     assert isinstance(jc.dequantize(jc.quantize(x, "mxfp4"), add_to=np.ones_like(x)), np.ndarray)
 
 
-@pytest.mark.slow
-def test_arrays_without_axes_or_elements() -> None:
+@further
+def arrays_without_axes_or_elements() -> None:
     for text in ("int4(group=tensor)", "e3m2fn", "bfloat16"):
         for x in (np.float32(1.25), np.zeros((0, 3), np.float32), np.zeros((3, 0), np.float32)):
             q = jc.quantize(x, text)
@@ -316,7 +335,10 @@ def test_arrays_without_axes_or_elements() -> None:
             same(jc.dequantize(q), jc.round_to_format(np.asarray(x), text))
 
 
-@pytest.mark.slow
-def test_the_spec_keeps_no_gradient_and_counts_axes_from_the_end() -> None:
+@further
+def the_spec_keeps_no_gradient_and_counts_axes_from_the_end() -> None:
     q = jc.quantize(jnp.ones((2, 3, 4)), "int4(group=2,axis=0):gradient=clipped")
     assert isinstance(q, QArray) and q.spec == jc.parse("int4(group=2,axis=-3)")
+
+
+test_further = further.test()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,8 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
+from further import Further
+from refusals import assert_refused
 
 import jchop as jc
 from jchop.storage import QArray
@@ -21,6 +24,8 @@ from jchop.storage._checkpoints.public import convert
 from jchop.storage._files.parts import write_together
 from jchop.storage._files.safetensors import DTYPES, Entry, TensorFile, TensorWriter, lay_out
 from jchop.storage._stream import Rule, quantize_file
+
+further = Further()
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -46,8 +51,8 @@ def tree() -> dict[str, Any]:
     }
 
 
-@pytest.mark.slow
-def test_loaded_is_saved(tmp_path: Path) -> None:
+@further
+def loaded_is_saved(tmp_path: Path) -> None:
     path, saved = tmp_path / "model.safetensors", tree()
     jc.save_safetensors(path, saved, metadata={"format": "pt"})
     same(jc.load_safetensors(path, like=saved), saved)
@@ -140,23 +145,22 @@ def test_two_numbers_of_four_bits_are_in_a_byte(tmp_path: Path) -> None:
         jc.load_safetensors(path)
 
 
-@pytest.mark.parametrize(
-    ("call", "name"),
-    [
-        (lambda: jc.save_safetensors(3, {}), "path"),  # type: ignore[arg-type]
-        (lambda: jc.load_safetensors(3), "path"),  # type: ignore[arg-type]
-        (lambda: jc.storage.load_checkpoint(3), "path"),  # type: ignore[arg-type]
-        (lambda: jc.storage.save_checkpoint({}, 3, layout="plain"), "path"),  # type: ignore[arg-type]
-        (lambda: jc.round_file(3, "b.npy", "e4m3"), "src"),  # type: ignore[arg-type]
-        (lambda: jc.round_file("a.npy", 3, "e4m3"), "dst"),  # type: ignore[arg-type]
-    ],
-)
-def test_a_path_of_another_type(call: Callable[[], Any], name: str) -> None:
-    with pytest.raises(TypeError, match=f"^{name}=3 must be a path: a text or a pathlib.Path$"):
-        call()
+def test_a_path_of_another_type() -> None:
+    three: Any = 3
+    calls: list[tuple[str, Callable[[], Any]]] = [
+        ("path", lambda: jc.save_safetensors(three, {})),
+        ("path", lambda: jc.load_safetensors(three)),
+        ("path", lambda: jc.storage.load_checkpoint(three)),
+        ("path", lambda: jc.storage.save_checkpoint({}, three, layout="plain")),
+        ("src", lambda: jc.round_file(three, "b.npy", "e4m3")),
+        ("dst", lambda: jc.round_file("a.npy", three, "e4m3")),
+    ]
+    said = "=3 must be a path: a text or a pathlib.Path$"
+    assert_refused({f"call {i}": (call, TypeError, f"^{name}{said}") for i, (name, call) in enumerate(calls)})
 
 
-def test_a_file_appears_whole_or_not_at_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@further.first
+def a_file_appears_whole_or_not_at_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "model.safetensors"
     jc.save_safetensors(path, {"x": jnp.ones(3)})
     old = path.read_bytes()
@@ -170,31 +174,40 @@ def test_a_file_appears_whole_or_not_at_all(tmp_path: Path, monkeypatch: pytest.
     assert path.read_bytes() == old and list(tmp_path.iterdir()) == [path]
 
 
-@pytest.mark.parametrize("kind", ["threefry2x32", "rbg"])
-def test_random_keys(kind: str, tmp_path: Path) -> None:
+def test_random_keys(tmp_path: Path) -> None:
     """Of optimizers that round stochastically, for example."""
-    path, keys = tmp_path / "state.safetensors", jax.random.split(jax.random.key(3, impl=kind), 2)
-    jc.save_safetensors(path, {"keys": keys, "x": jnp.ones(3)})
-    for like in (None, {"keys": keys, "x": jnp.ones(3)}, jax.eval_shape(lambda: {"keys": keys, "x": jnp.ones(3)})):
-        found = jc.load_safetensors(path, like=like)["keys"]
-        assert found.dtype == keys.dtype
-        np.testing.assert_array_equal(jax.random.key_data(found), jax.random.key_data(keys))
-    with pytest.raises(ValueError, match=r"'keys' is key<.*>\[2\], and uint32"):
-        jc.load_safetensors(path, like={"keys": jax.random.key_data(keys), "x": jnp.ones(3)})
-
-
-@pytest.mark.parametrize("text", ['{"x": "threefry2x32"}', '{"keys": "new"}', '{"keys": 3}', '{"lost": "rbg"}', "[]"])
-def test_damaged_names_of_random_keys(text: str, tmp_path: Path) -> None:
     path = tmp_path / "state.safetensors"
-    header = {
-        "__metadata__": {save.KEYS: text},
-        "keys": {"dtype": "U32", "shape": [2, 2], "data_offsets": [0, 16]},
-        "x": {"dtype": "F32", "shape": [3], "data_offsets": [16, 28]},
-    }
-    written = json.dumps(header).encode()
-    path.write_bytes(len(written).to_bytes(8, "little") + written + bytes(28))
-    with pytest.raises(ValueError, match=r"bad metadata 'jchop\.keys'"):
-        jc.load_safetensors(path)
+    for kind in ("threefry2x32", "rbg"):
+        words = jnp.arange(8, dtype=jnp.uint32).reshape(2, 4)[:, : 2 + 2 * (kind == "rbg")]
+        keys = jax.random.wrap_key_data(words, impl=kind)
+        jc.save_safetensors(path, {"keys": keys, "x": jnp.ones(3)})
+        for like in (
+            None,
+            {"keys": keys, "x": jnp.ones(3)},
+            jax.eval_shape(lambda k: {"keys": k, "x": jnp.ones(3)}, keys),
+        ):
+            found = jc.load_safetensors(path, like=like)["keys"]
+            assert found.dtype == keys.dtype
+            np.testing.assert_array_equal(jax.random.key_data(found), jax.random.key_data(keys))
+        with pytest.raises(ValueError, match=r"'keys' is key<.*>\[2\], and uint32"):
+            jc.load_safetensors(path, like={"keys": jax.random.key_data(keys), "x": jnp.ones(3)})
+
+
+def test_damaged_names_of_random_keys(tmp_path: Path) -> None:
+    path = tmp_path / "state.safetensors"
+
+    def loaded(text: str) -> Any:
+        header = {
+            "__metadata__": {save.KEYS: text},
+            "keys": {"dtype": "U32", "shape": [2, 2], "data_offsets": [0, 16]},
+            "x": {"dtype": "F32", "shape": [3], "data_offsets": [16, 28]},
+        }
+        written = json.dumps(header).encode()
+        path.write_bytes(len(written).to_bytes(8, "little") + written + bytes(28))
+        return jc.load_safetensors(path)
+
+    texts = ['{"x": "threefry2x32"}', '{"keys": "new"}', '{"keys": 3}', '{"lost": "rbg"}', "[]"]
+    assert_refused({text: (partial(loaded, text), ValueError, r"bad metadata 'jchop\.keys'") for text in texts})
 
 
 def test_refused_trees(tmp_path: Path) -> None:
@@ -303,7 +316,6 @@ def test_dicts_and_lists_come_back(tmp_path: Path) -> None:
         jc.load_safetensors(path, nested=1)  # type: ignore[arg-type]
 
 
-@pytest.mark.slow
 def test_the_record_stays_when_a_file_is_quantized(tmp_path: Path) -> None:
     source, target = tmp_path / "in.safetensors", tmp_path / "out.safetensors"
     x = np.random.default_rng(0).standard_normal((2, 32)).astype(np.float32)
@@ -342,3 +354,6 @@ def test_a_file_that_ends_early(tmp_path: Path) -> None:
         os.truncate(path, path.stat().st_size - 8)
         with pytest.raises(ValueError, match="ends within tensor 'x'"):
             file.read("x")
+
+
+test_further = further.test()

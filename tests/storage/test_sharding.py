@@ -8,10 +8,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from further import Further
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jchop as jc
+
+further = Further()
 
 pytestmark = pytest.mark.skipif(jax.device_count() < 8, reason="needs eight (forced host) devices")
 
@@ -37,6 +40,7 @@ def collectives(compiled: Any) -> set[str]:
     return {name for name in COLLECTIVES if f" {name}(" in text or f" {name}-start(" in text}
 
 
+@further
 @pytest.mark.parametrize(
     ("text", "where", "moves"),
     [
@@ -48,8 +52,7 @@ def collectives(compiled: Any) -> set[str]:
         ("nvfp4", P("a", None), {"all-reduce"}),
     ],
 )
-@pytest.mark.slow
-def test_sharded_is_unsharded(text: str, where: P, moves: set[str]) -> None:
+def sharded_is_unsharded(text: str, where: P, moves: set[str]) -> None:
     x, sharding = numbers(), NamedSharding(mesh(), where)
 
     def stored(x: jax.Array) -> Any:
@@ -70,8 +73,8 @@ def test_sharded_is_unsharded(text: str, where: P, moves: set[str]) -> None:
     assert values.sharding.is_equivalent_to(sharding, 2)
 
 
-@pytest.mark.slow
-def test_each_leaf_is_placed() -> None:
+@further.first
+def each_leaf_is_placed() -> None:
     q = jc.quantize(numbers(), "int4(group=16,scale=bfloat16)")
     placed = jax.device_put(q, NamedSharding(mesh(), P("a", "b")))
     assert placed.qvalue.addressable_shards[0].data.shape == (4, 16)
@@ -81,6 +84,7 @@ def test_each_leaf_is_placed() -> None:
     same(jc.dequantize(rows), jc.dequantize(q)[8:])
 
 
+@further
 @pytest.mark.parametrize(
     ("text", "where", "scales"),
     [
@@ -88,8 +92,7 @@ def test_each_leaf_is_placed() -> None:
         ("int4(group=8,scale=int8(channel=0))", P(("a", "b")), [P(("a", "b"), None)] * 2),
     ],
 )
-@pytest.mark.slow
-def test_every_format_is_placed_in_one_call(text: str, where: P, scales: list[P]) -> None:
+def every_format_is_placed_in_one_call(text: str, where: P, scales: list[P]) -> None:
     q = jc.quantize(numbers(), text)
     places = jc.storage.shardings(q, NamedSharding(mesh(), where))
     placed = jax.device_put(q, places)
@@ -98,8 +101,8 @@ def test_every_format_is_placed_in_one_call(text: str, where: P, scales: list[P]
     same(jax.jit(jc.dequantize, in_shardings=(places,))(placed), jc.dequantize(q))
 
 
-@pytest.mark.slow
-def test_shardings_of_stacks_and_what_is_refused() -> None:
+@further
+def shardings_of_stacks_and_what_is_refused() -> None:
     stack = jax.vmap(lambda x: jc.quantize(x, "nvfp4"))(numbers((8, 4, 32)))
     places = jc.storage.shardings(stack, NamedSharding(mesh(), P("a")))
     assert tuple(places.scale[1].spec) == ("a",)
@@ -117,8 +120,8 @@ def test_shardings_of_stacks_and_what_is_refused() -> None:
             call()
 
 
-@pytest.mark.slow
-def test_explicit_meshes() -> None:
+@further
+def explicit_meshes() -> None:
     with jax.set_mesh(mesh(AxisType.Explicit)):
         x = jax.device_put(numbers(), P("a", None))
         q = jax.jit(lambda x: jc.quantize(x, "int4(group=16,scale=bfloat16)"))(x)
@@ -126,8 +129,8 @@ def test_explicit_meshes() -> None:
     same(values, jc.round_to_format(numbers(), "int4(group=16,scale=bfloat16)"))
 
 
-@pytest.mark.slow
-def test_shard_map_quantizes_its_own_part() -> None:
+@further
+def shard_map_quantizes_its_own_part() -> None:
     x = numbers()
 
     def part(x: jax.Array) -> jax.Array:
@@ -137,3 +140,6 @@ def test_shard_map_quantizes_its_own_part() -> None:
     line = jax.make_mesh((4,), ("a",), axis_types=(AxisType.Auto,), devices=jax.devices()[:4])
     got = jax.jit(jax.shard_map(part, mesh=line, in_specs=P("a"), out_specs=P("a")))(x)
     same(got, jc.quantize(x, "int4(group=16):stochastic", KEY).qvalue)
+
+
+test_further = further.test()

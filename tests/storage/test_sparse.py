@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from further import Further
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -20,6 +21,8 @@ from jchop.storage._decode import check_parts
 from jchop.storage._save import description, joined, parts_of
 from jchop.storage._sharding import check_groups_uncut
 from jchop.storage._stream import Rule, quantize_file
+
+further = Further()
 
 X = np.random.default_rng(0).normal(size=(64, 48)).astype(np.float32)
 FORMATS = [
@@ -71,9 +74,9 @@ def test_int4_is_that_of_a_loop() -> None:
     assert 8 * (q.qvalue.nbytes + q.places.nbytes) == 3 * X.size and not np.signbit(out[~kept]).any()
 
 
-@pytest.mark.slow
+@further.first
 @pytest.mark.parametrize("text", FORMATS)
-def test_scales_are_those_of_the_kept_numbers(text: str) -> None:
+def scales_are_those_of_the_kept_numbers(text: str) -> None:
     """Rounding is that of the array of the kept numbers alone, in groups as much shorter."""
     fmt = jc.parse(text).scaled
     assert fmt is not None and fmt.sparse is not None
@@ -96,8 +99,8 @@ def test_scales_are_those_of_the_kept_numbers(text: str) -> None:
                                   q.scale[0] if isinstance(q.scale, tuple) else q.scale)  # fmt: skip
 
 
-@pytest.mark.slow
-def test_energy_and_bits_of_a_large_array() -> None:
+@further
+def energy_and_bits_of_a_large_array() -> None:
     w = np.random.default_rng(0).normal(size=(512, 512))
     kept = np.asarray(jc.round_to_format(w, "integer32(group=all,scale=binary64,sparse=2:4)"))
     assert abs((kept**2).sum() / (w**2).sum() - 0.8676) < 5e-5
@@ -105,8 +108,8 @@ def test_energy_and_bits_of_a_large_array() -> None:
     assert q.bits_per_element == 3 + 16 / 128
 
 
-@pytest.mark.slow
-def test_zeros_ties_nan_and_short_groups() -> None:
+@further
+def zeros_ties_nan_and_short_groups() -> None:
     text = "float8_e4m3fn(group=all,scale=e8m0,rule=ceil,sparse=2:4)"
     x = np.array([1, -1, 1, 1, -0.0, -0.0, -0.0, 0.0, np.nan, np.inf, 1, 2, 3, -3, 3], np.float32)
     y = np.asarray(jc.round_to_format(x, text))
@@ -125,8 +128,8 @@ def test_zeros_ties_nan_and_short_groups() -> None:
     assert np.isnan(lost[[0, 3]]).all() and lost[1] == lost[2] == 0
 
 
-@pytest.mark.slow
-def test_gradients_pass_straight_through() -> None:
+@further
+def gradients_pass_straight_through() -> None:
     text, x = "int4(group=16,sparse=2:4)", jnp.asarray(X)
     np.testing.assert_array_equal(jax.grad(lambda x: (jc.round_to_format(x, text) * X).sum())(x), X)
     clipped = jax.grad(lambda x: jc.round_to_format(x, f"{text}:gradient=clipped").sum())(x)
@@ -139,8 +142,8 @@ def test_gradients_pass_straight_through() -> None:
     np.testing.assert_allclose(moved.qvalue.astype(jnp.float32), codes, rtol=0.07, atol=1e-2)
 
 
-@pytest.mark.slow
-def test_stochastic_bits_are_those_of_the_place() -> None:
+@further
+def stochastic_bits_are_those_of_the_place() -> None:
     text, key = "int4(group=16,sparse=2:4):stochastic", jax.random.key(0)
     x = jnp.asarray(X)
     whole = jc.round_to_format(x, text, key)
@@ -149,10 +152,10 @@ def test_stochastic_bits_are_those_of_the_place() -> None:
     np.testing.assert_array_equal(part, whole[16:32])
 
 
-@pytest.mark.slow
+@further
 @pytest.mark.parametrize("text", [FORMATS[0], "int8(channel=-1,sparse=2:4,sparse_axis=0)", "nvfp4(axis=-2,sparse=2:4)"])
 @pytest.mark.parametrize("numpy", [False, True])
-def test_axes_are_moved_and_cut_between_groups(text: str, numpy: bool) -> None:
+def axes_are_moved_and_cut_between_groups(text: str, numpy: bool) -> None:
     q = jc.quantize(X if numpy else jnp.asarray(X), text)
     y = np.asarray(jc.dequantize(q))
     moves: list[Any] = [
@@ -177,8 +180,8 @@ def test_axes_are_moved_and_cut_between_groups(text: str, numpy: bool) -> None:
         q.T.reshape(-1, 2)
 
 
-@pytest.mark.slow
-def test_transformations() -> None:
+@further
+def transformations() -> None:
     text = "int4(group=16,sparse=2:4)"
     stack = jnp.asarray(np.stack([X, 2 * X, X[::-1]]))
     many = jax.vmap(lambda x: jc.quantize(x, text))(stack)
@@ -195,8 +198,8 @@ def test_transformations() -> None:
     np.testing.assert_array_equal(jc.dequantize(q, add_to=jnp.ones_like(wanted[0])), 1 + wanted[0])
 
 
-@pytest.mark.slow
-def test_files_and_what_is_shown(tmp_path: pathlib.Path) -> None:
+@further
+def files_and_what_is_shown(tmp_path: pathlib.Path) -> None:
     tree = {"w": jc.quantize(jnp.asarray(X), FORMATS[0]), "u": jc.quantize(X, FORMATS[6]), "b": jnp.ones(3)}
     jc.save_safetensors(tmp_path / "m.safetensors", tree)
     found = jc.load_safetensors(tmp_path / "m.safetensors", like=tree)
@@ -214,7 +217,7 @@ def test_files_and_what_is_shown(tmp_path: pathlib.Path) -> None:
         check_parts(replace(tree["w"], places=None))
 
 
-@pytest.mark.slow
+@pytest.mark.in_turn(1000)
 @pytest.mark.parametrize("text", [FORMATS[0], "int4(group=8,sparse=2:4)", "nf4(channel=0,sparse=2:4)"])
 def test_a_file_in_chunks_is_the_whole(tmp_path: pathlib.Path, text: str) -> None:
     jc.save_safetensors(tmp_path / "a.safetensors", {"w": X})
@@ -226,10 +229,10 @@ def test_a_file_in_chunks_is_the_whole(tmp_path: pathlib.Path, text: str) -> Non
         np.testing.assert_array_equal(one, other)
 
 
+@further
 @pytest.mark.skipif(jax.device_count() < 8, reason="needs eight (forced host) devices")
-@pytest.mark.slow
 @pytest.mark.parametrize("text", [FORMATS[0], "int4(group=8,sparse=2:4)"])
-def test_placed_on_devices(text: str) -> None:
+def placed_on_devices(text: str) -> None:
     mesh = jax.make_mesh((2, 4), ("a", "b"), axis_types=(AxisType.Auto, AxisType.Auto))
     q = jc.quantize(jnp.asarray(X), text)
     rows = NamedSharding(mesh, P("a", None))
@@ -265,3 +268,6 @@ def test_what_is_refused() -> None:
         jc.storage.fit_half_quadratic(X, "uint4(group=16,zero_point=float,sparse=2:4)")
     with pytest.raises(ValueError, match="codes of some numbers alone"):
         pieces(q)
+
+
+test_further = further.test()

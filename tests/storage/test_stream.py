@@ -4,17 +4,21 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import jax
 import ml_dtypes
 import numpy as np
 import pytest
+from further import Further
 
 import jchop as jc
 from jchop.storage._chunks import chunks, plan_cut
 from jchop.storage._files.safetensors import Entry, TensorFile, TensorWriter
 from jchop.storage._stream import Report, Rule, quantize_file
+
+further = Further()
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -35,6 +39,7 @@ def same(got: object, wanted: object) -> None:
         np.testing.assert_array_equal(np.asarray(one), np.asarray(other))
 
 
+@further.first
 @pytest.mark.parametrize(
     ("text", "shape"),
     [
@@ -52,8 +57,7 @@ def same(got: object, wanted: object) -> None:
         ("int4(channel=-1):stochastic", (12, 8)),
     ],
 )
-@pytest.mark.slow
-def test_chunks_are_the_whole(tmp_path: Path, text: str, shape: tuple[int, ...]) -> None:
+def chunks_are_the_whole(tmp_path: Path, text: str, shape: tuple[int, ...]) -> None:
     x, source, targets = numbers(*shape), tmp_path / "in.safetensors", []
     jc.save_safetensors(source, {"x": x})
     reports = []
@@ -91,8 +95,8 @@ def test_cuts_keep_groups_and_bytes_whole() -> None:
         assert start == np.prod(shape) and not cut.needs_extremes
 
 
-@pytest.mark.slow
-def test_rules_by_name(tmp_path: Path) -> None:
+@further
+def rules_by_name(tmp_path: Path) -> None:
     source, target = tmp_path / "in.safetensors", tmp_path / "out.safetensors"
     x = numbers(4, 32)
     stored = jc.quantize(x, "mxfp4")
@@ -159,10 +163,29 @@ def test_reports() -> None:
     assert np.isnan(kept.sqnr) and kept.fates == {"nan kept": 1, "inf kept": 1, "nan to finite": 1, "inf to nan": 1}
 
 
-@pytest.mark.slow
-@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="peak memory is read from Linux's /proc")
-def test_two_gibibytes_pass_in_less_memory(tmp_path: Path) -> None:
-    source, target = tmp_path / "in.safetensors", tmp_path / "out.safetensors"
+def read_in_parts(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No read and no write is larger than a chunk, though the arrays are."""
+    source, target, chunk = folder / "in.safetensors", folder / "out.safetensors", 1 << 14
+    jc.save_safetensors(source, {"a": numbers(128, 256), "b": numbers(1 << 15)})
+    read, write, sizes = TensorFile.read, TensorWriter.write, []
+
+    def counted_read(self: TensorFile, name: str, *more: int) -> np.ndarray:
+        found = read(self, name, *more)
+        sizes.append(found.nbytes)
+        return found
+
+    def counted_write(self: TensorWriter, name: str, array: np.ndarray, *more: int) -> None:
+        sizes.append(array.nbytes)
+        write(self, name, array, *more)
+
+    monkeypatch.setattr(TensorFile, "read", counted_read)
+    monkeypatch.setattr(TensorWriter, "write", counted_write)
+    quantize_file(source, target, rules(a="int4(group=128,scale=bfloat16)", b="nvfp4"), chunk=chunk)
+    assert max(sizes) <= chunk and len(sizes) >= 2 * (1 << 18) // chunk
+
+
+def two_gibibytes_in_less_memory(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    source, target = folder / "in.safetensors", folder / "out.safetensors"
     kind = np.dtype(np.float32)
     entries = {"a": Entry(kind, (16, 4096, 4096)), "b": Entry(kind, (1 << 28,), 1 << 30)}
     with source.open("wb") as out:
@@ -181,3 +204,28 @@ def test_two_gibibytes_pass_in_less_memory(tmp_path: Path) -> None:
     *_, status, kibibytes = run.stdout.split()
     assert status == "0" and int(kibibytes) < 1.5 * (1 << 20), kibibytes
     assert target.stat().st_size < 0.16 * (1 << 31)
+
+
+@further
+@pytest.mark.parametrize(
+    "check",
+    [
+        read_in_parts,
+        pytest.param(
+            two_gibibytes_in_less_memory,
+            marks=[
+                pytest.mark.slow,
+                pytest.mark.skipif(
+                    not Path("/proc/self/status").exists(), reason="peak memory is read from Linux's /proc"
+                ),
+            ],
+        ),
+    ],
+)
+def files_pass_in_less_memory_than_they_take(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, check: Callable[[Path, pytest.MonkeyPatch], None]
+) -> None:
+    check(tmp_path, monkeypatch)
+
+
+test_further = further.test()

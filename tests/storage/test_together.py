@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import jax
 import numpy as np
 import pytest
 from distributed.test_processes import run_processes, start_processes
+from further import Further
 from jax.sharding import AxisType, Mesh
 from storage import together
 
@@ -16,7 +19,10 @@ import jchop as jc
 from jchop.storage._files.parts import runs
 from jchop.storage._files.safetensors import TensorFile
 
+further = Further()
+
 SCRIPT = Path(together.__file__)
+PROC = pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="peak memory is read from Linux's /proc")
 
 
 def mesh_of(rows: int, columns: int) -> Mesh:
@@ -24,7 +30,8 @@ def mesh_of(rows: int, columns: int) -> Mesh:
     return Mesh(devices, ("process", "device"), axis_types=(AxisType.Auto,) * 2)
 
 
-def test_runs_are_the_part(rng: np.random.Generator) -> None:
+@further.first
+def runs_are_the_part(rng: np.random.Generator) -> None:
     for shape in ((), (5,), (3, 4), (2, 3, 4), (4, 0, 2), (1, 6)):
         numbers = np.arange(np.prod(shape, dtype=int)).reshape(shape)
         for _ in range(8):
@@ -35,7 +42,6 @@ def test_runs_are_the_part(rng: np.random.Generator) -> None:
 
 
 @pytest.mark.skipif(jax.device_count() < 8, reason="needs eight (forced host) devices")
-@pytest.mark.slow
 def test_a_file_is_restored_on_meshes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each device gets its part, and no more than one part is read at a time."""
     path = tmp_path / "tree.safetensors"
@@ -58,38 +64,41 @@ def test_a_file_is_restored_on_meshes(tmp_path: Path, monkeypatch: pytest.Monkey
         jc.load_safetensors(path, like=wrong)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(("processes", "devices", "others"), [(2, 2, (4, 1)), (4, 1, (2, 2))])
-def test_processes_write_the_file_of_one(processes: int, devices: int, others: tuple[int, int], tmp_path: Path) -> None:
-    pytest.importorskip("orbax.checkpoint")
-    folder = str(tmp_path)
-    run_processes(SCRIPT, processes, str(devices), folder, "save,load,fail,orbax_save,orbax_load")
-    jc.save_safetensors(tmp_path / "one.safetensors", together.whole(), metadata={"by": "all"})
-    assert (tmp_path / "tree.safetensors").read_bytes() == (tmp_path / "one.safetensors").read_bytes()
-    assert not list(tmp_path.glob(".*.part"))
+def file_of_one(folder: Path, processes: int, devices: int, turns: str) -> None:
+    run_processes(SCRIPT, processes, str(devices), str(folder), turns)
+    jc.save_safetensors(folder / "one.safetensors", together.whole(), metadata={"by": "all"})
+    assert (folder / "tree.safetensors").read_bytes() == (folder / "one.safetensors").read_bytes()
+    assert not list(folder.glob(".*.part"))
     wanted = together.like(mesh_of(1, 8))
-    together.check(jc.load_safetensors(tmp_path / "tree.safetensors", like=wanted), wanted)
-    run_processes(SCRIPT, others[0], str(others[1]), folder, "load,orbax_load")
-    run_processes(SCRIPT, 1, "8", folder, "load,orbax_load")
+    together.check(jc.load_safetensors(folder / "tree.safetensors", like=wanted), wanted)
 
 
-@pytest.mark.slow
-@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="peak memory is read from Linux's /proc")
-def test_a_process_needs_less_memory_than_the_tree(tmp_path: Path) -> None:
-    said = run_processes(SCRIPT, 4, "1", str(tmp_path), "large")
+def two_processes(folder: Path) -> None:
+    file_of_one(folder, 2, 2, "save,load,fail")
+
+
+def other_numbers_of_processes(folder: Path) -> None:
+    """And another library's checkpoints."""
+    pytest.importorskip("orbax.checkpoint")
+    file_of_one(folder, 4, 1, "save,load,fail,orbax_save,orbax_load")
+    run_processes(SCRIPT, 2, "2", str(folder), "load,orbax_load")
+    run_processes(SCRIPT, 1, "8", str(folder), "load,orbax_load")
+
+
+def less_memory_than_the_tree(folder: Path) -> None:
+    said = run_processes(SCRIPT, 4, "1", str(folder), "large")
     for text in said:
         peak, size = text.split("PEAK")[1].split()[:2]
         print(f"peak {int(peak) / int(size):.2f} of the tree")
         assert int(peak) < int(size) * 3 / 4
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("killed", [0, 1])
-def test_a_lost_process_leaves_the_last_file(killed: int, tmp_path: Path) -> None:
-    path = tmp_path / "tree.safetensors"
+def one_is_lost(killed: int, folder: Path) -> None:
+    """The last whole file is left."""
+    path = folder / "tree.safetensors"
     for turn in range(2):
         path.unlink(missing_ok=True)
-        started = start_processes(SCRIPT, 2, "2", str(tmp_path), "forever")
+        started = start_processes(SCRIPT, 2, "2", str(folder), "forever")
         try:
             while not path.exists():
                 assert all(each.poll() is None for each in started)
@@ -105,3 +114,29 @@ def test_a_lost_process_leaves_the_last_file(killed: int, tmp_path: Path) -> Non
             for each in started:
                 each.kill()
                 each.communicate()
+
+
+SLOW = {
+    "other numbers of processes": other_numbers_of_processes,
+    "less memory than the tree": less_memory_than_the_tree,
+    "the first is lost": partial(one_is_lost, 0),
+    "the second is lost": partial(one_is_lost, 1),
+}
+
+
+@further
+@pytest.mark.parametrize(
+    "check",
+    [
+        pytest.param(two_processes, id="two processes"),
+        *(
+            pytest.param(check, id=name, marks=[pytest.mark.slow] + [PROC] * (name == "less memory than the tree"))
+            for name, check in SLOW.items()
+        ),
+    ],
+)
+def processes_write_the_file_of_one(check: Callable[[Path], None], tmp_path: Path) -> None:
+    check(tmp_path)
+
+
+test_further = further.test()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -11,13 +12,17 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from further import Further
 from html_check import check_html
+from refusals import assert_refused
 from test_cli import error
 
 import jchop as jc
 from jchop import study
 from jchop.__main__ import main
 from jchop.study._function import NAMES
+
+further = Further()
 
 X = np.random.default_rng(0).normal(size=(4, 8)).astype(np.float32)
 
@@ -34,8 +39,8 @@ def found() -> study.FunctionStudy:
     )
 
 
-@pytest.mark.slow
-def test_the_errors_are_those_of_emulate(found: study.FunctionStudy) -> None:
+@further
+def the_errors_are_those_of_emulate(found: study.FunctionStudy) -> None:
     exact = model(jnp.asarray(X), jnp.asarray(2 * X))
     for row in found.rows:
         keys = jax.random.split(jax.random.key(0), 2)[: row.runs]
@@ -51,7 +56,6 @@ def test_the_errors_are_those_of_emulate(found: study.FunctionStudy) -> None:
         assert (row.changed, row.lost, row.note) == (np.mean(changes), 0, "")
 
 
-@pytest.mark.slow
 def test_the_rows_come_by_bits_and_a_format_comes_once(found: study.FunctionStudy) -> None:
     assert [(row.format, row.rounding, row.runs) for row in found.rows] == [
         (fmt, mode, runs)
@@ -62,8 +66,8 @@ def test_the_rows_come_by_bits_and_a_format_comes_once(found: study.FunctionStud
     assert found.inputs == ("float32[4, 8]", "float32[4, 8]") and found.name == "model"
 
 
-@pytest.mark.slow
-def test_results_that_are_lost() -> None:
+@further.first
+def results_that_are_lost() -> None:
     rows = study.run_function(lambda x: x * 1000, X, formats=["e4m3fn", "half"], modes=["rne"]).rows
     assert rows[0].error == rows[0].worst_absolute == math.inf and rows[0].lost > 0.5
     assert rows[1].lost == 0 and rows[1].error < 1e-3
@@ -74,8 +78,9 @@ def test_results_that_are_lost() -> None:
     assert check_html(text.to_html())
 
 
+@further
 @pytest.mark.parametrize("wide", [False, True])
-def test_the_reference_is_computed_by_jax(wide: bool) -> None:
+def the_reference_is_computed_by_jax(wide: bool) -> None:
     """In the dtype that JAX has, float32 or float64, with the methods of its arrays; the format has 1.00 in 1/3 + 1."""
     dtype = np.float64 if wide else np.float32
     with jax.enable_x64(wide):
@@ -110,12 +115,12 @@ def test_results_without_a_float_have_no_error() -> None:
     assert all(math.isnan(value) for value in (row.error, row.error_std, row.worst_absolute, row.lost))
 
 
-@pytest.mark.parametrize("one", ["e5m2", jc.FloatFormat(5, 2), jc.parse("e5m2:saturate")])
-@pytest.mark.parametrize("mode", ["rne", jc.Rounding.UP])
-def test_one_format_or_mode_is_a_list_of_it(one: Any, mode: Any) -> None:
-    found = study.run_function(lambda x: x / 3, X, formats=one, modes=mode)
-    same = study.run_function(lambda x: x / 3, X, formats=[one], modes=[mode])
-    assert found.to_csv() == same.to_csv() and len(found.rows) == 1
+def test_one_format_or_mode_is_a_list_of_it() -> None:
+    pairs: list[Any] = [("e5m2", "rne"), (jc.FloatFormat(5, 2), jc.Rounding.UP), (jc.parse("e5m2:saturate"), "rne")]
+    for one, mode in pairs:
+        found = study.run_function(lambda x: x / 3, X, formats=one, modes=mode)
+        same = study.run_function(lambda x: x / 3, X, formats=[one], modes=[mode])
+        assert found.to_csv() == same.to_csv() and len(found.rows) == 1, (one, mode)
 
 
 def test_a_format_that_cannot_run_has_a_note() -> None:
@@ -154,8 +159,8 @@ def test_a_spent_budget_leaves_notes() -> None:
     assert "<img" not in found.to_html()
 
 
-@pytest.mark.slow
-def test_the_page_has_all_in_it(found: study.FunctionStudy, tmp_path: Path) -> None:
+@further
+def the_page_has_all_in_it(found: study.FunctionStudy, tmp_path: Path) -> None:
     paths = study.save_function(found, tmp_path / "new")
     assert [path.name for path in paths] == list(NAMES)
     text = check_html(paths[3].read_text())  # which also checks that nothing is loaded
@@ -168,19 +173,17 @@ def test_the_page_has_all_in_it(found: study.FunctionStudy, tmp_path: Path) -> N
     assert again.to_csv() == found.to_csv()
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
+def test_what_it_refuses() -> None:
+    table: list[tuple[dict, str]] = [
         ({"formats": ["nvfp4"]}, "formats='nvfp4' is a scaled format"),
         ({"formats": []}, "at least one"),
         ({"formats": ["e5m2:up"]}, "names a rounding"),
         ({"seeds": 0}, "seeds=0"),
         ({"budget_seconds": 0}, "budget_seconds=0"),
-    ],
-)
-def test_what_it_refuses(options: dict, message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        study.run_function(model, X, X, **options)
+    ]
+    assert_refused(
+        {text: (partial(study.run_function, model, X, X, **options), ValueError, text) for options, text in table}
+    )
 
 
 def test_it_needs_a_function_with_results() -> None:
@@ -210,8 +213,8 @@ def words(*more: str) -> list[str]:
     return ["study", "own_module_of_study:apply", "--formats", "e5m2,half", "--modes", "rne", *more]
 
 
-@pytest.mark.slow
-def test_the_command_runs_a_function_with_its_own_imports(capsys: pytest.CaptureFixture[str], work: Path) -> None:
+@further
+def the_command_runs_a_function_with_its_own_imports(capsys: pytest.CaptureFixture[str], work: Path) -> None:
     assert main(words("--data", "data.npz", "--out", "a")) == 0
     printed = capsys.readouterr().out
     assert printed.startswith("apply(float32[4, 8], float32[4, 8]): relative error") and "a/study.html" in printed
@@ -232,3 +235,6 @@ def test_what_the_command_refuses(capsys: pytest.CaptureFixture[str], work: Path
     assert "must be MODULE:FUNCTION" in error(capsys, "study", "model", "--data", "data.npz")
     np.savez(work / "nan.npz", x=X * np.nan, y=X)
     assert "fun=apply: its result in the carrier has no finite number" in error(capsys, *words("--data", "nan.npz"))
+
+
+test_further = further.test()

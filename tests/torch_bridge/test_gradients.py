@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from further import Further
 
 pytest.importorskip("torch")
 
@@ -14,6 +15,8 @@ from torch.func import functional_call, grad, jacrev, vmap
 from torch_bridge.tensors import array, same_bits
 
 import jchop as jc
+
+further = Further()
 
 # torch makes an instance of its own class while it compiles, and warns of it.
 pytestmark = pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
@@ -45,9 +48,9 @@ def weighted(x: torch.Tensor, g: torch.Tensor, spec: str) -> torch.Tensor:
     return (rounded(x, spec, seed=SEED, gradient_seed=GRADIENT_SEED) * g).sum()
 
 
+@further.first
 @pytest.mark.parametrize("spec", [*SPECS[:-1], pytest.param(SPECS[-1], marks=pytest.mark.slow)])
-@pytest.mark.slow
-def test_gradients_are_those_of_jax(spec):
+def gradients_are_those_of_jax(spec):
     x, g = data()
     expected = expected_gradient(x, g, spec)
     leaf = x.clone().requires_grad_()
@@ -86,8 +89,8 @@ def test_second_derivatives_are_those_of_the_estimator():
         assert torch.equal(second, 6 * y.detach() * torch.tensor(mask))
 
 
-@pytest.mark.slow
-def test_rows_under_vmap_are_rounded_as_if_alone():
+@further
+def rows_under_vmap_are_rounded_as_if_alone():
     x, _ = data()
     for spec in ("e5m2:stochastic", "int4(group=3)"):
         rows = torch.stack([rounded(row.clone(), spec, seed=1) for row in x])
@@ -99,7 +102,8 @@ def test_rows_under_vmap_are_rounded_as_if_alone():
     assert torch.equal(nested[2, 1], rounded(cube[2, 1].clone(), "e5m2:stochastic", seed=1))
 
 
-def test_compiled_functions_follow_their_spec():
+@further
+def compiled_functions_follow_their_spec():
     """Specs, formats and texts are constants of the trace; another one is compiled anew. Errors come when traced."""
     compiled = torch.compile(lambda x, spec: rounded(x + 0, spec), fullgraph=True, backend="aot_eager")
     x, _ = data()
@@ -188,11 +192,11 @@ def test_matmul_has_the_bits_and_gradients_of_jax():
         grad(lambda a: first(a, b, spec).sum())(a)
 
 
-@pytest.mark.slow
-def test_matmul_is_compiled_and_mapped():
+@further
+def matmul_is_compiled_and_mapped():
     generator = torch.Generator().manual_seed(1)
     a, b = (torch.randn(*shape, generator=generator) for shape in ((2, 3, 5), (5, 4)))
-    spec = jc.MatmulSpec("e4m3", product="e5m10", accumulate="e5m10:stochastic", order="blocked(2)")
+    spec = jc.MatmulSpec("e4m3", accumulate="e5m10:stochastic", order="matrix_unit(3)")
     compiled = torch.compile(squares, fullgraph=True, backend="aot_eager")
     leaf = a.clone().requires_grad_()
     compiled(leaf, b, spec).backward()
@@ -203,8 +207,8 @@ def test_matmul_is_compiled_and_mapped():
     assert torch.equal(rows[1], jc.torch.matmul(a[1].clone(), b, spec, seed=3))
 
 
-@pytest.mark.slow
-def test_matmul_of_other_shapes_and_dtypes():
+@further
+def matmul_of_other_shapes_and_dtypes():
     ones = torch.ones(100)
     assert jc.torch.matmul(ones, ones, jc.MatmulSpec(accumulate="e5m2")).item() == 8
     wide = torch.linspace(-1, 1, 12, dtype=torch.float64).reshape(3, 4)
@@ -221,8 +225,8 @@ def test_matmul_of_other_shapes_and_dtypes():
         jc.torch.matmul(wide, wide, "e5m2")
 
 
-@pytest.mark.slow
-def test_quantize_and_dequantize():
+@further
+def quantize_and_dequantize():
     x, _ = data()
     for spec in ("e5m2:stochastic", "binary32"):
         q = jc.torch.quantize(x, spec, seed=2)
@@ -238,3 +242,6 @@ def test_quantize_and_dequantize():
         jc.torch.dequantize(q, torch.int8)
     with pytest.raises(ValueError, match="copy=True"):
         jc.torch.quantize(x.T, "e5m2")
+
+
+test_further = further.test()

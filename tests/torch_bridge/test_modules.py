@@ -4,19 +4,24 @@ from __future__ import annotations
 
 import copy
 import pickle
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import pytest
+from further import Further
 
 pytest.importorskip("torch")
 
 import torch
+from refusals import assert_refused
 from torch import nn
 from torch_bridge.tensors import array, same_bits
 
 import jchop as jc
+
+further = Further()
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
 
@@ -42,7 +47,8 @@ def key_of(*numbers: int) -> jax.Array:
 # -- Quantizer ---------------------------------------------------------------------------------------------------------
 
 
-def test_both_ways_are_rounded_with_the_bits_of_the_call():
+@further
+def both_ways_are_rounded_with_the_bits_of_the_call():
     quantizer = jc.torch.Quantizer("e4m3:stochastic", "e5m2:stochastic", seed=2**33 + 7)
     x, g = inputs(), torch.randn(5, 8, generator=torch.Generator().manual_seed(2))
     with jax.enable_x64(True):
@@ -107,8 +113,8 @@ def test_the_first_pattern_that_matches_counts():
     assert found == {"0": "int4(group=all)", "2.0": str(jc.parse("e2m1")), "2.1": str(jc.parse("e3m2"))}
 
 
-@pytest.mark.slow
-def test_layers_draw_bits_of_their_own():
+@further.first
+def layers_draw_bits_of_their_own():
     low = jc.torch.quantize(model(), {"*": {"weight": "e5m1:stochastic", "gradient": "e5m1:stochastic"}}, seed=3)
     plain, layer = model(), low[0]  # type: ignore[index]
     call = int(layer.parametrizations.weight[0].calls)
@@ -117,8 +123,8 @@ def test_layers_draw_bits_of_their_own():
     assert not torch.equal(layer.weight, layer.weight)  # another draw each time
 
 
-@pytest.mark.slow
-def test_models_are_copied_saved_trained_and_compiled():
+@further
+def models_are_copied_saved_trained_and_compiled():
     low = jc.torch.quantize(
         model(), {"*": {"weight": "e5m2:stochastic", "activation": "e4m3", "gradient": "e5m2:stochastic"}}
     )
@@ -181,9 +187,9 @@ def test_attention_and_tied_weights():
     assert torch.equal(low["a"](torch.arange(6)), rounded(tied["a"].weight, "e4m3"))  # type: ignore[index, arg-type]
 
 
-@pytest.mark.parametrize(
-    ("layer", "rules", "error", "message"),
-    [
+@pytest.mark.filterwarnings("ignore:Lazy modules:UserWarning")
+def test_errors():
+    table: Any = [
         (nn.Linear(2, 2), {"head": {"weight": "e5m2"}}, ValueError, "^rules: 'head' matches no layer$"),
         (
             nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)),
@@ -212,12 +218,8 @@ def test_attention_and_tied_weights():
         (nn.Linear(2, 2), {"*": {"weight": "e5mm2"}}, ValueError, "e5mm2"),
         (nn.LSTM(2, 2), {"*": {"weight": "e5m2"}}, NotImplementedError, "'' .LSTM. .* LSTMCell"),
         (nn.LazyLinear(2), {"*": {"weight": "e5m2"}}, ValueError, "run it once"),
-    ],
-)
-@pytest.mark.filterwarnings("ignore:Lazy modules:UserWarning")
-def test_errors(layer, rules, error, message):
-    with pytest.raises(error, match=message):
-        jc.torch.quantize(layer, rules)
+    ]
+    assert_refused({text: (partial(jc.torch.quantize, *given), error, text) for *given, error, text in table})
 
 
 def test_errors_of_arguments():
@@ -226,3 +228,6 @@ def test_errors_of_arguments():
         jc.torch.quantize(low, {"*": {"weight": "e5m2"}})
     with pytest.raises(ValueError, match="for tensors"):
         jc.torch.quantize(nn.Linear(2, 2), {"*": {"weight": "e5m2"}}, copy=True)  # type: ignore[call-overload]
+
+
+test_further = further.test()

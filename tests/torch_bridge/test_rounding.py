@@ -12,7 +12,9 @@ import jax.numpy as jnp
 import numpy as np
 import oracle
 import pytest
+from further import Further
 from oracle import CARRIERS, DETERMINISTIC, STOCHASTIC
+from refusals import assert_refused
 
 pytest.importorskip("torch")
 
@@ -20,6 +22,8 @@ import torch
 from torch_bridge.tensors import array, same_bits, tensor
 
 import jchop as jc
+
+further = Further()
 
 rounded = jc.torch.round_to_format
 
@@ -37,12 +41,11 @@ KINDS: dict[str, Any] = {
     "fixed4.4": cases.FIXED["fixed4.4"],
     "uinteger4": cases.FIXED["uinteger4"],
 }
-SCALED = ("mxfp4", "nvfp4", "int4(group=8)", "int8(channel=0)", "bfp8(group=16)", "nf4")
 CODEBOOK = jc.CodebookFormat((-3.0, -1.0, -0.25, 0.0, 0.5, 8.0))
 
 
-@pytest.mark.slow
-def test_bits_are_those_of_the_exact_oracle(rng):
+@further
+def bits_are_those_of_the_exact_oracle(rng):
     """Every kind of format on every dtype that holds it, the deterministic modes and overflow rules taking turns."""
     turns = itertools.cycle(itertools.product(DETERMINISTIC, cases.FLOAT_OVERFLOWS))
     for (text, fmt), carrier in itertools.product(KINDS.items(), cases.DTYPES):
@@ -55,8 +58,8 @@ def test_bits_are_those_of_the_exact_oracle(rng):
         cases.assert_bits(x, array(got), cases.batch(x).round(fmt, mode, overflow), f"{text} {mode} {overflow}")
 
 
-@pytest.mark.slow
-def test_stochastic_bits_are_those_of_the_seed(rng):
+@further
+def stochastic_bits_are_those_of_the_seed(rng):
     """The exact oracle, given the words of `jax.random.key(seed)`; and seeds of more than 32 bits."""
     fmt = KINDS["float8_e4m3fn"]
     turns = itertools.cycle(STOCHASTIC)
@@ -79,9 +82,13 @@ def _drawn() -> jc.Spec:
     return jc.Spec("bfloat16", rounding="stochastic")
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("spec", [*KINDS, *SCALED, CODEBOOK], ids=str)
-def test_every_kind_and_mode_gives_the_bits_of_jax(spec, rng):
+#: Floats, one that float64 alone holds, one without a sign, fixed point, two scales, groups, and a codebook.
+OF_JAX = ["fixed4.4", "float8_e4m3fn", "e9m40", "float8_e8m0fnu", "nvfp4", "int4(group=8)", "int8(channel=0)", CODEBOOK]
+
+
+@further
+@pytest.mark.parametrize("spec", OF_JAX, ids=str)
+def every_kind_and_mode_gives_the_bits_of_jax(spec, rng):
     """On the widest dtype and another one in turn; what JAX refuses on a dtype, the bridge refuses there too."""
     held, turn = 0, len(str(spec)) % 3
     for carrier in ("float64", ("float16", "bfloat16", "float32")[turn]):
@@ -115,8 +122,8 @@ def test_scaled_formats_and_codebooks_give_the_bits_of_jax(rng):
         assert same_bits(rounded(tensor(x), text), jc.round_to_format(x, text)), text
 
 
-@pytest.mark.slow
-def test_shapes_and_strides_without_a_copy(rng):
+@further.first
+def shapes_and_strides_without_a_copy(rng):
     """Memory without gaps is read as it lies: results have its strides, and the bits of the C order."""
     x = tensor(rng.normal(size=(2, 3, 4, 5)).astype(np.float32))
     permuted, last = x.permute(3, 1, 0, 2), x.to(memory_format=torch.channels_last)
@@ -128,8 +135,8 @@ def test_shapes_and_strides_without_a_copy(rng):
         assert same_bits(rounded(torch.full(shape, 1.1), "e5m2"), np.full(shape, 1.0, np.float32))
 
 
-@pytest.mark.slow
-def test_results_can_be_rounded_again():
+@further
+def results_can_be_rounded_again():
     """Small ones, which are copies, and large ones, which are not, lie where JAX can read them in place."""
     for dtype in (torch.float16, torch.bfloat16, torch.float32, torch.float64):
         for shape in ((), (1,), (3,), (17,), (2, 0), (129, 1025)):
@@ -163,7 +170,6 @@ def test_the_result_has_memory_of_its_own():
     assert got.tolist() == list(range(16))
 
 
-@pytest.mark.slow
 def test_in_place(rng):
     x = tensor(rng.normal(size=(3, 8)).astype(np.float32))
     for view in (x, x.t()):
@@ -193,20 +199,16 @@ def test_generators_are_drawn_from():
     assert same_bits(a, jc.round_to_format(x.numpy(), spec, key))
 
 
-@pytest.mark.parametrize(
-    ("arguments", "error", "message"),
-    [
+def test_errors():
+    table: Any = [
         ((torch.ones(2), "e5m2:stochastic"), ValueError, "seed=, an integer, or generator="),
         ((torch.ones(2, dtype=torch.int32), "e5m2"), TypeError, r"torch\.int32, which is not a carrier"),
         ((torch.ones(2, dtype=torch.float16), "bfloat16"), ValueError, "float32"),
         ((torch.ones(2), "e5m2x"), ValueError, "e5m2x"),
         ((torch.ones(2), 3), TypeError, "spec=3"),
         ((np.ones(2), "e5m2"), TypeError, r"must be a torch\.Tensor"),
-    ],
-)
-def test_errors(arguments, error, message):
-    with pytest.raises(error, match=message):
-        rounded(*arguments)
+    ]
+    assert_refused({text: (partial(rounded, *given), error, text) for given, error, text in table})
 
 
 def test_emulated_functions_and_comparisons_name_the_array_of_a_tensor() -> None:
@@ -221,14 +223,14 @@ def test_emulated_functions_and_comparisons_name_the_array_of_a_tensor() -> None
         jc.compare(x)  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("x", [torch.ones(2), torch.ones(2, dtype=torch.bfloat16), torch.nn.Parameter(torch.ones(2))])
-def test_functions_of_arrays_name_those_of_tensors(x: torch.Tensor) -> None:
+def test_functions_of_arrays_name_those_of_tensors() -> None:
     said = r"^x is a torch.Tensor; jchop.torch.round_to_format and jchop.torch.quantize .*jchop.torch.as_jax\(x\)$"
-    for function in (jc.round_to_format, jc.quantize, jc.math.sqrt):
-        with pytest.raises(TypeError, match=said):
-            function(x, "e5m2")
-    with pytest.raises(TypeError, match=r"^y is a torch\.Tensor"):
-        jc.math.add(1.0, x, "e5m2")
+    for x in (torch.ones(2), torch.ones(2, dtype=torch.bfloat16), torch.nn.Parameter(torch.ones(2))):
+        for function in (jc.round_to_format, jc.quantize, jc.math.sqrt):
+            with pytest.raises(TypeError, match=said):
+                function(x, "e5m2")
+        with pytest.raises(TypeError, match=r"^y is a torch\.Tensor"):
+            jc.math.add(1.0, x, "e5m2")
 
 
 def test_errors_of_seeds():
@@ -242,3 +244,6 @@ def test_errors_of_seeds():
         rounded(x, "e5m2:stochastic", generator=3)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="gradient_seed="):
         rounded(x, jc.Spec("e5m2", gradient="e5m2:stochastic"))
+
+
+test_further = further.test()

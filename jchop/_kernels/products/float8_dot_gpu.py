@@ -8,7 +8,7 @@ multiplied as by Pallas: right, and slower.
 from __future__ import annotations
 
 import importlib
-from functools import cache
+from functools import lru_cache
 from typing import Any
 
 import jax
@@ -45,7 +45,7 @@ _float8_dot.def_abstract_eval(lambda a, b, zeros: zeros)
 mlir.register_lowering(_float8_dot, mlir.lower_fun(_dot, multiple_results=False))
 
 
-@cache
+@lru_cache(maxsize=1)
 def _is_registered() -> bool:
     """Registers the rule with Pallas; False if its names are gone."""
     try:

@@ -14,12 +14,15 @@ import ml_dtypes
 import numpy as np
 import oracle_cores
 import pytest
+from further import Further
 from oracle_cores import Core, Target
 
 import jchop as jc
 from jchop import MatmulSpec
 from jchop._core.arithmetic.aligned import doubles, limbs
 from jchop._core.arithmetic.aligned.unit import Unit
+
+further = Further()
 
 F16, BF16, E4M3, E5M2 = np.float16, ml_dtypes.bfloat16, ml_dtypes.float8_e4m3fn, ml_dtypes.float8_e5m2
 E4M3Z, E5M2Z = ml_dtypes.float8_e4m3fnuz, ml_dtypes.float8_e5m2fnuz
@@ -86,17 +89,11 @@ MORE = [
     Row("turing", "fp16", F16, 8, 24, **HALF),
     Row("ampere", "fp16", F16, 8, 24),
     Row("ampere", "tf32", TF32, 4, 24),
-    Row("ada", "fp16", F16, 8, 24),
-    Row("ada", "bf16", BF16, 8, 24),
-    Row("ada", "tf32", TF32, 4, 24),
     Row("ada", "fp8_e5m2", E5M2, 16, 13, CUT13),
     Row("hopper", "bf16", BF16, 16, 25),
     Row("hopper", "fp8", E4M3, 32, 13, CUT13),
     Row("hopper", "fp8", E4M3, 32, 13, **HALF),
     Row("hopper", "fp8_e5m2", E5M2, 32, 13, CUT13),
-    Row("blackwell", "fp16", F16, 16, 25),
-    Row("blackwell", "bf16", BF16, 16, 25),
-    Row("blackwell", "tf32", TF32, 8, 25),
     Row("blackwell", "fp8", E4M3, 32, 25),
     Row("blackwell", "fp8_e5m2", E5M2, 32, 25),
     Row("cdna3", "bf16", BF16, 8, 24, **NEAREST),
@@ -104,6 +101,8 @@ MORE = [
     Row("cdna3", "fp8_e5m2", E5M2Z, 16, 24, oracle_cores.NEAREST32, halves=True),
     Row("none", "fp32", F32, 8, 40),
 ]
+#: Units that add some types as another one does.
+ALIKE = {"ada": ("ampere", {"fp16", "bf16", "tf32"}), "blackwell": ("hopper", {"fp16", "bf16", "tf32"})}
 
 
 # -- numbers that are hard to add --------------------------------------------------------------------------------------
@@ -202,22 +201,30 @@ def check(row: Row, count: int) -> None:
     assert 0.5 < finite.mean() < 1  # the problems are no others
 
 
-@pytest.mark.parametrize("row", ROWS, ids=str)
-@pytest.mark.in_turn(10)
-def test_every_sum_is_that_of_integers(row: Row) -> None:
-    check(row, 500)
+#: By default one row; else two at a time.
+EVERY = [(ROWS[:1], 300)]
+EVERY += [
+    pytest.param([*ROWS, *MORE][i : i + 2], 20_000, marks=pytest.mark.slow) for i in range(0, len(ROWS + MORE), 2)
+]
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("row", [*ROWS, *MORE], ids=str)
-def test_a_hundred_thousand_sums(row: Row) -> None:
-    check(row, 100_000)
+@pytest.mark.parametrize(
+    ("rows", "count"), EVERY, ids=lambda value: "+".join(map(str, value)) if isinstance(value, list) else None
+)
+def test_every_sum_is_that_of_integers(rows: list[Row], count: int) -> None:
+    for row in rows:
+        check(row, count)
 
 
-def test_every_row_of_the_table_has_a_test() -> None:
+@further.first
+def every_row_of_the_table_has_a_test() -> None:
     tested = {(row.unit, row.dtype) for row in (*ROWS, *MORE)} | {("tpu", "bf16")}
     tested |= {("blackwell", row.dtype) for row in SCALED}
     tested |= {(unit, dtype) for unit in ("cdna1", "cdna2") for dtype in ("fp16", "bf16")}
+    for unit, (other, types) in ALIKE.items():
+        for dtype in types:
+            assert jc.tensor_core(unit, dtype) == jc.tensor_core(other, dtype), (unit, dtype)
+            tested.add((unit, dtype))
     assert tested - {("none", "fp32")} == {(unit, dtype) for unit in jc.TENSOR_CORES for dtype in jc.TENSOR_CORES[unit]}
 
 
@@ -292,16 +299,14 @@ def check_scaled(row: ScaledRow, count: int) -> None:
     assert 0.5 < np.isfinite(want.view(F32)).mean() < 1
 
 
-@pytest.mark.parametrize("row", SCALED[:2], ids=str)
-@pytest.mark.slow
-def test_every_sum_of_scaled_elements_is_that_of_integers(row: ScaledRow) -> None:
-    check_scaled(row, 500)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("row", SCALED, ids=str)
-def test_a_hundred_thousand_sums_of_scaled_elements(row: ScaledRow) -> None:
-    check_scaled(row, 100_000)
+@further
+@pytest.mark.parametrize(
+    ("row", "count"),
+    [(SCALED[0], 200), *(pytest.param(row, 20_000, marks=pytest.mark.slow) for row in SCALED)],
+    ids=str,
+)
+def every_sum_of_scaled_elements_is_that_of_integers(row: ScaledRow, count: int) -> None:
+    check_scaled(row, count)
 
 
 def decoded(x: np.ndarray, row: ScaledRow) -> tuple[np.ndarray, np.ndarray, F32]:
@@ -319,9 +324,12 @@ def decoded(x: np.ndarray, row: ScaledRow) -> tuple[np.ndarray, np.ndarray, F32]
     return codes.view(row.elements).astype(F32)[:, : x.shape[1]], each, F32(tensor)
 
 
-@pytest.mark.parametrize("row", [SCALED[1], pytest.param(SCALED[0], marks=pytest.mark.slow)], ids=str)
-@pytest.mark.slow
-def test_products_of_scaled_operands(row: ScaledRow) -> None:
+#: By default the product alone; then in a batch and with its gradient, too.
+WHOLE = [(SCALED[0], False), *(pytest.param(row, True, marks=pytest.mark.slow) for row in SCALED[:2])]
+
+
+@pytest.mark.parametrize(("row", "more"), WHOLE, ids=str)
+def test_products_of_scaled_operands(row: ScaledRow, more: bool) -> None:
     """Three blocks, the last one shorter, as is its last group; then the scales of the tensors, if there are any."""
     rng = np.random.default_rng(3)
     a, b = (rng.normal(size=s).astype(F32) * np.exp2(rng.integers(-9, 9, s)).astype(F32) for s in ((2, 138), (138, 3)))
@@ -334,6 +342,8 @@ def test_products_of_scaled_operands(row: ScaledRow) -> None:
         want[i, j] = F32(c) * (tx * ty)
     product = partial(jc.math.matmul, spec=jc.tensor_core("blackwell", row.dtype))
     np.testing.assert_array_equal(bits(product(a, b)), bits(want))
+    if not more:
+        return
     batched = product(np.stack([a, a]), np.stack([b, b]))
     np.testing.assert_array_equal(bits(batched[1]), bits(want))
     gradient = jax.grad(lambda a: product(a, b).sum())(jnp.asarray(a))
@@ -348,9 +358,11 @@ def digest(x: Any) -> str:
     return hashlib.sha256(np.asarray(x, F32).tobytes()).hexdigest()[:12]
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(("unit", "expected"), [("volta", "4d529eb8c2cf"), ("ampere", "6bd842b2e484")])
-def test_published_digests(unit: str, expected: str) -> None:
+@further
+@pytest.mark.parametrize(
+    ("unit", "expected"), [("volta", "4d529eb8c2cf"), pytest.param("ampere", "6bd842b2e484", marks=pytest.mark.slow)]
+)
+def published_digests(unit: str, expected: str) -> None:
     """The digests of runs of MMA-Sim, 16 x 256 x 16."""
     rng = np.random.default_rng(0)
     a, b = (rng.standard_normal(shape).astype(F16).astype(F32) for shape in ((16, 256), (256, 16)))
@@ -370,19 +382,18 @@ def chained(row: Row, k: int, seed: int = 0) -> tuple[np.ndarray, np.ndarray]:
     return near(rng.normal(size=(3, k)) * 4, row.operands), near(rng.normal(size=(k, 5)), row.operands)
 
 
-@pytest.mark.parametrize("promote", [pytest.param(None, marks=pytest.mark.slow), 32])
-@pytest.mark.slow
-def test_blocks_follow_each_other_and_are_promoted(promote: int | None) -> None:
+@further
+def blocks_follow_each_other_and_are_promoted() -> None:
     """With a rest that is no whole block, and no whole part."""
-    row = Row("ada", "fp8", E4M3, 16, 13, CUT13)
+    row, promote = Row("ada", "fp8", E4M3, 16, 13, CUT13), 32
     a, b = chained(row, 105)
     spec = jc.tensor_core("ada", "fp8", promote_every=promote)
     np.testing.assert_array_equal(bits(jc.math.matmul(a, b, spec)), bits(dots(row, a, b, promote)))
 
 
+@further
 @pytest.mark.parametrize(("unit", "block", "flush"), [("cdna1", 2, False), ("cdna2", 4, True)])
-@pytest.mark.slow
-def test_pairwise_blocks(unit: str, block: int, flush: bool) -> None:
+def pairwise_blocks(unit: str, block: int, flush: bool) -> None:
     """bfloat16 numbers around the smallest normal ones, whose products are subnormal."""
     rng = np.random.default_rng(1)
     a = near(rng.normal(size=(4, 30)) * 2.0 ** rng.integers(-70, -60, (4, 30)), BF16)
@@ -395,41 +406,39 @@ def test_pairwise_blocks(unit: str, block: int, flush: bool) -> None:
 MODES = ("nearest_even", "nearest_away", "nearest_zero", "up", "down", "odd", "toward_zero")
 
 
-@pytest.mark.parametrize("overflow", ["", pytest.param(":saturate", marks=pytest.mark.slow)])
-@pytest.mark.slow
-def test_other_modes_round_the_exact_sum(overflow: str) -> None:
+@pytest.mark.parametrize("modes", [("odd",), pytest.param(MODES, marks=pytest.mark.slow)], ids=["some", "all"])
+def test_other_modes_round_the_exact_sum(modes: tuple[str, ...]) -> None:
     """Two products on a wide grid: the sum is a fraction, rounded by hand to the neighbours in every mode."""
     a = np.array([[1, 2**-24], [1, 3 * 2**-24], [1, 5 * 2**-25], [-1, -(2**-24)], [2**100, 2**100]], F32)
     b = np.array([[1], [1]], F32)
     ulp = 2.0**-23
     halves = np.array([0.5, 1.5, 1.25])
-    for mode in MODES:
-        spec = MatmulSpec(None, accumulate=f"binary32:{mode}{overflow}", order="aligned(2, 40)")
+    even, down = np.array([0, 2, 1]), np.floor(halves)
+    wants = {"nearest_even": even, "nearest_away": [1, 2, 1], "nearest_zero": [0, 1, 1], "up": down + 1,
+             "down": down, "toward_zero": down, "odd": [1, 1, 1]}  # fmt: skip
+    for mode in modes:
+        spec = MatmulSpec(None, accumulate=f"binary32:{mode}", order="aligned(2, 40)")
         product = partial(jc.math.matmul, spec=spec)
-        even, down = np.array([0, 2, 1]), np.floor(halves)
-        want = {"nearest_even": even, "nearest_away": [1, 2, 1], "nearest_zero": [0, 1, 1], "up": down + 1,
-                "down": down, "toward_zero": down, "odd": [1, 1, 1]}[mode]  # fmt: skip
         away = mode in ("nearest_away", "down", "odd")
-        want = np.concatenate([1 + np.asarray(want) * ulp, [-1 - away * ulp, 2**101.0]])
+        want = np.concatenate([1 + np.asarray(wants[mode]) * ulp, [-1 - away * ulp, 2**101.0]])
         in_doubles, in_limbs = product(a, b), jax.vmap(product, (0, None))(a[None], b)[0]
         for got in (in_doubles, in_limbs):
             np.testing.assert_array_equal(np.asarray(got, np.float64)[:, 0], want, mode)
 
 
-ACCUMULATORS = [
-    f"{fmt}:{mode}{end}"
-    for fmt in ("binary32", "e5m10", "e8m13")
-    for mode, end in (("nearest_even", ""), ("down", ":saturate"), ("up", ":propagate"), ("odd", ":flush"))
-]
+#: Every format, mode and rule of overflow.
+ACCUMULATORS = ["e5m10", "e8m13:odd:flush", "binary32:down:saturate", "binary32:odd", "e8m13:up:propagate",
+                "e5m10:down:saturate"]  # fmt: skip
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("row", [Row("none", "fp32", F32, 4, 25), Row("cdna3", "fp16", F16, 8, 24)], ids=str)
-def test_float64_has_the_bits_of_two_words(row: Row) -> None:
-    a, b, c = problems(row, 2000)
-    for accumulate in ACCUMULATORS:
-        made = computed(row, a, b, c, replace(row.spec, accumulate=accumulate))
-        np.testing.assert_array_equal(bits(made["doubles"]), bits(made["limbs"]), accumulate)
+@further
+@pytest.mark.in_turn(32)
+@pytest.mark.parametrize("accumulate", ACCUMULATORS)
+def float64_has_the_bits_of_two_words(accumulate: str) -> None:
+    turn = ACCUMULATORS.index(accumulate) % 2
+    row = (Row("none", "fp32", F32, 4, 25), Row("cdna3", "fp16", F16, 8, 24))[turn]
+    made = computed(row, *problems(row, 2000), replace(row.spec, accumulate=accumulate))
+    np.testing.assert_array_equal(bits(made["doubles"]), bits(made["limbs"]), accumulate)
 
 
 def test_sums_beyond_the_range_are_infinite_or_saturate() -> None:
@@ -440,8 +449,8 @@ def test_sums_beyond_the_range_are_infinite_or_saturate() -> None:
     assert jc.math.matmul(-a, b, kept)[0, 0] == -np.finfo(F32).max
 
 
-@pytest.mark.slow
-def test_a_stochastic_accumulator_is_right_on_average() -> None:
+@further
+def a_stochastic_accumulator_is_right_on_average() -> None:
     a, b = np.ones((4096, 2), F32), np.array([[1], [2.0**-12]], F32)
     spec = MatmulSpec("binary16", accumulate="e8m10:stochastic", order="aligned(2, 25)")
     got = np.asarray(jc.math.matmul(a, b, spec, jax.random.key(0)), np.float64)
@@ -449,33 +458,11 @@ def test_a_stochastic_accumulator_is_right_on_average() -> None:
     assert abs(got.mean() - (1 + 2.0**-12)) < 4 * 2.0**-10 * np.sqrt(3 / 16 / 4096)
 
 
-# -- the probes of the papers ------------------------------------------------------------------------------------------
-
-
-@pytest.mark.slow  # `tests/test_probe.py` finds them in the default run
-@pytest.mark.parametrize(
-    ("unit", "dtype", "last"),
-    [("volta", "fp16", 23), ("ampere", "fp16", 24), ("hopper", "fp16", 25), ("hopper", "fp8", 13)],
-)
-def test_the_last_visible_bit(unit: str, dtype: str, last: int) -> None:
-    """c = 1 and four products 2^-j that are seen up to j = the fraction bits: by the step, where c is a number."""
-    spec = jc.tensor_core(unit, dtype)
-    unit_, j = Unit(spec, 4), np.arange(8, 30)
-    a, b = (np.exp2(-half)[None].repeat(4, 0).astype(F32) for half in (j // 2, j - j // 2))
-    wide = replace(unit_, spec=replace(spec, operands=None))  # 2^-j may be no number of the operands' format
-
-    @jax.jit
-    def step(c, a, b):
-        return limbs.fused_add(c, each(limbs.factors(a, wide)), each(limbs.factors(b, wide)), wide, None)
-
-    assert j[np.asarray(step(np.ones(len(j), F32), a, b)) > 1].max() == last
-
-
 # -- transforms and refusals -------------------------------------------------------------------------------------------
 
 
-@pytest.mark.slow
-def test_vmap_grad_and_float64() -> None:
+@further
+def vmap_grad_and_float64() -> None:
     row = Row("volta", "fp16", F16, 4, 23)
     a, b = chained(row, 4)
     product = partial(jc.math.matmul, spec=row.spec)
@@ -550,12 +537,11 @@ REFUSED: dict[str, tuple[Any, str]] = {
 }
 
 
-@pytest.mark.parametrize("name", REFUSED)
-def test_refusals(name: str) -> None:
-    make, message = REFUSED[name]
-    with jax.enable_x64(name == "float64"), pytest.raises(ValueError) as caught:
-        make()
-    assert message in str(caught.value)
+def test_refusals() -> None:
+    for name, (make, message) in REFUSED.items():
+        with jax.enable_x64(name == "float64"), pytest.raises(ValueError) as caught:
+            make()
+        assert message in str(caught.value), name
 
 
 def test_formats_name_the_types() -> None:
@@ -570,22 +556,28 @@ def test_formats_name_the_types() -> None:
 # -- every road to a sum -----------------------------------------------------------------------------------------------
 
 
-@pytest.mark.slow
-def test_other_functions_sum_in_the_same_way() -> None:
+#: Functions of a matrix, its transpose's columns and an accumulation, each of which sums rows times columns.
+ROADS: dict[str, Any] = {
+    "einsum": lambda a, b, spec: jc.math.einsum("ij,jk->ik", a, b, spec=spec),
+    "conv": lambda a, b, spec: jc.math.conv(a[:, :, None], b.T[:, :, None], spec)[:, :, 0],
+    "emulate": lambda a, b, spec: jc.emulate(jnp.dot, "binary32", accumulate=spec)(a, b),
+    "rule": lambda a, b, spec: jc.quantize_fn(lambda w, x: x @ w, rule_of(spec))(jnp.asarray(b), jnp.asarray(a)),
+    "sum": lambda a, b, spec: jc.math.sum(a, spec, axis=1)[:, None],
+}
+
+
+def rule_of(spec: MatmulSpec) -> Any:
+    return jc.Rule(weight="bfloat16", activation="bfloat16", matmul=replace(spec, operands=None))
+
+
+@further
+@pytest.mark.in_turn(64)
+@pytest.mark.parametrize("name", ["conv", "sum", "einsum", "emulate", "rule"])
+def other_functions_sum_in_the_same_way(name: str) -> None:
     row = Row("ampere", "bf16", BF16, 8, 24)
     a, b = chained(row, 37)
-    spec, want = row.spec, dots(row, a, b)
-    rule = jc.Rule(weight="bfloat16", activation="bfloat16", matmul=replace(spec, operands=None))
-    got = {
-        "einsum": jc.math.einsum("ij,jk->ik", a, b, spec=spec),
-        "conv": jc.math.conv(a[:, :, None], b.T[:, :, None], spec)[:, :, 0],
-        "emulate": jc.emulate(jnp.dot, "binary32", accumulate=spec)(a, b),
-        "rule": jc.quantize_fn(lambda w, x: x @ w, rule)(jnp.asarray(b), jnp.asarray(a)),
-    }
-    for name, value in got.items():
-        np.testing.assert_array_equal(bits(value), bits(want), name)
-    ones = np.ones((37, 1), F32)
-    np.testing.assert_array_equal(bits(jc.math.sum(a, spec, axis=1)), bits(dots(row, a, ones))[:, 0])
+    want = dots(row, a, np.ones((37, 1), F32) if name == "sum" else b)
+    np.testing.assert_array_equal(bits(ROADS[name](a, b, row.spec)), bits(want), name)
 
 
 def test_operations_that_are_no_sums_refuse_the_accumulator() -> None:
@@ -595,3 +587,6 @@ def test_operations_that_are_no_sums_refuse_the_accumulator() -> None:
             function(x, spec)
     with pytest.raises(ValueError, match="accumulate='binary32:toward_zero'"):
         jc.emulate(jnp.cumsum, "binary32", accumulate=spec)(x)
+
+
+test_further = further.test()

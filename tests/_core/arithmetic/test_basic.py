@@ -16,6 +16,7 @@ import numpy as np
 import oracle
 import oracle_arithmetic
 import pytest
+from further import Further
 from jax import lax
 
 import jchop as jc
@@ -25,6 +26,8 @@ from jchop._core.arithmetic.basic import Range, carrier_range, product_range, ra
 from jchop._core.arithmetic.nearest import round_by_adding
 from jchop._core.arithmetic.root import square_root
 from jchop._core.rounding.elements import round_elements
+
+further = Further()
 
 MODES = (*oracle.DETERMINISTIC, *oracle.STOCHASTIC)
 
@@ -134,26 +137,38 @@ def apply(
 # --- any operands: integer arithmetic ---------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("text", "carrier"),
-    [*((text, "float32") for text in RESULTS), *((text, "float64") for text in IN_FLOAT64)],
-)
-@pytest.mark.slow
-def test_any_operands(text: str, carrier: str, rng: np.random.Generator) -> None:
+#: Result formats, carriers, and how many operands: the carriers in turn, and what only float64 has room for.
+ANY_OPERANDS = [
+    pytest.param(text, carrier, 300, marks=pytest.mark.slow)
+    for text, carrier in [
+        *zip(RESULTS, itertools.cycle(["float32", "float64"])),
+        *((t, "float64") for t in IN_FLOAT64[2:]),
+    ]
+]
+
+
+@further
+@pytest.mark.parametrize(("text", "carrier", "count"), [("float8_e5m2", "float32", 25), *ANY_OPERANDS])
+def any_operands(text: str, carrier: str, count: int, rng: np.random.Generator) -> None:
     """Uncompiled: every primitive is compiled once for all formats and modes, and integers are integers."""
     fmt = (RESULTS | cases.DOUBLE)[text]
-    for operation, count in oracle_arithmetic.OPERANDS.items():
-        operands = oracle_arithmetic.pairs(operation, fmt, oracle.CARRIERS[carrier], 60, rng)
-        check(operation, operands, [carrier_range(CARRIERS[carrier])] * count, specs(text, carrier), fmt, rng)
+    modes = list(specs(text, carrier))
+    modes = modes if count > 25 else modes[7:8]
+    for operation, arity in oracle_arithmetic.OPERANDS.items():
+        operands = oracle_arithmetic.pairs(operation, fmt, oracle.CARRIERS[carrier], count, rng)
+        check(operation, operands, [carrier_range(CARRIERS[carrier])] * arity, modes, fmt, rng)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("carrier", ["float32", "float64"])
-def test_exact_form(carrier: str, rng: np.random.Generator) -> None:
+@further
+@pytest.mark.parametrize(
+    ("carrier", "count"),
+    [("float32", 200), pytest.param("float64", 800, marks=pytest.mark.slow)],
+)
+def exact_form_too(carrier: str, count: int, rng: np.random.Generator) -> None:
     """What integer arithmetic hands to a rounding, bit for bit: t, the W bits after it, and whether more follow."""
     kind, width = oracle.CARRIERS[carrier], CARRIERS[carrier].work_width
     for operation in oracle_arithmetic.OPERATIONS:
-        operands = oracle_arithmetic.pairs(operation, oracle.ieee(5, 10), kind, 800, rng)
+        operands = oracle_arithmetic.pairs(operation, oracle.ieee(5, 10), kind, count, rng)
         run = partial(double_word.divide, bits=width) if operation == "divide" else getattr(double_word, operation)
         form = jax.jit(lambda *args, run=run: vars(run(*args, CARRIERS[carrier])) | {"quantum": 0})(*operands)
         columns = (np.asarray(form[name]).tolist() for name in ("magnitude", "rest", "sticky", "inexact", "beyond"))
@@ -172,10 +187,13 @@ def exact_form(v: oracle.Value, carrier: oracle.Carrier, width: int) -> tuple[in
     return low, int(rest), more > 0, nu > 0, False
 
 
-@pytest.mark.slow
-def test_accepted_at_the_edge(rng: np.random.Generator) -> None:
+@further
+@pytest.mark.parametrize(
+    "texts", [("e8m21",), pytest.param(ACCEPTED["float32"][2:], marks=pytest.mark.slow)], ids=["some", "all"]
+)
+def accepted_at_the_edge(texts: tuple[str, ...], rng: np.random.Generator) -> None:
     """Formats that leave just two bits, or none but the carrier's own, against the exact results."""
-    for text in ACCEPTED["float32"][1:]:
+    for text in texts:
         spec = jc.parse(text)
         if spec.overflow.value == "wrap":
             continue
@@ -204,8 +222,8 @@ def test_normal_operands_whose_subnormal_results_become_zero(
         check(operation, operands, [held] * 2, [spec], oracle.describe(spec.format), rng, compiled=True)
 
 
-@pytest.mark.slow
-def test_64_bit_mode_changes_nothing(rng: np.random.Generator) -> None:
+@further
+def of_64_bit_mode_changes_nothing(rng: np.random.Generator) -> None:
     kind, spec, whole = oracle.CARRIERS["float32"], jc.parse("e5m10:stochastic"), carrier_range(CARRIERS["float32"])
     operands = oracle_arithmetic.pairs("multiply_add", oracle.ieee(5, 10), kind, 2000, rng)
     word = words(len(operands[0]), kind, rng)
@@ -221,15 +239,6 @@ def test_64_bit_mode_changes_nothing(rng: np.random.Generator) -> None:
     for one, other in zip(narrow, jax.jit(run)(word, *operands), strict=True):
         assert one.dtype == other.dtype == jnp.float32
         assert np.array_equal(cases.bits(np.asarray(one)), cases.bits(np.asarray(other)))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("carrier", "text"), list(zip(itertools.cycle(["float32", "float64"]), RESULTS, strict=False)))
-def test_many_operands(text: str, carrier: str, rng: np.random.Generator) -> None:
-    fmt = RESULTS[text]
-    for operation, count in oracle_arithmetic.OPERANDS.items():
-        operands = oracle_arithmetic.pairs(operation, fmt, oracle.CARRIERS[carrier], 1500, rng)
-        check(operation, operands, [carrier_range(CARRIERS[carrier])] * count, specs(text, carrier), fmt, rng)
 
 
 # --- operands of known ranges: the hardware's operations --------------------------------------------------------------
@@ -284,9 +293,11 @@ def known(operand: str | tuple[str, str], n: int, carrier: str, rng: np.random.G
         return values[0] * values[1], product_range(*ranges)
 
 
-def fast_cases(mode: str, carrier: str, n: int, rng: np.random.Generator) -> Iterator[tuple[str, list, list, jc.Spec]]:
-    """The operands of each row of FAST: half of them at random, half hard sums, products and so on."""
-    for operation, texts, result in FAST:
+def fast_cases(
+    rows: list, mode: str, carrier: str, n: int, rng: np.random.Generator
+) -> Iterator[tuple[str, list, list, jc.Spec]]:
+    """The operands of rows of FAST: half of them at random, half hard sums, products and so on."""
+    for operation, texts, result in rows:
         operands, ranges = (list(part) for part in zip(*(known(text, n, carrier, rng) for text in texts), strict=True))
         hard = oracle_arithmetic.pairs(operation, SETS[result], oracle.CARRIERS[carrier], n, rng)
         for i, text in enumerate(texts):
@@ -296,13 +307,20 @@ def fast_cases(mode: str, carrier: str, n: int, rng: np.random.Generator) -> Ite
         yield operation, operands, ranges, jc.Spec(result, rounding=mode)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("mode", ROUNDINGS_OF_FAST)
-def test_known_ranges(mode: str, rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch) -> None:
+#: Each row of FAST in some of the modes.
+KNOWN = {mode: FAST[i % 3 :: 3] for i, mode in enumerate(ROUNDINGS_OF_FAST)} | {"nearest_even": FAST}
+
+
+@pytest.mark.parametrize(
+    ("mode", "rows"),
+    [("nearest_even", FAST[:1]), *(pytest.param(mode, rows, marks=pytest.mark.slow) for mode, rows in KNOWN.items())],
+    ids=lambda value: value if isinstance(value, str) else str(len(value)),
+)
+def test_known_ranges(mode: str, rows: list, rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch) -> None:
     """Compiled, so that a compiler that contracts or reorders would show; against the exact results."""
     for name in ("add", "multiply", "multiply_add"):
         monkeypatch.setattr(double_word, name, _not_taken)
-    for operation, operands, ranges, spec in fast_cases(mode, "float32", 250, rng):
+    for operation, operands, ranges, spec in fast_cases(rows, mode, "float32", 250, rng):
         check(operation, operands, ranges, [spec], SETS[str(spec.format)], rng, compiled=True)
 
 
@@ -310,11 +328,17 @@ def _not_taken(*_: Any) -> Any:
     raise AssertionError("integer arithmetic where the hardware's would do")
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(("carrier", "mode"), list(zip(itertools.cycle(["float32", "float64"]), MODES, strict=False)))
-def test_ways_agree(carrier: str, mode: str, rng: np.random.Generator) -> None:
+#: Carriers in turn with the modes, and a fourth of the rows of FAST with each.
+AGREE = [
+    pytest.param(carrier, mode, FAST[i % 4 :: 4], 100_000, id=f"{carrier}-{mode}", marks=pytest.mark.slow)
+    for i, (mode, carrier) in enumerate(zip(MODES, itertools.cycle(["float32", "float64"])))
+]
+
+
+@pytest.mark.parametrize(("carrier", "mode", "rows", "count"), [("float32", "stochastic", FAST[2:3], 5_000), *AGREE])
+def test_ways_agree(carrier: str, mode: str, rows: list, count: int, rng: np.random.Generator) -> None:
     """The hardware's operations and integer arithmetic, compiled, on many operands."""
-    for operation, operands, ranges, spec in fast_cases(mode, carrier, 200_000, rng):
+    for operation, operands, ranges, spec in fast_cases(rows, mode, carrier, count, rng):
         word = words(len(operands[0]), oracle.CARRIERS[carrier], rng)
         known, any_ = (
             jax.jit(partial(apply, operation, spec=spec, carrier=CARRIERS[carrier], ranges=given))(word, *operands)
@@ -326,8 +350,7 @@ def test_ways_agree(carrier: str, mode: str, rng: np.random.Generator) -> None:
 # --- the carrier's own format, and which way is taken -----------------------------------------------------------------
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("carrier", ["float32", "float64"])
+@pytest.mark.parametrize("carrier", ["float32", pytest.param("float64", marks=pytest.mark.slow)])
 def test_no_spec_is_ieee(carrier: str, rng: np.random.Generator) -> None:
     """The hardware's own results, as NumPy gives them: subnormals included, which XLA on a CPU reads as zero."""
     kind = oracle.CARRIERS[carrier]
@@ -340,9 +363,12 @@ def test_no_spec_is_ieee(carrier: str, rng: np.random.Generator) -> None:
         assert_equal(jax.jit(run)(x, y), want, [x, y], np.zeros(len(x), kind.words), operation)
 
 
-@pytest.mark.in_turn(10)
-@pytest.mark.parametrize("accumulate", [None, "e5m10", "e5m10:down", "e5m10:stochastic", "bfloat16"])
-@pytest.mark.parametrize("operands", ["e5m10", "e6m14"])
+@pytest.mark.in_turn(16)
+@pytest.mark.parametrize(
+    ("operands", "accumulate"),
+    [("e5m10", None), ("e5m10", "e5m10"), ("e5m10", "e5m10:stochastic"), ("e6m14", None),
+     ("e6m14", "e5m10:down")],
+)  # fmt: skip
 def test_contraction(operands: str, accumulate: str | None, rng: np.random.Generator) -> None:
     """Products that feed sums: were a b + c contracted to one operation, the product's rounding would be lost."""
     carrier, kind, n = CARRIERS["float32"], oracle.CARRIERS["float32"], 400
@@ -369,9 +395,13 @@ def jaxpr(function: Any, count: int) -> str:
     return str(jax.make_jaxpr(function)(*[jnp.zeros(4, "float32")] * count))
 
 
-@pytest.mark.parametrize("rounding", oracle.NEAREST)
-def test_nearest_is_the_hardwares(rounding: str) -> None:
+def test_nearest_is_the_hardwares() -> None:
     """Nothing but the operation and the rounding, where that is enough."""
+    for rounding in oracle.NEAREST:
+        check_nearest(rounding)
+
+
+def check_nearest(rounding: str) -> None:
     carrier, spec = CARRIERS["float32"], jc.Spec("e5m10", rounding=rounding)
     r = range_of(spec, carrier)
     round_ = round_by_adding if rounding == "nearest_even" else round_elements
@@ -408,13 +438,15 @@ WAYS = [
 ]
 
 
-@pytest.mark.parametrize(("text", "xr", "yr", "integers"), WAYS)
-def test_way(text: str, xr: Range, yr: Range, integers: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_way(monkeypatch: pytest.MonkeyPatch) -> None:
     taken, plain = [], double_word.add
     monkeypatch.setattr(double_word, "add", lambda *args: taken.append(args) or plain(*args))
     word = jnp.zeros(4, jnp.uint32)
-    jaxpr(lambda x, y: basic.add(x, y, jc.parse(text), CARRIERS["float32"], word, xr, yr), 2)
-    assert bool(taken) == integers
+    for text, xr, yr, integers in WAYS:
+        taken.clear()
+        add = partial(basic.add, spec=jc.parse(text), carrier=CARRIERS["float32"], word=word, xr=xr, yr=yr)
+        jaxpr(add, 2)
+        assert bool(taken) == integers, (text, xr, yr)
 
 
 def test_product_that_may_overflow() -> None:
@@ -452,19 +484,19 @@ def test_division_by_a_poor_divider(monkeypatch: pytest.MonkeyPatch, rng: np.ran
 # --- ranges and refusals ----------------------------------------------------------------------------------------------
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("text", [*RESULTS, "ufixed4.4", "integer4(narrow=true)", "codebook(-3.0,-1.0,0.375,5.0)"])
-def test_range_of(text: str, rng: np.random.Generator) -> None:
+@further
+def range_of_too(rng: np.random.Generator) -> None:
     """Every value lies within its format's range, and no tighter one holds."""
-    fmt, carrier = jc.parse(text).format, CARRIERS["float64"]
-    r = range_of(jc.Spec(fmt), carrier)
-    drawn = fmt.decode(rng.integers(0, 2**fmt.bits, 1000))
-    values = [Fraction(v) for v in (fmt.max, fmt.min, fmt.smallest, *drawn[np.isfinite(drawn)]) if v]
-    multiples = [v / Fraction(2) ** r.quantum for v in values]
-    assert all(m.denominator == 1 for m in multiples) and any(m.numerator % 2 for m in multiples)
-    assert Fraction(2) ** (r.top - 1) <= max(map(abs, values)) < Fraction(2) ** r.top
-    lengths = [n.bit_length() - (n & -n).bit_length() + 1 for n in (abs(m.numerator) for m in multiples)]
-    assert max(lengths) == r.precision
+    for text in (*RESULTS, "ufixed4.4", "integer4(narrow=true)", "codebook(-3.0,-1.0,0.375,5.0)"):
+        fmt, carrier = jc.parse(text).format, CARRIERS["float64"]
+        r = range_of(jc.Spec(fmt), carrier)
+        drawn = fmt.decode(rng.integers(0, 2**fmt.bits, 20))
+        values = [Fraction(v) for v in (fmt.max, fmt.min, fmt.smallest, *drawn[np.isfinite(drawn)]) if v]
+        multiples = [v / Fraction(2) ** r.quantum for v in values]
+        assert all(m.denominator == 1 for m in multiples) and any(m.numerator % 2 for m in multiples), text
+        assert Fraction(2) ** (r.top - 1) <= max(map(abs, values)) < Fraction(2) ** r.top, text
+        lengths = [n.bit_length() - (n & -n).bit_length() + 1 for n in (abs(m.numerator) for m in multiples)]
+        assert max(lengths) == r.precision, text
 
 
 def test_ranges_of_carriers_and_results() -> None:
@@ -505,7 +537,8 @@ def test_require_operation(carrier: str) -> None:
             require_operation(jc.parse(text), CARRIERS[carrier], "accumulate")
 
 
-def test_a_cast_to_float64_needs_x64() -> None:
+@further.first
+def a_cast_to_float64_needs_x64() -> None:
     said = r"cast the operands to float64; JAX arrays are float64 only with jax_enable_x64, which is off$"
     with jax.enable_x64(False), pytest.raises(ValueError, match=said):
         require_operation(jc.parse("e8m22"), CARRIERS["float32"], "accumulate")
@@ -515,9 +548,10 @@ def test_a_cast_to_float64_needs_x64() -> None:
         require_operation(jc.parse("e5m2"), CARRIERS["bfloat16"], "accumulate")
 
 
+@further
 @pytest.mark.in_turn(4)
 @pytest.mark.parametrize("text", ["integer8:wrap", "fixed4.4:wrap:stochastic", "ufixed4.4:wrap:down"])
-def test_wrap(text: str, rng: np.random.Generator) -> None:
+def wrap(text: str, rng: np.random.Generator) -> None:
     spec = jc.parse(text)
     fmt = oracle.describe(spec.format)
     r = range_of(spec, CARRIERS["float32"])
@@ -544,25 +578,18 @@ def test_wrap_refused() -> None:
 # --- single cases, each of which a wrong expression of the core would change ------------------------------------------
 
 
-def one(operation: str, *operands: float, spec: str, word: int = 0) -> float:
-    carrier, arrays = CARRIERS["float32"], [jnp.full(1, v, "float32") for v in operands]
-    whole = (carrier_range(carrier),) * len(operands)
-    out = apply(operation, jnp.full(1, word, "uint32"), *arrays, spec=jc.parse(spec), carrier=carrier, ranges=whole)
-    return float(out[0])
-
-
-@pytest.mark.slow
 def test_below_the_smallest_value_of_a_format_with_all_bits_of_the_carrier() -> None:
     """Products that differ from half the smallest value by less than the carrier's last place are no ties."""
-    least = 2.0**-14
+    least, carrier = 2.0**-14, CARRIERS["float32"]
     below = (2**23 + 1) * 2.0**-30, (2**24 - 2) * 2.0**-32  # 2^-15 (1 - 2^-46)
     above = 8392705 * 2.0**-30, 8384513 * 2.0**-31  # 2^-15 (1 + 2^-46)
+    x, y = np.array([below, above], np.float32).T
     for rounding in ("nearest_even", "nearest_away", "nearest_zero"):
-        assert one("multiply", *below, spec=f"e5m23(subnormals=false):{rounding}") == 0
-        assert one("multiply", *above, spec=f"e5m23(subnormals=false):{rounding}") == least
+        spec, whole = jc.parse(f"e5m23(subnormals=false):{rounding}"), (carrier_range(carrier),) * 2
+        run = jax.jit(partial(apply, "multiply", None, spec=spec, carrier=carrier, ranges=whole))
+        assert run(x, y).tolist() == [0, least], rounding
 
 
-@pytest.mark.slow
 def test_ties_of_one_bit_of_precision_take_the_even_code() -> None:
     """Of operands of the format, whose sums an addition would round otherwise."""
     spec, carrier = jc.parse("e5m0"), CARRIERS["float32"]
@@ -571,9 +598,12 @@ def test_ties_of_one_bit_of_precision_take_the_even_code() -> None:
     assert out.tolist() == [2.0, 2.0]  # codes 15, 16 and 17 of 1, 2 and 4
 
 
-@pytest.mark.slow
-def test_the_root_of_zero_has_no_further_bits() -> None:
+@further
+def the_root_of_zero_has_no_further_bits() -> None:
     """Which a draw would round away from zero."""
     found = square_root(jnp.array([0.0, -0.0], "float32"), CARRIERS["float32"], whole_rest=True)
     for name in ("magnitude", "rest", "sticky", "inexact"):
         assert not np.asarray(getattr(found, name)).any(), name
+
+
+test_further = further.test()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from fractions import Fraction
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -20,7 +21,6 @@ CARRIER, WIDTH = CARRIERS["float32"], 32
 
 
 @pytest.mark.parametrize("text", ["integer8", "e4m3"])
-@pytest.mark.slow
 def test_the_dropped_part_as_a_word(text: str, rng: np.random.Generator) -> None:
     """floor(nu 2^32) and whether bits are lost, for gaps from one to 2^70 units in the last place."""
     spec, (quantum, frac_bits) = jc.parse(text), {"integer8": (0, 7), "e4m3": (-9, 3)}[text]
@@ -28,8 +28,13 @@ def test_the_dropped_part_as_a_word(text: str, rng: np.random.Generator) -> None
     value = np.ldexp(1 + rng.integers(0, 2**23, len(exponent)) * 2.0**-23, exponent).astype(np.float32)
     rest = rng.integers(0, 2**32, len(value), dtype=np.uint32) * (np.arange(len(value)) % 3 > 0).astype(np.uint32)
     magnitude = jnp.asarray(value.view(np.int32))
-    v = Exact(jnp.zeros_like(magnitude), magnitude, magnitude > 0, jnp.asarray(rest), magnitude < 0)
-    share, lost = _Drawn(v, None, make_grid(spec.format, CARRIER)).share()  # type: ignore[arg-type]
+
+    @jax.jit
+    def shares(magnitude: jax.Array, rest: jax.Array) -> tuple[jax.Array, jax.Array]:
+        v = Exact(jnp.zeros_like(magnitude), magnitude, magnitude > 0, rest, magnitude < 0)
+        return _Drawn(v, None, make_grid(spec.format, CARRIER)).share()  # type: ignore[arg-type, return-value]
+
+    share, lost = map(np.asarray, shares(magnitude, jnp.asarray(rest)))
     for x, more, e, got, sticky in zip(value, rest.tolist(), exponent.tolist(), share, lost, strict=True):
         exact = Fraction(float(x)) + Fraction(more, 2**WIDTH) * Fraction(2) ** (e - 23)
         gap = Fraction(2) ** max(quantum, e - frac_bits)
@@ -37,7 +42,6 @@ def test_the_dropped_part_as_a_word(text: str, rng: np.random.Generator) -> None
         assert (int(got), bool(sticky)) == (word // 1, word % 1 != 0), (float(x).hex(), more)
 
 
-@pytest.mark.slow
 def test_the_part_below_the_smallest_value_as_a_word() -> None:
     """Of a number below the smallest positive value: the floor of its share, and whether bits are lost."""
     grid = make_grid(jc.parse("e4m3").format, CARRIER)  # type: ignore[arg-type]
@@ -50,7 +54,6 @@ def test_the_part_below_the_smallest_value_as_a_word() -> None:
     assert jnp.asarray(lost).tolist() == [w % 1 != 0 for w in word]
 
 
-@pytest.mark.slow
 def test_an_error_far_below_the_last_place() -> None:
     """The word is the floor of the error, not the next integer; the rest is said to be there."""
     spec, total = jc.parse("e9m30:stochastic"), carrier_range(CARRIER)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import replace
 from fractions import Fraction
 
@@ -10,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import oracle
 import pytest
+from further import Further
 
 import jchop as jc
 from jchop._bits import CARRIERS
@@ -18,6 +20,8 @@ from jchop._core.arithmetic.operations import OPERANDS, operation
 from jchop._core.arithmetic.ranges import Range, range_of
 from jchop._kernels.operation import operation_on_device
 from jchop.formats import FloatFormat
+
+further = Further()
 
 CARRIER = CARRIERS["float32"]
 COUNT = 1 << 12
@@ -65,10 +69,14 @@ def words(name: str, spec: jc.Spec, args: list[np.ndarray], rng: np.random.Gener
     return np.where(np.arange(COUNT) % 2, drawn, np.clip(least, 0, (1 << 32) - 1).astype(np.uint32))
 
 
-@pytest.mark.in_turn(4)
-@pytest.mark.parametrize("name", ["div", "sqrt"])
-@pytest.mark.parametrize("text", SPECS)
-def test_the_bits_are_those_of_integers(text: str, name: str, rng: np.random.Generator) -> None:
+@further
+@pytest.mark.in_turn(5)
+@pytest.mark.parametrize(
+    ("text", "name"),
+    [*zip(SPECS, itertools.cycle(["div", "sqrt"])), ("bfloat16", "sqrt"), ("bfloat16:stochastic", "sqrt"),
+     ("bfloat16:stochastic:random_bits=5", "div"), ("e4m3:stochastic_b", "div"), ("binary16", "sqrt")],
+)  # fmt: skip
+def the_bits_are_those_of_integers(text: str, name: str, rng: np.random.Generator) -> None:
     spec = jc.parse(text)
     known = (range_of(spec, CARRIER),) * OPERANDS[name]
     assert float64.computes(name, spec, known)
@@ -84,9 +92,8 @@ def test_the_bits_are_those_of_integers(text: str, name: str, rng: np.random.Gen
     assert "f64" in on_device.lower(*args).as_text() or jax.default_backend() != "cpu"
 
 
-@pytest.mark.parametrize(
-    ("name", "text"),
-    [
+def test_others_are_refused() -> None:
+    for name, text in (
         ("add", "bfloat16"),
         ("div", "bfloat16:up"),
         ("div", "bfloat16:flush"),
@@ -96,23 +103,25 @@ def test_the_bits_are_those_of_integers(text: str, name: str, rng: np.random.Gen
         ("sqrt", "e8m18:stochastic"),
         ("sqrt", "binary32"),
         ("div", "posit8"),
-    ],
-)
-def test_others_are_refused(name: str, text: str) -> None:
-    spec = jc.parse(text)
-    assert not float64.computes(name, spec, (range_of(spec, CARRIER),) * OPERANDS[name])
+    ):
+        spec = jc.parse(text)
+        assert not float64.computes(name, spec, (range_of(spec, CARRIER),) * OPERANDS[name]), (name, text)
 
 
-def test_operands_may_have_more_bits_than_the_format() -> None:
+@further.first
+def operands_may_have_more_bits_than_the_format() -> None:
     spec, whole = jc.parse("e4m3"), Range(-149, 24, 128)
     assert float64.computes("div", spec, (Range(-20, 19, 20), Range(-20, 19, 20)))
     assert not float64.computes("div", spec, (whole, whole))
     assert float64.computes("sqrt", spec, (whole,))
 
 
-@pytest.mark.in_turn(3)
-@pytest.mark.parametrize("text", ["binary32", "bfloat16", "e4m3"])
-@pytest.mark.parametrize("divisor", ["127", "123", "255/2", "6", "448", "3/4"])
+@pytest.mark.in_turn(4)
+@pytest.mark.parametrize(
+    ("divisor", "text"),
+    [*zip(["127", "123", "255/2", "6", "448", "3/4"], itertools.cycle(["binary32", "bfloat16", "e4m3"])),
+     ("255/2", "binary32"), ("6", "e4m3")],
+)  # fmt: skip
 def test_quotients_by_a_constant_are_rounded_once(divisor: str, text: str, rng: np.random.Generator) -> None:
     """At products of the divisor and the middles of numbers of the format, beside them, and for small numbers."""
     over, fmt = Fraction(divisor), jc.parse(text).format
@@ -132,3 +141,6 @@ def test_quotients_by_a_constant_are_rounded_once(divisor: str, text: str, rng: 
         got = np.asarray(jax.jit(lambda x, found=found: found(x, over, fmt))(x))
         got = (got.view(np.float32) if got.dtype == np.int32 else got)[inside]
         np.testing.assert_array_equal(got.astype(np.float64), want)
+
+
+test_further = further.test()

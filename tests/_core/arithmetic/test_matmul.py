@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 import oracle
 import pytest
+from further import Further
 from oracle_matmul import Arithmetic, How, Sum
 
 import jchop as jc
@@ -21,6 +22,8 @@ from jchop._bits import CARRIERS
 from jchop._core.arithmetic.matmul import Plan, matmul_body
 from jchop._core.arithmetic.ranges import Range, carrier_range
 from jchop._core.rounding.random_bits import seed_words
+
+further = Further()
 
 KEYS = (jax.random.key(1), jax.random.key(2))
 
@@ -222,34 +225,14 @@ def rows(*texts: str) -> list[Row]:
 
 
 ROWS = rows(
-    # Every mode, in products and in sums.
-    "e5m10 = = sequential 31",
-    "e5m10 =:nearest_away =:nearest_away sequential 9",
-    "e5m10 =:nearest_zero =:nearest_zero pairwise 9",
-    "e5m10 =:up =:up sequential 8",
-    "e5m10 =:down =:down blocked(3) 8",
-    "e5m10 =:toward_zero =:toward_zero pairwise 31",
-    "e5m10 =:odd =:odd sequential 31",
-    "e5m10 =:stochastic =:stochastic sequential 31",
-    "e5m10 =:stochastic_b =:stochastic_b blocked(4) 9",
-    "e5m10 =:stochastic_c =:stochastic_c pairwise 9",
-    "e5m10 =:stochastic_equal =:stochastic_equal sequential 7",
+    "float8_e4m3fn - e5m10 matrix_unit(4) 1",  # by default
+    # Orders at lengths that leave rests, beside those of `AT_LENGTHS`.
     "e5m10 - =:stochastic:random_bits=5 pairwise 7",
-    # Every order at lengths that leave rests.
-    "e5m10 = = blocked(8) 64",
-    "e5m10 = = blocked(8) 9",
     "e5m10 = =:odd blocked(100) 31",
     "e5m10 = = blocked(1) 3",
-    "e5m10 = = pairwise 257",
-    "e5m10 = =:stochastic pairwise 64",
     "e5m10 = =:down pairwise 2",
-    "e5m10 = =:up pairwise 3",
     "e5m10 - =:toward_zero pairwise 1",
-    "e5m10 = =:stochastic sequential 129",
-    "e5m10 = =:stochastic blocked(64) 129",
-    "e5m10 = = sequential 1",
     "e5m10 = =:down sequential 2",
-    "float8_e4m3fn - e5m10 matrix_unit(4) 1",
     # Products that are not rounded.
     "e5m10 - e5m10 sequential 9 fused",
     "e5m10 - e5m10:up blocked(8) 31 fused",
@@ -291,30 +274,56 @@ ROWS = rows(
 )
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("row", ROWS, ids=str)
-def test_every_element_is_the_exact_sum(row: Row) -> None:
-    check(row)
+#: By default one row; else two at a time.
+IN_TWOS = [[ROWS[0]]]
+IN_TWOS += [pytest.param(ROWS[i : i + 2], marks=pytest.mark.slow) for i in range(1, len(ROWS), 2)]
 
 
-LENGTHS = (1, 2, 3, 7, 8, 9, 31, 64, 129, 257)
+@pytest.mark.parametrize("some", IN_TWOS, ids=lambda some: "+".join(map(str, some)))
+def test_every_element_is_the_exact_sum(some: list[Row]) -> None:
+    for row in some:
+        check(row)
+
+
+MODES = [*oracle.DETERMINISTIC, *oracle.STOCHASTIC]
 ORDERS = ("sequential", "blocked(8)", "blocked(64)", "pairwise", "matrix_unit(8)")
+#: Each order in five of the modes, and so each mode in two or three orders; by default one.
+IN_MODES = [("sequential", 9, ["stochastic"])]
+IN_MODES += [
+    pytest.param(order, 31, [MODES[(2 * i + 5 * j) % len(MODES)] for j in range(5)], marks=pytest.mark.slow)
+    for i, order in enumerate(ORDERS)
+]
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("mode", [*oracle.DETERMINISTIC, *oracle.STOCHASTIC])
-@pytest.mark.parametrize("order", ORDERS)
-def test_every_order_in_every_mode(order: str, mode: str) -> None:
-    first, product = ("float8_e4m3fn", None) if "unit" in order else ("e5m10", f"e5m10:{mode}")
-    check(Row(first, product, f"e5m10:{mode}", order, 31))
+@further
+@pytest.mark.parametrize(
+    ("order", "k", "modes"), IN_MODES, ids=lambda value: "" if isinstance(value, list) else str(value)
+)
+def every_order_in_every_mode(order: str, k: int, modes: list[str]) -> None:
+    for mode in modes:
+        first, product = ("float8_e4m3fn", None) if "unit" in order else ("e5m10", f"e5m10:{mode}")
+        check(Row(first, product, f"e5m10:{mode}", order, k))
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("k", LENGTHS)
-@pytest.mark.parametrize("order", ORDERS)
-def test_every_order_at_every_length(order: str, k: int) -> None:
-    first, product = ("float8_e4m3fn", None) if "unit" in order else ("e5m7", "e5m7:stochastic")
-    check(Row(first, product, "e6m9:stochastic", order, k))
+#: Lengths of one step, of whole blocks, of rests, of powers of two and beside them; the first one by default.
+AT_LENGTHS = {
+    "pairwise": (3, 1, 7, 8, 9, 31, 64, 129, 257),
+    "sequential": (1, 2, 31, 129),
+    "blocked(8)": (7, 8, 9, 31, 64, 257),
+    "blocked(64)": (31, 64, 129, 257),
+    "matrix_unit(8)": (7, 8, 9, 64, 129),
+}
+LENGTHS = [pytest.param("pairwise", AT_LENGTHS["pairwise"][:1])]
+LENGTHS += [pytest.param(order, lengths, marks=pytest.mark.slow) for order, lengths in AT_LENGTHS.items()]
+
+
+@pytest.mark.parametrize(
+    ("order", "lengths"), LENGTHS, ids=lambda value: value if isinstance(value, str) else str(len(value))
+)
+def test_every_order_at_every_length(order: str, lengths: tuple[int, ...]) -> None:
+    for k in lengths:
+        first, product = ("float8_e4m3fn", None) if "unit" in order else ("e5m7", "e5m7:stochastic")
+        check(Row(first, product, "e6m9:stochastic", order, k))
 
 
 # -- what a plan claims to know ----------------------------------------------------------------------------------------
@@ -336,8 +345,12 @@ def within(values: np.ndarray, r: Range) -> bool:
 
 
 @pytest.mark.parametrize("name", ["e5m10", "float8_e4m3fn", "e3m2", "fixed4.4"])
-@pytest.mark.parametrize("block", [1, 3, 16])
-def test_products_and_dots_lie_in_their_ranges(name: str, block: int, rng: np.random.Generator) -> None:
+def test_products_and_dots_lie_in_their_ranges(name: str, rng: np.random.Generator) -> None:
+    for block in (1, 3, 16):
+        check_ranges(name, block, rng)
+
+
+def check_ranges(name: str, block: int, rng: np.random.Generator) -> None:
     """The exact products of the ends and of random values, and their sums by the carrier in any order."""
     plan = Plan(MatmulSpec(name, None, "e8m10", f"matrix_unit({block})"), CARRIERS["float32"], 64)
     some = values(name)
@@ -352,7 +365,11 @@ def test_products_and_dots_lie_in_their_ranges(name: str, block: int, rng: np.ra
     assert within(dots, plan.dot)
 
 
-def test_products_that_the_carrier_rounds_may_be_anything() -> None:
+@further.first
+def products_that_the_carrier_rounds_may_be_anything() -> None:
     plan = Plan(MatmulSpec("e8m12"), CARRIERS["float32"], 1)
     assert plan.product == plan.dot == carrier_range(CARRIERS["float32"])
     assert Plan(MatmulSpec("e8m12", "e5m10"), CARRIERS["float32"], 1).product == Range(-24, 11, 16)
+
+
+test_further = further.test()

@@ -72,18 +72,18 @@ NOT_ALLOWED = {
 }
 
 
-@pytest.mark.parametrize("name", NOT_ALLOWED)
-def test_elsewhere_it_is_not_allowed(name: str) -> None:
+def test_elsewhere_it_is_not_allowed() -> None:
     assert adds_to_round(E5M10, SAFE, CARRIERS["float32"])
-    spec, r = NOT_ALLOWED[name]
-    assert not adds_to_round(spec, r, CARRIERS["float32"])
+    for name, (spec, r) in NOT_ALLOWED.items():
+        assert not adds_to_round(spec, r, CARRIERS["float32"]), name
 
 
 def test_it_is_allowed_with_one_bit_to_drop() -> None:
     assert adds_to_round(jc.parse("e8m22"), Range(-126, 24, 100), CARRIERS["float32"])
 
 
-@pytest.mark.parametrize(("name", "end"), [("float6_e3m2fn", 28.0), ("float8_e4m3fn", np.nan), ("e5m10", np.inf)])
-def test_beyond_the_largest_value(name: str, end: float) -> None:
-    x = np.array([1e5, -1e5], np.float32)
-    np.testing.assert_array_equal(round_by_adding(jnp.asarray(x), jc.parse(name), CARRIERS["float32"]), [end, -end])
+def test_beyond_the_largest_value() -> None:
+    x = jnp.asarray([1e5, -1e5], jnp.float32)
+    for name, end in {"float6_e3m2fn": 28.0, "float8_e4m3fn": np.nan, "e5m10": np.inf}.items():
+        found = round_by_adding(x, jc.parse(name), CARRIERS["float32"])
+        np.testing.assert_array_equal(found, [end, -end], name)

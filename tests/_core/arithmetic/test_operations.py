@@ -15,6 +15,7 @@ import oracle
 import oracle_arithmetic
 import oracle_matmul
 import pytest
+from further import Further
 from oracle import Special, Value
 
 import jchop as jc
@@ -25,6 +26,8 @@ from jchop._core.arithmetic.operations import OPERANDS, check_matmul, check_oper
 from jchop._core.arithmetic.ranges import Range, carrier_range, range_of
 from jchop._core.arithmetic.sums import cumulative, product_along, sum_along
 from jchop._core.rounding.random_bits import seed_words
+
+further = Further()
 
 MODES = (*oracle.DETERMINISTIC, *oracle.STOCHASTIC)
 FORMATS: dict[str, oracle.Set] = {
@@ -77,15 +80,13 @@ def rounded(v: Value, fmt: oracle.Set, mode: str, carrier: oracle.Carrier, word:
 # -- +, -, x, /, fma ---------------------------------------------------------------------------------------------------
 
 
-#: Quotients and fused operations take as long as the rest together; of some formats they are tested apart.
-SLOW = {(name, text) for name in ("div", "fma") for text in ("tf32", "float8_e4m3fn", "fixed8.8")}
-EACH = [
-    pytest.param(name, text, marks=[pytest.mark.slow] * ((name, text) in SLOW or (i + j) % 4))
-    for (i, name), (j, text) in itertools.product(enumerate(ORACLES), enumerate(FORMATS))
-]
+#: Operations and formats; quotients and fused operations take as long as the rest together, and have fewer ways.
+EACH = [("add", "e5m10"), *(("add", text) for text in FORMATS if text != "e5m10"), *(("mul", text) for text in FORMATS)]
+EACH += [("div", text) for text in ("e5m10", "bfloat16", "float8_e4m3fn", "fixed8.8")]
+EACH += [("fma", text) for text in ("e5m10", "bfloat16", "float8_e4m3fn", "fixed8.8")]
 
 
-@pytest.mark.in_turn(4)
+@pytest.mark.in_turn(64)
 @pytest.mark.parametrize(("name", "text"), EACH)
 def test_operations_of_values_of_the_format(name: str, text: str, rng: np.random.Generator) -> None:
     """The ranges that are taken for granted are those of the format, so the cheap ways are what is tested here."""
@@ -123,11 +124,11 @@ def whole_range(n: int, rng: np.random.Generator) -> np.ndarray:
 
 
 #: Formats with the exponents of float32, and whether operands are values of the format or any.
-FULL = [("bfloat16", True), ("bfloat16", False), ("tf32", True), ("e8m1", True), ("e8m15", False), ("binary32", False)]
+FULL = [("binary32", False), ("bfloat16", True), ("bfloat16", False), ("tf32", True), ("e8m1", True), ("e8m15", False)]
 FULL_MODES = tuple(mode for mode in MODES if mode != "stochastic_c")
 
 
-@pytest.mark.slow
+@pytest.mark.in_turn(64)
 @pytest.mark.parametrize(("text", "own"), FULL)
 def test_full_range_is_what_integers_give(text: str, own: bool, rng: np.random.Generator) -> None:
     """Over the whole range, every pair of exponents met, and next to the bounds that the cheap way has."""
@@ -184,19 +185,26 @@ def exact_root(v: Value, carrier: oracle.Carrier) -> tuple[Value, bool]:
     return Fraction(2 * whole + (not exact), 2 ** (400 + 1)), exact
 
 
-@pytest.mark.parametrize(("text", "name"), [("e5m10", "float32"), ("bfloat16", "float32"), ("fixed8.8", "float32")])
-@pytest.mark.slow
-def test_roots_in_every_mode(text: str, name: str, rng: np.random.Generator) -> None:
+#: By default some modes of fixed point.
+ROOTS = [("fixed8.8", ("nearest_even", "stochastic_b"))]
+ROOTS += [pytest.param(text, MODES, marks=pytest.mark.slow) for text in ("e5m10", "bfloat16", "fixed8.8")]
+
+
+@pytest.mark.parametrize(
+    ("text", "modes"), ROOTS, ids=lambda value: value if isinstance(value, str) else str(len(value))
+)
+def test_roots_in_every_mode(text: str, modes: tuple[str, ...], rng: np.random.Generator) -> None:
+    name = "float32"
     carrier, fmt = oracle.CARRIERS[name], FORMATS[text]
     x = np.concatenate([np.abs(members(fmt, name, COUNT, rng)), members(fmt, name, 50, rng)])
     with np.errstate(all="ignore"):
         squares = np.square(x[:100])
     x = np.concatenate([x, squares[np.isfinite(squares)]]).astype(name)
     word = drawn(len(x), carrier, rng)
-    specs = [spec_of(text, mode) for mode in MODES]
+    specs = [spec_of(text, mode) for mode in modes]
     got = jax.jit(lambda x, word: [operation("sqrt", [x], spec, word) for spec in specs])(x, word)
     exact = [exact_root(oracle.from_bits(int(b), carrier), carrier)[0] for b in x.view(carrier.words)]
-    for mode, result in zip(MODES, got, strict=True):
+    for mode, result in zip(modes, got, strict=True):
         want = np.array([rounded(v, fmt, mode, carrier, int(r)) for v, r in zip(exact, word, strict=True)], np.uint32)
         where = cases.differences(np.asarray(result), want, carrier)
         assert not len(where), (text, mode, [(x[i], np.asarray(result)[i], want.view(name)[i]) for i in where[:5]])
@@ -215,12 +223,12 @@ def test_roots_to_the_carrier_itself(name: str, rng: np.random.Generator) -> Non
         assert not len(cases.differences(got, np.sqrt(x).view(carrier.words), carrier))
 
 
-@pytest.mark.slow
 def test_a_root_of_64_bits_draws_from_all_of_them(rng: np.random.Generator) -> None:
     carrier = oracle.CARRIERS["float64"]
     x = rng.random(30) * 4
     word = rng.integers(0, 2**64, 30, dtype=np.uint64)
-    got = np.asarray(operation("sqrt", [jnp.asarray(x)], jc.parse("e9m40:stochastic"), jnp.asarray(word)))
+    run = jax.jit(lambda x, word: operation("sqrt", [x], jc.parse("e9m40:stochastic"), word))
+    got = np.asarray(run(x, word))
     exact = [exact_root(oracle.from_bits(int(b), carrier), carrier)[0] for b in x.view(np.uint64)]
     how = oracle_matmul.How(oracle.ieee(9, 40), "stochastic")
     want = [
@@ -230,8 +238,7 @@ def test_a_root_of_64_bits_draws_from_all_of_them(rng: np.random.Generator) -> N
     np.testing.assert_array_equal(got.view(np.uint64), np.array(want, np.uint64))
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ["float32", "float64"])
+@pytest.mark.parametrize("name", ["float32", pytest.param("float64", marks=pytest.mark.slow)])
 def test_every_bit_of_a_root(name: str, rng: np.random.Generator) -> None:
     """The leading bits, the word after them and whether more follow, of squares too."""
     carrier, kind = CARRIERS[name], oracle.CARRIERS[name]
@@ -252,17 +259,16 @@ def test_every_bit_of_a_root(name: str, rng: np.random.Generator) -> None:
         assert got == [*expected, bool(rest) or expected[2]], bits
 
 
-@pytest.mark.slow
 def test_a_root_corrects_a_bad_guess(monkeypatch: pytest.MonkeyPatch, rng: np.random.Generator) -> None:
     """A device's root may be off by many units in the last place."""
     x = (rng.random(2000) * 100).astype(np.float32)
     own = root._float_root
-    for miss in (-40, -3, 3, 40):
+    for miss in (-40, 3):
         monkeypatch.setattr(root, "_float_root", lambda *args, miss=miss: own(*args) + miss)
-        np.testing.assert_array_equal(operation("sqrt", [jnp.asarray(x)], jc.parse("binary32")), np.sqrt(x))
+        run = jax.jit(lambda x: operation("sqrt", [x], jc.parse("binary32")))
+        np.testing.assert_array_equal(run(x), np.sqrt(x))
 
 
-@pytest.mark.slow
 def test_a_narrow_quotient_corrects_a_bad_one() -> None:
     """The quotient of the hardware is moved by up to six units in the last place: the result stays."""
     values = jc.parse("e5m2").format.values().astype(np.float32)  # type: ignore[union-attr]
@@ -270,9 +276,9 @@ def test_a_narrow_quotient_corrects_a_bad_one() -> None:
     carrier, spec = CARRIERS["float32"], jc.parse("e5m10:odd")
     r = range_of(jc.parse("e5m2"), carrier)
     assert root.divides_narrow(spec, carrier, r, r)
-    want = operation("div", [x, y], spec, ranges=(carrier_range(carrier),) * 2)
+    want = jax.jit(lambda x, y: operation("div", [x, y], spec, ranges=(carrier_range(carrier),) * 2))(x, y)
 
-    for miss in (-6, 0, 6):
+    for miss in (-6, 6):
 
         def quotient(a: jax.Array, b: jax.Array, miss: int = miss) -> jax.Array:
             q = (a / b).view(jnp.int32)
@@ -280,11 +286,12 @@ def test_a_narrow_quotient_corrects_a_bad_one() -> None:
 
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(root, "_quotient", quotient)
-            np.testing.assert_array_equal(root.divide_narrow(x, y, spec, carrier, r, r), want)
+            divide = jax.jit(lambda x, y: root.divide_narrow(x, y, spec, carrier, r, r))
+            np.testing.assert_array_equal(divide(x, y), want)
 
 
-@pytest.mark.slow
-def test_narrow_quotients_to_nearest() -> None:
+@further
+def narrow_quotients_to_nearest() -> None:
     """A half is seen: the bits that are kept are one more than those of the format."""
     x, y = (jnp.asarray(v.ravel(), jnp.float32) for v in np.meshgrid(np.arange(8, 16), np.arange(8, 16)))
     carrier, spec = CARRIERS["float32"], jc.parse("e4m3")
@@ -294,7 +301,8 @@ def test_narrow_quotients_to_nearest() -> None:
         oracle.round_exact(oracle.ieee(4, 3), Fraction(int(a)) / int(b), "nearest_even")
         for a, b in zip(x, y, strict=True)
     ]
-    np.testing.assert_array_equal(root.divide_narrow(x, y, spec, carrier, r, r), np.array(want, np.float32))
+    found = jax.jit(lambda x, y: root.divide_narrow(x, y, spec, carrier, r, r))(x, y)
+    np.testing.assert_array_equal(found, np.array(want, np.float32))
 
 
 def test_bits_of_narrow_quotients() -> None:
@@ -311,14 +319,14 @@ def test_terms_with_few_bits_of_many() -> None:
     np.testing.assert_array_equal(add(x, x * np.float32(2.0**-13 + 2.0**-25)), [1 + 2.0**-12, -1 - 2.0**-12])
 
 
-@pytest.mark.parametrize(("name", "want"), [("fma", 7.0), ("sub", -1.0), ("div", 2 / 3), ("max", 3.0), ("min", 2.0)])
-def test_the_carriers_own_operations(name: str, want: float) -> None:
-    args = [jnp.float32(v) for v in (2.0, 3.0, 1.0)][: OPERANDS[name]]
-    assert operation(name, args, None) == np.float32(want)
+def test_the_carriers_own_operations() -> None:
+    for name, want in {"fma": 7.0, "sub": -1.0, "div": 2 / 3, "max": 3.0, "min": 2.0}.items():
+        args = [jnp.float32(v) for v in (2.0, 3.0, 1.0)][: OPERANDS[name]]
+        assert operation(name, args, None) == np.float32(want), name
 
 
-@pytest.mark.slow
-def test_odd_leaves_exact_sums() -> None:
+@further
+def odd_leaves_exact_sums() -> None:
     """To the carrier itself: exact sums stay, even ones too; others end in a one."""
     x, y = jnp.float32([2.0, 1.0, 1.0, -1.0]), jnp.float32([2.0, 2.0**-23, 2.0**-30, -(2.0**-30)])
     ranges = (carrier_range(CARRIERS["float32"]),) * 2
@@ -329,37 +337,41 @@ def test_odd_leaves_exact_sums() -> None:
 # -- the smaller ones --------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ["max", "min", "neg", "abs", "square", "sub"])
-def test_the_other_operations(name: str, rng: np.random.Generator) -> None:
+def test_the_other_operations(rng: np.random.Generator) -> None:
+    for name in ("max", "min", "neg", "abs", "square", "sub"):
+        check_other(name, rng)
+
+
+def check_other(name: str, rng: np.random.Generator) -> None:
     fmt, carrier = FORMATS["bfloat16"], oracle.CARRIERS["float32"]
     args = [members(fmt, "float32", COUNT, rng) for _ in range(OPERANDS[name])]
-    got = np.asarray(operation(name, [jnp.asarray(a) for a in args], jc.parse("bfloat16")))
+    got = np.asarray(jax.jit(lambda args: operation(name, args, jc.parse("bfloat16")))(args))
     if name in ("square", "sub"):
         second = args[0] if name == "square" else -args[1]
         exact = oracle_arithmetic.exact_results({"square": "multiply", "sub": "add"}[name], [args[0], second], carrier,
                                                 False)  # fmt: skip
         want = np.array([rounded(v, fmt, "nearest_even", carrier, 0) for v in exact], np.uint32)
-        assert not len(cases.differences(got, want, carrier))
+        assert not len(cases.differences(got, want, carrier)), name
         return
     plain = {"max": np.maximum, "min": np.minimum, "neg": np.negative, "abs": np.abs}[name]
-    assert not np.any((got != plain(*args)) & ~(np.isnan(got) & np.isnan(plain(*args))))
+    assert not np.any((got != plain(*args)) & ~(np.isnan(got) & np.isnan(plain(*args)))), name
 
 
-@pytest.mark.slow
 def test_signs_of_formats_that_are_not_symmetric() -> None:
     """Two's complement has no 128, float8_e4m3fnuz no -0, and unsigned numbers no negative ones."""
-    least = jnp.array([-128.0, 5.0, 0.0])
-    assert operation("abs", [least], jc.parse("integer8")).tolist() == [127, 5, 0]
-    assert operation("neg", [least], jc.parse("integer8")).tolist() == [127, -5, 0]
-    zeros = operation("neg", [jnp.array([0.0, 1.0])], jc.parse("float8_e4m3fnuz"))
-    assert zeros.tolist() == [0, -1] and not np.signbit(zeros[0])
-    assert operation("neg", [jnp.array([3.0])], jc.parse("uinteger8")).tolist() == [0]
-    assert np.signbit(operation("neg", [jnp.array(0.0)], jc.parse("bfloat16")))
+    rows = [("abs", "integer8", [-128.0, 5, 0], [127, 5, 0]), ("neg", "integer8", [-128.0, 5, 0], [127, -5, 0]),
+            ("neg", "float8_e4m3fnuz", [0.0, 1], [0, -1]), ("neg", "uinteger8", [3.0], [0]),
+            ("neg", "bfloat16", [0.0], [-0.0])]  # fmt: skip
+    run = jax.jit(lambda args: [operation(row[0], [x], jc.parse(row[1])) for row, x in zip(rows, args, strict=True)])
+    found = run([jnp.array(row[2], jnp.float32) for row in rows])
+    for (name, text, _, want), got in zip(rows, found, strict=True):
+        np.testing.assert_array_equal(got, want, f"{name} {text}")
+        zeros = np.asarray(want) == 0
+        assert (np.signbit(got)[zeros] == np.signbit(want)[zeros]).all(), (name, text)
 
 
-@pytest.mark.slow
-def test_a_quotient_beyond_the_carriers_range_is_no_infinity() -> None:
+@further
+def a_quotient_beyond_the_carriers_range_is_no_infinity() -> None:
     """Where overflow becomes the largest value, but infinities stay."""
     largest = np.finfo(np.float32).max
     x, y = jnp.array([largest, np.inf, largest], jnp.float32), jnp.array([1 - 2.0**-24, 1, 1], jnp.float32)
@@ -369,7 +381,6 @@ def test_a_quotient_beyond_the_carriers_range_is_no_infinity() -> None:
 
 
 @pytest.mark.smoke
-@pytest.mark.slow
 def test_operands_broadcast_and_16_bit_ones_stay_so() -> None:
     x = jnp.arange(6, dtype=jnp.float16).reshape(2, 3)
     got = operation("mul", [x, jnp.asarray(1.25, jnp.float16)], jc.parse("e5m2:up"))
@@ -378,17 +389,16 @@ def test_operands_broadcast_and_16_bit_ones_stay_so() -> None:
     assert operation("add", [x, x], None).tolist() == (2 * x).tolist()
 
 
-@pytest.mark.parametrize(
-    ("text", "dtype", "message"),
-    [
+@further.first
+def a_narrow_carrier_is_refused() -> None:
+    rows = (
         ("binary32:up", "float32", "float64"),
         ("bfloat16", "float16", "float32"),
         ("codebook(0,1)", "float32", "codebook"),
-    ],
-)
-def test_a_narrow_carrier_is_refused(text: str, dtype: str, message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        check_operation(jc.parse(text), jnp.dtype(dtype))
+    )
+    for text, dtype, message in rows:
+        with pytest.raises(ValueError, match=message):
+            check_operation(jc.parse(text), jnp.dtype(dtype))
 
 
 def test_operands_that_the_carrier_cannot_hold() -> None:
@@ -397,10 +407,10 @@ def test_operands_that_the_carrier_cannot_hold() -> None:
         check_matmul(jc.MatmulSpec("e9m22", "binary32", "binary32"), jnp.float32)
 
 
-@pytest.mark.parametrize("name", ["div", "sqrt"])
-def test_wrapping_is_refused_where_there_is_no_last_bit(name: str) -> None:
-    with pytest.raises(ValueError, match="wrap"):
-        operation(name, [jnp.ones(3)] * OPERANDS[name], jc.parse("integer8:wrap"))
+def test_wrapping_is_refused_where_there_is_no_last_bit() -> None:
+    for name in ("div", "sqrt"):
+        with pytest.raises(ValueError, match="wrap"):
+            operation(name, [jnp.ones(3)] * OPERANDS[name], jc.parse("integer8:wrap"))
 
 
 # -- random words ------------------------------------------------------------------------------------------------------
@@ -424,32 +434,43 @@ def test_every_turn_of_every_loop_has_its_own_seeds() -> None:
 # -- sums --------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.slow
-def test_a_hundred_ones() -> None:
-    x = jnp.ones((2, 100), jnp.float32)
-    for order, want in (("sequential", 8), ("pairwise", 96), ("blocked(10)", 64)):
-        assert sum_along(x, 1, jc.MatmulSpec(accumulate="e5m2", order=order)).tolist() == [want] * 2
+@pytest.mark.in_turn(64)
+@pytest.mark.parametrize(("order", "want"), [("pairwise", 96), ("sequential", 8), ("blocked(10)", 64)])
+def test_a_hundred_ones(order: str, want: int) -> None:
+    run = jax.jit(lambda x: sum_along(x, 1, jc.MatmulSpec(accumulate="e5m2", order=order)))
+    assert run(jnp.ones((2, 100), jnp.float32)).tolist() == [want] * 2
 
 
-@pytest.mark.slow
-def test_sums_follow_the_orders_of_products(rng: np.random.Generator) -> None:
-    """Over two axes, in C order, kept or not; of 16-bit values too."""
+@further
+@pytest.mark.in_turn(64)
+@pytest.mark.parametrize("order", ["blocked(4)", "pairwise"])
+def sums_follow_the_orders_of_products(order: str, rng: np.random.Generator) -> None:
+    """Over two axes, in C order, kept or not."""
     x = members(FORMATS["e5m2"], "float32", 60, rng)
     x = np.where(np.isfinite(x), np.clip(x, -64, 64), 1).reshape(3, 4, 5).astype(np.float32)
-    for order in ("sequential", "pairwise", "blocked(4)"):
-        spec = jc.MatmulSpec(accumulate="e5m2:up", order=order)
-        got = sum_along(jnp.asarray(x), (2, 0), spec, keepdims=True, known=jc.parse("e5m2"))
-        rows = np.transpose(x, (1, 0, 2)).reshape(4, 15)
-        want = jc.math.matmul(rows, np.ones(15, np.float32), spec)
-        np.testing.assert_array_equal(got, want.reshape(1, 4, 1))
-    half = sum_along(jnp.asarray(x, jnp.bfloat16), (0, 1, 2), jc.MatmulSpec(accumulate="e5m2"))
+    spec = jc.MatmulSpec(accumulate="e5m2:up", order=order)
+    rows = np.transpose(x, (1, 0, 2)).reshape(4, 15)
+
+    @jax.jit
+    def both(x: jax.Array, rows: jax.Array) -> tuple[jax.Array, jax.Array]:
+        kept = sum_along(x, (2, 0), spec, keepdims=True, known=jc.parse("e5m2"))
+        return kept, jc.math.matmul(rows, jnp.ones(15, jnp.float32), spec)
+
+    got, want = both(x, rows)
+    np.testing.assert_array_equal(got, want.reshape(1, 4, 1))
+
+
+def test_sums_of_all_of_16_bit_numbers_and_of_nothing() -> None:
+    spec = jc.MatmulSpec(accumulate="e5m2")
+    half = jax.eval_shape(lambda x: sum_along(x, (0, 1, 2), spec), jax.ShapeDtypeStruct((3, 4, 5), jnp.bfloat16))
     assert half.dtype == jnp.bfloat16 and half.shape == ()
-    assert float(sum_along(jnp.zeros((0,), jnp.float32), 0, jc.MatmulSpec(accumulate="e5m2"))) == 0
+    assert float(jax.jit(lambda x: sum_along(x, 0, spec))(jnp.zeros((0,), jnp.float32))) == 0
 
 
-@pytest.mark.in_turn(24)
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("kind", ["sum", "prod"])
+@pytest.mark.in_turn(64)
+@pytest.mark.parametrize(
+    ("kind", "mode"), [("sum", "stochastic"), *zip(itertools.cycle(["prod", "sum"]), MODES, strict=False)]
+)
 def test_running_sums_and_products(kind: str, mode: str, rng: np.random.Generator) -> None:
     carrier, fmt = oracle.CARRIERS["float32"], FORMATS["e5m2"]
     x = rng.choice([0.5, 0.625, 1.0, 1.25, 1.75, -1.5, 3.0], (2, 9)).astype(np.float32)
@@ -475,3 +496,6 @@ def test_running_sums_and_products(kind: str, mode: str, rng: np.random.Generato
 
 def test_the_table_says_how_many_operands() -> None:
     assert set(OPERANDS) == set(operations._EXACT) == set(operations._PLAIN)
+
+
+test_further = further.test()

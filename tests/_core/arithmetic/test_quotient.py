@@ -9,9 +9,12 @@ import jax.numpy as jnp
 import numpy as np
 import oracle
 import pytest
+from further import Further
 
 from jchop._bits import CARRIERS, low_mask
 from jchop._core.arithmetic import quotient
+
+further = Further()
 
 COUNT = 300
 
@@ -39,8 +42,7 @@ def value(bits: int, name: str) -> Fraction:
     return found
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ["float32", "float64"])
+@pytest.mark.parametrize("name", ["float32", pytest.param("float64", marks=pytest.mark.slow)])
 def test_quotients_are_exact(name: str, rng: np.random.Generator) -> None:
     """The leading bits, the word after them and whether more follow; and the same rounded to odd."""
     carrier, width = CARRIERS[name], CARRIERS[name].work_width
@@ -93,9 +95,10 @@ def test_what_is_not_plain_stays() -> None:
     assert magnitude.tolist() == bits.tolist() and not rest
 
 
+@further.first
 @pytest.mark.in_turn(4)
 @pytest.mark.parametrize(("name", "bits"), [("float32", 3), ("float64", 64), ("float32", 64), ("float64", 3)])
-def test_divisors_that_are_products(name: str, bits: int, rng: np.random.Generator) -> None:
+def divisors_that_are_products(name: str, bits: int, rng: np.random.Generator) -> None:
     """Integers of 3 bits times powers of two times numbers of a carrier, as a significand and an exponent."""
     carrier = CARRIERS[name]
     wide = quotient.divisor_bits(carrier)
@@ -115,8 +118,8 @@ def test_divisors_that_are_products(name: str, bits: int, rng: np.random.Generat
         assert n * Fraction(2) ** (f - carrier.bias - wide + 1) == exact
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(("name", "count"), [("float32", 3), ("float32", 127), ("float64", 7), ("float64", 1023)])
+@pytest.mark.in_turn(64)
+@pytest.mark.parametrize(("name", "count"), [("float32", 3), ("float32", 127), ("float64", 1023)])
 def test_quotients_by_constants_are_exact(name: str, count: int, rng: np.random.Generator) -> None:
     carrier = CARRIERS[name]
     assert quotient.is_short(count, carrier) and not quotient.is_short(count << 10 | 1, carrier)
@@ -139,3 +142,6 @@ def test_quotients_by_constants_are_exact(name: str, count: int, rng: np.random.
             low, nu = oracle.neighbours(oracle.ieee(*oracle_parts(name)), exact)
             up = 2 * nu > 1 or (2 * nu == 1 and low & 1)
             assert got == [low + bool(up), low | (nu > 0)], (a, exponent)
+
+
+test_further = further.test()

@@ -12,7 +12,8 @@ import oracle
 import oracle_elementary as exact
 import oracle_math
 import pytest
-from elementary_table import FORMATS, NAMES, arguments, bits, words, wrong
+from elementary_table import NAMES, arguments, bits, words, wrong
+from further import Further
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 from oracle_matmul import How, rounded
@@ -21,32 +22,36 @@ import jchop as jc
 from jchop._core.elementary.functions_of_two import FUNCTIONS_OF_TWO
 from jchop._core.elementary.rounded import FUNCTIONS, elementary
 
+further = Further()
+
 EVERY = 61  # of how many arguments the default run takes one
 NONE_WRONG = dict.fromkeys(exact.MODES, 0)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("text", FORMATS)
-@pytest.mark.parametrize("name", FUNCTIONS)
-def test_every_result_is_the_true_one_rounded_once(name: str, text: str) -> None:
-    assert wrong(name, text) == NONE_WRONG
+#: Every function in both 16-bit formats, and some in one of 8 bits, whose numbers they have too; by default a part.
+EVERY_CASE = [("exp", ("bfloat16",), EVERY)]
+EVERY_CASE += [
+    pytest.param(name, ("bfloat16", "binary16", *["float8_e5m2"] * (i % 9 == 0)), 1, marks=pytest.mark.slow)
+    for i, name in enumerate(FUNCTIONS)
+]
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", FUNCTIONS)
-def test_some_results_are_the_true_ones_rounded_once(name: str) -> None:
-    assert wrong(name, "bfloat16", EVERY) == NONE_WRONG
+@further
+@pytest.mark.parametrize(("name", "texts", "step"), EVERY_CASE)
+def every_result_is_the_true_one_rounded_once(name: str, texts: tuple[str, ...], step: int) -> None:
+    for text in texts:
+        assert wrong(name, text, step) == NONE_WRONG, text
 
 
-@pytest.mark.parametrize("name", [*FUNCTIONS, *FUNCTIONS_OF_TWO])
-def test_explicit_sharding(name: str) -> None:
+def test_explicit_sharding() -> None:
     """Tables are read at indexes that are sharded."""
     mesh = jax.make_mesh((1,), ("rows",), axis_types=(AxisType.Explicit,))
-    spec, operands = jc.Spec("bfloat16"), 2 if name in FUNCTIONS_OF_TWO else 1
     with jax.set_mesh(mesh):
         x = jax.device_put(np.ones((4, 3), np.float32), NamedSharding(mesh, P("rows", None)))
-        out = jax.eval_shape(partial(elementary, name=name, spec=spec), *[x] * operands)
-    assert out.shape == (4, 3) and jax.typeof(out).sharding.spec == P("rows", None)
+        for name in (*FUNCTIONS, *FUNCTIONS_OF_TWO):
+            operands = [x] * (2 if name in FUNCTIONS_OF_TWO else 1)
+            out = jax.eval_shape(partial(elementary, name=name, spec=jc.Spec("bfloat16")), *operands)
+            assert out.shape == (4, 3) and jax.typeof(out).sharding.spec == P("rows", None), name
 
 
 def test_the_oracle_rounds_as_the_oracle_of_all_formats_does() -> None:
@@ -63,7 +68,8 @@ def test_the_oracle_rounds_as_the_oracle_of_all_formats_does() -> None:
         np.testing.assert_array_equal(bits(got), bits(oracle_math.array(want)), mode)
 
 
-def test_the_exact_values_are_near_those_of_numpy() -> None:
+@further.first
+def the_exact_values_are_near_those_of_numpy() -> None:
     """The integers' formulas, which decide only where float64 cannot, at arguments where it can."""
     for name in exact.EXACT:
         for x in (0.375, 0.8125, 1.0, 1.75, 5.5):
@@ -75,14 +81,14 @@ def test_the_exact_values_are_near_those_of_numpy() -> None:
 
 # -- other formats, and other dtypes -----------------------------------------------------------------------------------
 
-#: Functions with results of every size.
-SOME = ("exp", "log", "sin", "tanh", "erfc")
 
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", SOME)
-@pytest.mark.parametrize("sizes", [(4, 11), (6, 9), (2, 13), (8, 10), (8, 15)])
-def test_formats_of_other_sizes(name: str, sizes: tuple[int, int]) -> None:
+@pytest.mark.in_turn(64)
+@pytest.mark.parametrize(
+    ("sizes", "name"),
+    [((8, 15), "log"), ((4, 11), "exp"), ((4, 11), "sin"), ((6, 9), "log"), ((2, 13), "sin"),
+     ((2, 13), "erfc"), ((8, 10), "tanh"), ((8, 10), "exp")],
+)  # fmt: skip
+def test_formats_of_other_sizes(sizes: tuple[int, int], name: str) -> None:
     """Of 16 bits and, to nearest, of more."""
     rng = np.random.default_rng(sum(sizes))
     some = np.ldexp(rng.uniform(-2, 2, 4000), rng.integers(-12, 7, 4000)).astype(np.float32)
@@ -98,7 +104,6 @@ def test_formats_of_other_sizes(name: str, sizes: tuple[int, int]) -> None:
         np.testing.assert_array_equal(bits(got), bits(row(y).astype(np.float32)), f"{text} {mode}")
 
 
-@pytest.mark.slow
 def test_fixed_point_and_codebooks() -> None:
     x = np.linspace(-4, 4, 65, dtype=np.float32)
     exp = np.exp(x.astype(float))
@@ -108,9 +113,9 @@ def test_fixed_point_and_codebooks() -> None:
     assert set(nearest) <= {0.0, 0.25, 0.5, 1.0}
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ["exp2", "arcsin", "log"])
-def test_float64_data_is_rounded_alike(name: str) -> None:
+@further
+@pytest.mark.parametrize("name", ["exp2", *(pytest.param(name, marks=pytest.mark.slow) for name in ("arcsin", "log"))])
+def float64_data_is_rounded_alike(name: str) -> None:
     """Subnormal numbers of float32 too, which a conversion would lose."""
     x = arguments("bfloat16")[::131]
     key = jax.random.key(3)
@@ -125,8 +130,8 @@ def test_float64_data_is_rounded_alike(name: str) -> None:
             assert held.all()
 
 
-@pytest.mark.slow
-def test_ends_of_the_range_do_not_vanish() -> None:
+@further
+def ends_of_the_range_do_not_vanish() -> None:
     assert jc.math.exp2(np.float32(-126), "bfloat16") == 2.0**-126
     assert jc.math.exp2(np.float32(-133), "bfloat16") == 2.0**-133
     assert jc.math.arcsin(np.float32(2.0**-126), "bfloat16") == 2.0**-126
@@ -134,19 +139,17 @@ def test_ends_of_the_range_do_not_vanish() -> None:
     assert jc.math.log(np.float32(2.0**-133), "bfloat16") == -92.0
 
 
-@pytest.mark.parametrize("mode", ["up", "down"])
-@pytest.mark.slow
-def test_emulate_and_the_functions_have_the_same_bits(mode: str) -> None:
+@pytest.mark.parametrize(("name", "mode"), [("logistic", "up"), pytest.param("expm1", "down", marks=pytest.mark.slow)])
+def test_emulate_and_the_functions_have_the_same_bits(name: str, mode: str) -> None:
     x = jnp.asarray(arguments("bfloat16")[::97])
-    spec = jc.parse(f"bfloat16:{mode}")
-    for name, fun in (("logistic", jax.nn.sigmoid), ("expm1", jnp.expm1)):
-        want = elementary(x, name=name, spec=spec)
-        np.testing.assert_array_equal(bits(np.asarray(jc.emulate(fun, spec)(x))), bits(np.asarray(want)))
-    slope = jax.grad(lambda x: jc.emulate(jnp.tanh, f"bfloat16:{mode}")(x))(jnp.float32(0.5))
-    np.testing.assert_allclose(slope, 1 - np.tanh(0.5) ** 2, rtol=1e-6)
+    spec, fun = jc.parse(f"bfloat16:{mode}"), {"logistic": jax.nn.sigmoid, "expm1": jnp.expm1}[name]
+    want = jax.jit(partial(elementary, name=name, spec=spec))(x)
+    np.testing.assert_array_equal(bits(np.asarray(jax.jit(jc.emulate(fun, spec))(x))), bits(np.asarray(want)))
+    if mode == "down":
+        slope = jax.grad(lambda x: jc.emulate(jnp.tanh, f"bfloat16:{mode}")(x))(jnp.float32(0.5))
+        np.testing.assert_allclose(slope, 1 - np.tanh(0.5) ** 2, rtol=1e-6)
 
 
-@pytest.mark.slow
 def test_one_function_for_each_shape() -> None:
     def many(x: jax.Array) -> jax.Array:
         for _ in range(4):
@@ -157,3 +160,6 @@ def test_one_function_for_each_shape() -> None:
         return len(jax.jit(fun).lower(jnp.ones(5)).as_text().splitlines())  # type: ignore[arg-type]
 
     assert lines(many) < 1.5 * lines(lambda x: jc.math.tanh(x, "bfloat16"))
+
+
+test_further = further.test()

@@ -7,11 +7,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from further import Further
 
 import jchop as jc
 from jchop._bits import CARRIERS
 from jchop._core.rounding.codes import decode_elements, encode_elements, extended, pack, unpack
 from jchop._core.rounding.grid import holds
+
+further = Further()
 
 #: Formats of at most 16 bits, of every kind, subnormal in the carrier or not.
 TEXTS = [
@@ -28,9 +31,11 @@ def of_carrier(name: str) -> dict[str, jc.formats.ElementFormat]:
     return {t: f for t, f in FORMATS.items() if holds(jc.Spec(f, overflow="saturate"), CARRIERS[name])}
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ["float32", "float64", "float16", "bfloat16"])
-def test_codes_are_those_of_the_formats(name):
+@further
+@pytest.mark.parametrize(
+    "name", ["bfloat16", *(pytest.param(name, marks=pytest.mark.slow) for name in ("float16", "float32", "float64"))]
+)
+def codes_are_those_of_the_formats(name):
     """Every code decodes, unused ones to NaN, and every value, NaN included, encodes; one compiled function for all."""
     carrier, formats = CARRIERS[name], of_carrier(name)
     assert len(formats) > 40
@@ -55,8 +60,8 @@ def test_codes_are_those_of_the_formats(name):
             assert set(encoded[~used].tolist()) == set(fmt.encode([np.nan]).tolist()), f"{text} in {name}"
 
 
-@pytest.mark.slow
-def test_wide_formats():
+@further
+def wide_formats():
     """A float32 number is its own code; narrower scales of float64 arithmetic have float32's."""
     x = np.array([0.0, -0.0, 1.0, -2.5, 3e38, 1e-45, 1e-38, np.inf, -np.inf], np.float32)
     codes = encode_elements(jnp.asarray(x), jc.binary32, CARRIERS["float32"])
@@ -84,20 +89,25 @@ def test_extended_bits_have_a_leading_bit(name):
     np.testing.assert_array_equal(bits, expected)
 
 
-@pytest.mark.parametrize("bits", list(range(1, 9)))
-@pytest.mark.slow
-def test_packing_is_a_little_endian_bit_stream(bits, rng):
-    for count in (0, 1, 3, 8, 31, 64):
-        codes = rng.integers(0, 1 << bits, (2, 3, count)).astype(np.uint8)
-        packed = np.asarray(pack(jnp.asarray(codes), bits))
+@further.first
+def packing_is_a_little_endian_bit_stream(rng):
+    sizes = [*((bits, 31) for bits in range(1, 9)), (3, 0), (5, 1), (2, 3), (7, 8), (6, 64)]
+    given = [rng.integers(0, 1 << bits, (2, 3, count)).astype(np.uint8) for bits, count in sizes]
+
+    @jax.jit
+    def both(given):
+        packed = [pack(codes, bits) for codes, (bits, _) in zip(given, sizes, strict=True)]
+        return packed, [unpack(codes, *size) for codes, size in zip(packed, sizes, strict=True)]
+
+    for codes, (bits, count), packed, back in zip(given, sizes, *jax.device_get(both(given)), strict=True):
         assert packed.shape == (2, 3, -(-count * bits // 8)) and packed.dtype == np.uint8
         for row, stored in zip(codes.reshape(6, count), packed.reshape(6, -1), strict=True):
             stream = sum(int(code) << bits * i for i, code in enumerate(row))
-            assert stored.tobytes() == stream.to_bytes(len(stored), "little")
-        np.testing.assert_array_equal(unpack(jnp.asarray(packed), bits, count), codes)
+            assert stored.tobytes() == stream.to_bytes(len(stored), "little"), (bits, count)
+        np.testing.assert_array_equal(back, codes, f"{bits} bits, {count} codes")
 
 
-@pytest.mark.in_turn(2)
+@pytest.mark.in_turn(64)
 @pytest.mark.parametrize("name", ["float32", "float64"])
 def test_fewer_operations_give_the_same_values(name):
     carrier, formats = CARRIERS[name], {text: fmt for text, fmt in of_carrier(name).items() if fmt.bits <= 8}
@@ -115,3 +125,6 @@ def test_fewer_operations_give_the_same_values(name):
         short, long = jax.device_get(both(codes))
     for text, values in short.items():
         cases.assert_bits(values, values, cases.bits(long[text]), f"{text} in {name}")
+
+
+test_further = further.test()

@@ -33,9 +33,9 @@ HELD = {
 }
 
 
-@pytest.mark.parametrize("text", HELD)
-def test_carriers_that_hold_every_result(text: str) -> None:
-    assert [name for name, carrier in CARRIERS.items() if holds(jc.parse(text), carrier)] == HELD[text]
+def test_carriers_that_hold_every_result() -> None:
+    for text, names in HELD.items():
+        assert [name for name, carrier in CARRIERS.items() if holds(jc.parse(text), carrier)] == names, text
 
 
 @pytest.mark.parametrize(("mode", "want"), [("nearest_even", [8, 10, 10, 12]), ("odd", [9, 9, 11, 11])])

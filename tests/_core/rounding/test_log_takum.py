@@ -62,14 +62,12 @@ def test_every_value_and_every_point_between(n: int) -> None:
     check_codes(n, list(range(1, 1 << n - 1)))
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("n", [pytest.param(17, marks=pytest.mark.slow), pytest.param(25, marks=pytest.mark.slow), 32])
+@pytest.mark.parametrize("n", [32, *(pytest.param(n, marks=pytest.mark.slow) for n in (17, 25))])
 def test_wide_strings(n: int) -> None:
     edges = [1, 2, 3, (1 << n - 2) - 1, 1 << n - 2, (1 << n - 2) + 1, (1 << n - 1) - 2, (1 << n - 1) - 1]
     check_codes(n, [*edges, *np.random.default_rng(n).integers(4, (1 << n - 1) - 4, 30).tolist()], NEAREST[:1])
 
 
-@pytest.mark.slow
 def test_computed_powers_are_those_of_the_tables() -> None:
     with types_for("float64"):
         codes = np.arange(1, 1 << 11)
@@ -79,8 +77,7 @@ def test_computed_powers_are_those_of_the_tables() -> None:
     np.testing.assert_array_equal(np.asarray(firsts).view(np.float64), log_takum_firsts(12))
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("n", [11, 16])
+@pytest.mark.parametrize("n", [11, pytest.param(16, marks=pytest.mark.slow)])
 def test_values_of_longer_strings(n: int) -> None:
     edges = [1, 2, 3, (1 << n - 2) - 1, 1 << n - 2, (1 << n - 2) + 1, (1 << n - 1) - 2, (1 << n - 1) - 1]
     check_codes(n, [*edges, *np.random.default_rng(0).integers(4, (1 << n - 1) - 4, 300).tolist()])

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import time
 from fractions import Fraction
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import oracle
-import pytest
 
 import jchop as jc
 from jchop._bits import CARRIERS
@@ -52,10 +50,7 @@ def test_quotients_of_differences_are_exact(rng: np.random.Generator) -> None:
         assert got == [low, int(rest), more > 0, nu > 0], (a, b, c)
 
 
-@pytest.mark.slow
-def test_a_fit_compiles_in_seconds() -> None:
-    """As one loop it takes the compiler of JAX 0.12 for CPUs a minute of processor time."""
+def test_a_fit_has_stages() -> None:
+    """As one loop the compiler of JAX 0.12 takes a minute for it. The ends and steps of a quotient are apart."""
     lowered = jax.jit(lambda x: jc.fit_scale(x, "uint8(group=4,zero_point=float)")).lower(jnp.zeros((64, 4)))
-    start = time.process_time()
-    lowered.compile()
-    assert time.process_time() - start < 20
+    assert lowered.as_text().count("optimization_barrier") >= 6

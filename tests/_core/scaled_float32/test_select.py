@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 import oracle
 import pytest
+from further import Further
 from jax import lax
 
 import jchop as jc
@@ -24,6 +25,8 @@ from jchop._core.scaled.scales import SAFE_EXPONENT, Plan, Scales, all_in_safe_r
 from jchop._core.scaled_float32 import codebooks, floats, integers, select, thresholds
 from jchop.formats import ElementFormat, ScaledFormat
 from jchop.spec import Spec
+
+further = Further()
 
 ROWS, ROW = 300, 64
 SPECIAL = np.array([np.nan, -np.nan, np.inf, -np.inf, 0.0, -0.0, 1e-45, -1e-45, 3.4e38, -3.4e38], np.float32)
@@ -118,17 +121,17 @@ def check_zero_points(bits: int, modes: tuple[str, ...], rows: int, seed: int) -
             assert_same(fast, exact, x, s, f"{element} {mode} {moderate=}")
 
 
-@pytest.mark.slow
-def test_zero_points() -> None:
-    check_zero_points(8, ("nearest_even", "odd", "stochastic"), ROWS, 1)
+ALL_MODES = ("nearest_even", "nearest_away", "nearest_zero", "up", "down", "toward_zero", "odd")
+ALL_MODES += ("stochastic", "stochastic_b", "stochastic_equal")
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("bits", [1, 4, 8])
-def test_zero_points_in_every_mode(bits: int) -> None:
-    modes = ("nearest_even", "nearest_away", "nearest_zero", "up", "down", "toward_zero", "odd")
-    modes += ("stochastic", "stochastic_b", "stochastic_equal")
-    check_zero_points(bits, modes, 20_000, bits)
+@pytest.mark.parametrize(
+    ("bits", "modes", "rows"),
+    [(8, ("odd",), ROWS), *(pytest.param(n, ALL_MODES, 20_000, marks=pytest.mark.slow) for n in (1, 4, 8))],
+    ids=lambda value: str(len(value)) if isinstance(value, tuple) else str(value),
+)
+def test_zero_points(bits: int, modes: tuple[str, ...], rows: int) -> None:
+    check_zero_points(bits, modes, rows, bits)
 
 
 def check(plan: Plan, points: np.ndarray, rows: int, seed: int, tensor: float | None = None) -> None:
@@ -196,7 +199,6 @@ UNIFORM = [
 ]
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("case", [UNIFORM[0], pytest.param(UNIFORM[1:], marks=pytest.mark.slow)], ids=["some", "all"])
 def test_uniform(case: Any) -> None:
     for i, (element, mode, scale, carrier) in enumerate([case] if isinstance(case, tuple) else case):
@@ -261,15 +263,14 @@ MINIFLOATS: list[tuple[ScaledFormat, str, float | None]] = [
 
 
 @pytest.mark.parametrize(
-    "cases", [MINIFLOATS[:2], pytest.param(MINIFLOATS[2:], marks=pytest.mark.slow)], ids=["some", "all"]
+    "cases", [MINIFLOATS[:1], pytest.param(MINIFLOATS[1:], marks=pytest.mark.slow)], ids=["some", "all"]
 )
-@pytest.mark.slow
 def test_minifloats(cases: list[tuple[ScaledFormat, str, float | None]]) -> None:
     for i, (fmt, carrier, tensor) in enumerate(cases):
         plan = make_plan(Spec(fmt), CARRIERS[carrier])
         assert floats.applies(plan)
         assert floats.multiplies(plan) or carrier != "float32"
-        check(plan, halves(fmt.element), ROWS if len(cases) == 2 else 10_000, i, tensor)
+        check(plan, halves(fmt.element), ROWS if len(cases) == 1 else 10_000, i, tensor)
 
 
 def test_products_of_as_many_bits_as_the_carrier_has() -> None:
@@ -288,24 +289,23 @@ def check_levels(fmt: jc.CodebookFormat, mode: str, rows: int, carrier: str = "f
     check(plan, halves(fmt), rows, rows)
 
 
-@pytest.mark.slow
-def test_levels() -> None:
+LEVEL_MODES = ("nearest_even", "nearest_away", "nearest_zero", "up", "down", "toward_zero", "odd")
+
+
+@pytest.mark.parametrize(
+    ("mode", "rows"),
+    [("nearest_even", ROWS), *(pytest.param(mode, 10_000, marks=pytest.mark.slow) for mode in LEVEL_MODES)],
+)
+def test_levels(mode: str, rows: int) -> None:
     nf4 = jc.nf4.element
     assert isinstance(nf4, jc.CodebookFormat)
-    check_levels(nf4, "nearest_even", ROWS)
+    check_levels(nf4, mode, rows)
+    if rows > ROWS:
+        check_levels(jc.CodebookFormat((-1, -0.5, 0, 0.25, 0.75)), mode, 2_000, "bfloat16")
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("mode", ["nearest_away", "nearest_zero", "up", "down", "toward_zero", "odd"])
-def test_levels_in_every_mode(mode: str) -> None:
-    nf4 = jc.nf4.element
-    assert isinstance(nf4, jc.CodebookFormat)
-    check_levels(nf4, mode, 10_000)
-    check_levels(jc.CodebookFormat((-1, -0.5, 0, 0.25, 0.75)), mode, 2_000, "bfloat16")
-
-
-@pytest.mark.slow
-def test_the_largest_number_reaches_thresholds_beyond_it() -> None:
+@further
+def the_largest_number_reaches_thresholds_beyond_it() -> None:
     """The largest scale times a threshold below -1 overflows: the largest negative number is above it, -inf below."""
     fmt, most = jc.CodebookFormat((-8, -6, -3, 0, 1)), np.finfo(np.float32).max
     plan = plan_of(fmt, "nearest_even")
@@ -340,12 +340,16 @@ def check_many_levels(fmt: jc.CodebookFormat, mode: str, rows: int, scale: Any =
     check(plan, halves(fmt), rows, rows)
 
 
-@pytest.mark.slow
-def test_many_levels() -> None:
-    check_many_levels(element_of(jc.dynamic8), "nearest_even", 1600)
+@pytest.mark.parametrize(
+    ("mode", "rows"),
+    [("nearest_even", 300), *(pytest.param(mode, 3_000, marks=pytest.mark.slow) for mode in LEVEL_MODES[1:-1])],
+)
+def test_many_levels(mode: str, rows: int) -> None:
+    for fmt in (element_of(jc.dynamic8), EVEN)[: 1 if rows == 300 else 2]:
+        check_many_levels(fmt, mode, rows)
 
 
-@pytest.mark.slow
+@pytest.mark.in_turn(64)
 @pytest.mark.parametrize("name", ["dynamic8", "udynamic8", "udynamic8nz"])
 def test_many_levels_beside_rationals(name: str) -> None:
     """Not beside the exact way of this package but beside an oracle that knows nothing of it."""
@@ -374,25 +378,34 @@ def test_many_levels_beside_rationals(name: str) -> None:
     assert cases.bits(numbers).ravel().tolist() == [oracle.to_bits(v, carrier) for v in rounded]
 
 
-@pytest.mark.slow
-def test_many_levels_and_many_numbers() -> None:
-    check_many_levels(element_of(jc.dynamic8), "nearest_even", 30_000)
-    check_many_levels(element_of(jc.udynamic8), "nearest_even", 30_000)
-    for scale in (POWER, jc.bfloat16):
-        check_many_levels(EVEN, "nearest_even", 3_000, scale)
-    check_many_levels(POSITIVE, "nearest_even", 3_000)
+@pytest.mark.parametrize(
+    ("fmt", "scale", "rows"),
+    [
+        (POSITIVE, jc.binary32, 300),
+        *(
+            pytest.param(fmt, scale, rows, marks=pytest.mark.slow)
+            for fmt, scale, rows in (
+                (element_of(jc.dynamic8), jc.binary32, 30_000),
+                (element_of(jc.udynamic8), jc.binary32, 30_000),
+                (EVEN, POWER, 3_000),
+                (EVEN, jc.bfloat16, 3_000),
+                (POSITIVE, jc.binary32, 3_000),
+            )
+        ),
+    ],
+    ids=lambda value: str(value) if isinstance(value, int) else "",
+)
+def test_many_levels_and_many_numbers(fmt: jc.CodebookFormat, scale: Any, rows: int) -> None:
+    check_many_levels(fmt, "nearest_even", rows, scale)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("mode", ["nearest_away", "nearest_zero", "up", "down", "toward_zero"])
-def test_many_levels_in_every_mode(mode: str) -> None:
-    for fmt in (element_of(jc.dynamic8), EVEN):
-        check_many_levels(fmt, mode, 3_000)
-
-
-@pytest.mark.parametrize("mode", ["nearest_away", "nearest_zero", "toward_zero"])
-def test_ties_of_many_levels(mode: str) -> None:
+def test_ties_of_many_levels() -> None:
     """Numbers on the middles of levels and next to them, on both sides of zero, where a mode decides by the sign."""
+    for mode in ("nearest_away", "nearest_zero", "toward_zero"):
+        check_ties(mode)
+
+
+def check_ties(mode: str) -> None:
     levels, scale = oracle.codebook(EVEN.levels), np.array([[1.0], [3.0]], np.float32)
     points = np.unique(np.concatenate([np.arange(-82, 62) / 64, np.nextafter(np.float32(5 / 64), [0, 1])]))
     x = (points * scale).astype(np.float32)
@@ -403,7 +416,7 @@ def test_ties_of_many_levels(mode: str) -> None:
         [oracle.round_exact(levels, Fraction(v) / int(s), mode, "saturate") for v in row.tolist()]
         for row, (s,) in zip(x, scale, strict=True)
     ]
-    assert [[EVEN.levels[code] for code in row] for row in np.asarray(codes)] == expected
+    assert [[EVEN.levels[code] for code in row] for row in np.asarray(codes)] == expected, mode
 
 
 def test_many_levels_that_take_the_exact_way() -> None:
@@ -418,7 +431,8 @@ def test_many_levels_that_take_the_exact_way() -> None:
 # -- groups ------------------------------------------------------------------------------------------------------------
 
 
-def test_codes_are_packed_beside_their_groups() -> None:
+@further.first
+def codes_are_packed_beside_their_groups() -> None:
     assert groups.Groups((2, 256), (1, 64)).packed(4) == groups.Groups((2, 128), (1, 32))
     assert groups.Groups((2, 256), (1, 2)).packed(4) is None  # a byte for each group
     assert groups.Groups((2, 250), (1, 64)).packed(4) is None
@@ -433,3 +447,6 @@ def test_bits_of_a_number_below_the_normal_range() -> None:
     expected = [float(v) * 2.0**100 for v in tiny]
     assert np.asarray(moved).tolist() == expected
     assert _bits.CARRIERS["float32"].tiny_exponent == -149
+
+
+test_further = further.test()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from dataclasses import replace
 from typing import Any
 
@@ -10,11 +9,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from further import Further
 
 import jchop as jc
 from jchop._products.codes import coded, multiply, parts_of
 from jchop._products.sums.weights_alone import _by_kernel, _fits, by_panels
 from jchop.spec import as_spec
+
+further = Further()
 
 INTEGERS = [
     "uint8(group=16,zero_point=integer",
@@ -28,9 +30,12 @@ FORMATS = [
 ]  # fmt: skip
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("text", FORMATS)
-@pytest.mark.parametrize("axis", [0, 1])
+#: Each format along one of the two axes, in turn; of several numbers in a byte along both.
+PANELS = [*((at % 2, text) for at, text in enumerate(FORMATS)), (0, FORMATS[1]), (1, FORMATS[0])]
+
+
+@pytest.mark.in_turn(11)
+@pytest.mark.parametrize(("axis", "text"), PANELS)
 def test_sums_of_panels(axis: int, text: str) -> None:
     """Small integers as floats, whose sums are exact before the scales: 272 numbers, two panels and a rest."""
     shape = (272, 12) if axis == 0 else (12, 272)
@@ -50,10 +55,15 @@ LEFT = [
 ]
 
 
-@pytest.mark.in_turn(56)
-@pytest.mark.parametrize("text", [*INTEGERS, *FORMATS[:4]])
-@pytest.mark.parametrize("left", LEFT)
-@pytest.mark.parametrize("axis", [0, 1])
+RIGHT = [*FORMATS[1::-1], *INTEGERS, *FORMATS[2:4]]
+#: Each format of weights along both axes, with rows under one scale and with rows in groups, with zero points or not.
+INTEGER_PANELS = [
+    (axis, LEFT[2 * ((at + axis) % 2) + (at // 2 + axis) % 2], text) for axis in (0, 1) for at, text in enumerate(RIGHT)
+]
+
+
+@pytest.mark.in_turn(14)
+@pytest.mark.parametrize(("axis", "left", "text"), INTEGER_PANELS)
 def test_integers_by_panels(axis: int, left: str, text: str) -> None:
     """The numbers of the plain product of codes, bit for bit, whose sums are checked in fractions elsewhere."""
     shape = (272, 12) if axis == 0 else (12, 272)
@@ -71,7 +81,8 @@ def test_integers_by_panels(axis: int, left: str, text: str) -> None:
     np.testing.assert_array_equal(*both(x, stored))
 
 
-def test_which_integers_are_multiplied_by_panels() -> None:
+@further.first
+def which_integers_are_multiplied_by_panels() -> None:
     x, w = (jax.ShapeDtypeStruct(shape, jnp.float32) for shape in ((3, 64), (64, 8)))
 
     def chosen(left: str, right: str, stored: bool = True) -> bool:
@@ -92,18 +103,22 @@ def test_which_integers_are_multiplied_by_panels() -> None:
     assert not chosen(row, groups, stored=False) and not chosen("e4m3fn(group=all)", groups)
 
 
-@pytest.mark.slow
-def test_the_kernel_takes_stored_codes() -> None:
+FITTING = [
+    "int4(group=16,axis=0)",
+    "mxfp8_e4m3(axis=0)",
+    "int8(group=all,axis=0)",
+    "nvfp4(axis=0)",
+    "nf4(group=16,axis=0)",
+    "int4(group=16,axis=0,scale=bfloat16)",
+]
+
+
+@further
+@pytest.mark.parametrize("texts", [FITTING[:2], pytest.param(FITTING[2:], marks=pytest.mark.slow)], ids=len)
+def the_kernel_takes_stored_codes(texts: list[str]) -> None:
     """As other devices multiply them, from the same bytes."""
     x = jax.random.normal(jax.random.key(1), (3, 64))
-    for text in (
-        "int4(group=16,axis=0)",
-        "int8(group=all,axis=0)",
-        "mxfp8_e4m3(axis=0)",
-        "nvfp4(axis=0)",
-        "nf4(group=16,axis=0)",
-        "int4(group=16,axis=0,scale=bfloat16)",
-    ):
+    for text in texts:
         stored = jc.quantize(jax.random.normal(jax.random.key(0), (64, 12)), text)
         block = None if "all" in text else 32 if "mx" in text else 16
         w = parts_of(stored)
@@ -112,8 +127,13 @@ def test_the_kernel_takes_stored_codes() -> None:
         np.testing.assert_allclose(_by_kernel(x, laid, jnp.float32), x @ jc.dequantize(stored), rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("text", ["int8(group=all,axis=0)", "int4(group=128,axis=0)", "nf4(group=128,axis=0)"])
+@pytest.mark.parametrize(
+    "text",
+    [
+        "int4(group=128,axis=0)",
+        *(pytest.param(text, marks=pytest.mark.slow) for text in ("int8(group=all,axis=0)", "nf4(group=128,axis=0)")),
+    ],
+)
 def test_weights_are_never_written_as_floats(text: str) -> None:
     w = jax.eval_shape(lambda v: jc.quantize(v, text), jax.ShapeDtypeStruct((4096, 1024), jnp.float32))
     x = jax.ShapeDtypeStruct((1, 4096), jnp.float32)
@@ -123,14 +143,31 @@ def test_weights_are_never_written_as_floats(text: str) -> None:
         assert sizes is not None and sizes.temp_size_in_bytes <= 0.05 * 4096 * 1024 * 4
 
 
-@pytest.mark.slow
-def test_training_and_packed_weights_alone_are_equal() -> None:
+OPERANDS: list[tuple[Any, tuple[int, ...]]] = [
+    (lambda w, x: x @ w, (160, 6)),
+    (lambda w, x: x @ w.T, (6, 160)),
+    (lambda w, x: jnp.einsum("bk,khd->bhd", x, w), (160, 3, 2)),
+]
+
+
+@further
+@pytest.mark.parametrize(
+    ("text", "operands"),
+    [
+        ("int4(group=32)", OPERANDS[:2]),
+        pytest.param("int4(group=32)", OPERANDS[2:], marks=pytest.mark.slow),
+        pytest.param("nf4(group=32)", OPERANDS, marks=pytest.mark.slow),
+    ],
+    ids=["int4", "int4, two axes", "nf4"],
+)
+def training_and_packed_weights_alone_are_equal(text: str, operands: Any) -> None:
     """In both layouts, and with two axes that are kept."""
     x = jax.random.normal(jax.random.key(1), (3, 160))
-    cases = [(lambda w, x: x @ w, (160, 6)), (lambda w, x: x @ w.T, (6, 160))]
-    cases += [(lambda w, x: jnp.einsum("bk,khd->bhd", x, w), (160, 3, 2))]
-    for (fun, shape), text in itertools.product(cases, ("int4(group=32)", "nf4(group=32)")):
+    for fun, shape in operands:
         w = jax.random.normal(jax.random.key(0), shape)
         low = jc.quantize_fn(fun, jc.Rule(weight=text, product="codes"))
         packed = low.pack(w, x)
-        np.testing.assert_array_equal(jax.jit(low)(packed, x), jax.jit(low)(w, x))
+        np.testing.assert_array_equal(jax.jit(low)(packed, x), jax.jit(low)(w, x), str(shape))
+
+
+test_further = further.test()

@@ -9,11 +9,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from further import Further
 from jax import lax
 
 import jchop as jc
 from jchop._products.codes import Coded
 from jchop._products.sums.windows import Geometry, _Windows, convolve, correlate
+
+further = Further()
 
 ROW = "int8(group=all)"
 ZERO = "uint8(group=all,zero_point=integer)"
@@ -80,8 +83,8 @@ def test_sums_are_those_of_integers(given: Any) -> None:
         np.testing.assert_array_equal(have, want.astype(np.float32), err_msg=name)
 
 
-@pytest.mark.slow
-def test_matrices_of_windows_are_the_same_sums() -> None:
+@further.first
+def matrices_of_windows_are_the_same_sums() -> None:
     """As GPUs compute them; and images with more channels than one panel has."""
     rng, how = np.random.default_rng(0), Geometry((1,), ((1, 0),), (1,), (1,))
     image, _ = coded(rng, (1, 4, 1, 700), (0,))
@@ -101,9 +104,10 @@ RULES: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.slow
+@further
+@pytest.mark.in_turn(50)
 @pytest.mark.parametrize("name", RULES)
-def test_convolutions_train_and_serve_the_same_numbers(name: str) -> None:
+def convolutions_train_and_serve_the_same_numbers(name: str) -> None:
     """Beside the product of floats, whose roundings are the same; the axes of images and kernels as they come."""
 
     def net(w: Any, x: Any) -> Any:
@@ -123,7 +127,6 @@ def test_convolutions_train_and_serve_the_same_numbers(name: str) -> None:
         np.testing.assert_allclose(have, ref, rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.slow
 def test_blocks_that_are_none_along_a_sum_are_refused() -> None:
     conv = lambda w, x: lax.conv(x, w, (1, 1), "SAME")  # noqa: E731
     w, x = jnp.ones((4, 6, 3, 3)), jnp.ones((1, 6, 5, 5))
@@ -132,3 +135,6 @@ def test_blocks_that_are_none_along_a_sum_are_refused() -> None:
     rule = jc.Rule(weight=ROW, activation="int8(group=2)", gradient=ROW, product="codes")
     with pytest.raises(ValueError, match=r"images and places that dw sums over; .* weight_gradient= without groups"):
         jax.grad(lambda w: jc.quantize_fn(conv, rule)(w, x).sum())(w)
+
+
+test_further = further.test()

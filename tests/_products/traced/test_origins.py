@@ -12,7 +12,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-import pytest
 from jax.sharding import PartitionSpec as P
 
 from jchop._products.traced.analysis import Analyst
@@ -86,42 +85,41 @@ MOVES: dict[str, Callable[[Any], Any]] = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", MOVES)
-def test_the_axes_of_a_moved_parameter_are_those_that_its_numbers_say(name: str) -> None:
-    move = MOVES[name]
-    origin = origin_of(move)
-    assert origin is not None
-    for axis, n in enumerate(SHAPE):
-        index = np.arange(n).reshape([-1 if i == axis else 1 for i in range(len(SHAPE))])
-        moved = np.asarray(move(jnp.broadcast_to(jnp.asarray(index, jnp.float32), SHAPE)))
-        np.testing.assert_array_equal(indexes_of(origin, moved.shape, SHAPE)[axis], moved)
+def test_the_axes_of_a_moved_parameter_are_those_that_its_numbers_say() -> None:
+    for name, move in MOVES.items():
+        origin = origin_of(move)
+        assert origin is not None, name
+        for axis, n in enumerate(SHAPE):
+            index = np.arange(n).reshape([-1 if i == axis else 1 for i in range(len(SHAPE))])
+            moved = np.asarray(move(jnp.broadcast_to(jnp.asarray(index, jnp.float32), SHAPE)))
+            np.testing.assert_array_equal(indexes_of(origin, moved.shape, SHAPE)[axis], moved, name)
 
 
-@pytest.mark.parametrize(
-    ("change", "axes"),
-    [
-        (in_parts(lambda w: jax.lax.ppermute(w, "d", [(0, 1), (1, 0)]), "d"), [0, 1, 2]),
-        (in_parts(lambda w: jax.lax.psum_scatter(w, "d", scatter_dimension=1, tiled=True)), [0, 1, 2]),
-        (in_parts(lambda w: jax.lax.all_gather(w, "d")), [None, 0, 1, 2]),  # each device has the whole
-        (in_parts(lambda w: jax.lax.all_to_all(w, "d", 0, 0), "d"), None),
-        (lambda w: w[1], [1, 2]),
-        (lambda w: w[:, 2], [0, 2]),
-        (lambda w: jax.lax.dynamic_index_in_dim(w, jnp.int32(1), 1, keepdims=False), [0, 2]),
-        (lambda w: w[jnp.array([0, 2, 1])], [None, 1, 2]),
-        (lambda w: w[:2], [0, 1, 2]),
-        (lambda w: jnp.concatenate([w, w], 1), [0, 1, 2]),
-        (lambda w: jnp.pad(w, ((0, 1), (0, 0), (0, 0))), [0, 1, 2]),
-        (lambda w: jnp.where(jnp.tri(6, 10, dtype=bool), w, 0.0), [0, 1, 2]),
-        (lambda w: (w - w.mean((1, 2), keepdims=True)) / (1e-3 + w.std((1, 2), keepdims=True)), [0, 1, 2]),
-        (lambda w: jax.lax.scan(lambda c, v: (c, v.T @ jnp.ones((6, 3))), 0, w)[1], None),
-        (lambda w: jnp.broadcast_to(w[:, None], (4, 3, 6, 10)).reshape(12, 60), [0, 1]),
-        (lambda w: jnp.sum(w), None),
-    ],
-)
-def test_the_axes_of_a_piece_or_of_what_is_computed_from_parameters(change: Any, axes: list[int | None] | None) -> None:
-    origin = origin_of(change)
-    got = None if origin is None else [parts[0].axis if parts else None for parts in origin.axes]
-    assert got == axes
+CHANGED: list[tuple[Callable[..., Any], list[int | None] | None]] = [
+    (in_parts(lambda w: jax.lax.ppermute(w, "d", [(0, 1), (1, 0)]), "d"), [0, 1, 2]),
+    (in_parts(lambda w: jax.lax.psum_scatter(w, "d", scatter_dimension=1, tiled=True)), [0, 1, 2]),
+    (in_parts(lambda w: jax.lax.all_gather(w, "d")), [None, 0, 1, 2]),  # each device has the whole
+    (in_parts(lambda w: jax.lax.all_to_all(w, "d", 0, 0), "d"), None),
+    (lambda w: w[1], [1, 2]),
+    (lambda w: w[:, 2], [0, 2]),
+    (lambda w: jax.lax.dynamic_index_in_dim(w, jnp.int32(1), 1, keepdims=False), [0, 2]),
+    (lambda w: w[jnp.array([0, 2, 1])], [None, 1, 2]),
+    (lambda w: w[:2], [0, 1, 2]),
+    (lambda w: jnp.concatenate([w, w], 1), [0, 1, 2]),
+    (lambda w: jnp.pad(w, ((0, 1), (0, 0), (0, 0))), [0, 1, 2]),
+    (lambda w: jnp.where(jnp.tri(6, 10, dtype=bool), w, 0.0), [0, 1, 2]),
+    (lambda w: (w - w.mean((1, 2), keepdims=True)) / (1e-3 + w.std((1, 2), keepdims=True)), [0, 1, 2]),
+    (lambda w: jax.lax.scan(lambda c, v: (c, v.T @ jnp.ones((6, 3))), 0, w)[1], None),
+    (lambda w: jnp.broadcast_to(w[:, None], (4, 3, 6, 10)).reshape(12, 60), [0, 1]),
+    (lambda w: jnp.sum(w), None),
+]
+
+
+def test_the_axes_of_a_piece_or_of_what_is_computed_from_parameters() -> None:
+    for at, (change, axes) in enumerate(CHANGED):
+        origin = origin_of(change)
+        got = None if origin is None else [parts[0].axis if parts else None for parts in origin.axes]
+        assert got == axes, at
 
 
 def test_a_value_that_depends_on_data_has_no_origin() -> None:
@@ -138,50 +136,51 @@ def test_each_result_of_a_barrier_is_its_own_operand() -> None:
     assert w == origin_of(lambda w: w.T) and row == origin_of(lambda w: w[0])
 
 
-@pytest.mark.parametrize(
-    ("multiply", "moved"),
-    [
-        (lambda w, x: x @ w, True),
-        (lambda w, x: x @ jnp.roll(w, 2, 0), False),
-        (lambda w, x: x @ jnp.roll(w, 2, 1), True),  # not along the sum
-        (lambda w, x: x[:, :3] @ w.reshape(2, 3, 10)[1], True),  # a matrix of a stack within an axis
-        (lambda w, x: jnp.einsum("bk,bkn->bn", x.T, jnp.roll(w, 1, 0)[:, None]), False),  # batched
-        (lambda w, x: x @ in_parts(lambda w: jax.lax.all_gather(w, "d", tiled=True), "d")(w), False),
-    ],
-)
-def test_a_product_knows_whether_it_takes_numbers_in_their_order(multiply: Any, moved: bool) -> None:
-    closed = jax.make_jaxpr(multiply)(jnp.zeros(TABLE), jnp.zeros((1, 6)))
-    uses = [some for step in Analyst().plan(closed, [of_parameter(0, TABLE), DATA]).walk() for some in step.uses]
-    assert [use.moved for some in uses for use in some] == [moved]
+MULTIPLIED: list[tuple[Callable[..., Any], bool]] = [
+    (lambda w, x: x @ w, True),
+    (lambda w, x: x @ jnp.roll(w, 2, 0), False),
+    (lambda w, x: x @ jnp.roll(w, 2, 1), True),  # not along the sum
+    (lambda w, x: x[:, :3] @ w.reshape(2, 3, 10)[1], True),  # a matrix of a stack within an axis
+    (lambda w, x: jnp.einsum("bk,bkn->bn", x.T, jnp.roll(w, 1, 0)[:, None]), False),  # batched
+    (lambda w, x: x @ in_parts(lambda w: jax.lax.all_gather(w, "d", tiled=True), "d")(w), False),
+]
+
+
+def test_a_product_knows_whether_it_takes_numbers_in_their_order() -> None:
+    for at, (multiply, moved) in enumerate(MULTIPLIED):
+        closed = jax.make_jaxpr(multiply)(jnp.zeros(TABLE), jnp.zeros((1, 6)))
+        uses = [some for step in Analyst().plan(closed, [of_parameter(0, TABLE), DATA]).walk() for some in step.uses]
+        assert [use.moved for some in uses for use in some] == [moved], at
 
 
 TABLE = (6, 10)
 TOKEN = jnp.int32(1)
 
 
-@pytest.mark.parametrize(
-    "look_up",
-    [
-        lambda w, i: w[i],
-        lambda w, i: w[i, 2:5],
-        lambda w, i: w[:, i],
-        lambda w, i: w[i, i],
-        lambda w, i: w.at[i].get(),
-        lambda w, i: w.at[i].get(mode="fill"),
-        lambda w, i: jnp.take(w, i, axis=0),
-        lambda w, i: jax.lax.dynamic_index_in_dim(w, i, keepdims=False),
-        lambda w, i: jax.lax.dynamic_slice_in_dim(w, i, 1),
-        lambda w, i: jax.jit(lambda w: w[i])(w),
-        lambda w, i: jax.vmap(lambda i: w[i])(i[None]),
-        lambda w, i: jax.lax.while_loop(lambda j: j > 9, lambda j: j - 1, i) + w[i],
-        lambda w, i: w[jnp.where(i > 0, 3, 4)],  # data choose the index among constants
-        lambda w, i: w[jnp.arange(6)[::-1][i]],
-        lambda w, i: w[i[None]],
-    ],
-)
-def test_a_row_that_data_choose_is_data(look_up: Callable[[Any, Any], Any]) -> None:
-    assert fact_of(look_up, TOKEN, shape=TABLE) == DATA
-    assert fact_of(lambda w, key: look_up(w, jax.random.randint(key, (), 0, 6)), jax.random.key(0), shape=TABLE) == DATA
+LOOK_UPS: list[Callable[[Any, Any], Any]] = [
+    lambda w, i: w[i],
+    lambda w, i: w[i, 2:5],
+    lambda w, i: w[:, i],
+    lambda w, i: w[i, i],
+    lambda w, i: w.at[i].get(),
+    lambda w, i: w.at[i].get(mode="fill"),
+    lambda w, i: jnp.take(w, i, axis=0),
+    lambda w, i: jax.lax.dynamic_index_in_dim(w, i, keepdims=False),
+    lambda w, i: jax.lax.dynamic_slice_in_dim(w, i, 1),
+    lambda w, i: jax.jit(lambda w: w[i])(w),
+    lambda w, i: jax.vmap(lambda i: w[i])(i[None]),
+    lambda w, i: jax.lax.while_loop(lambda j: j > 9, lambda j: j - 1, i) + w[i],
+    lambda w, i: w[jnp.where(i > 0, 3, 4)],  # data choose the index among constants
+    lambda w, i: w[jnp.arange(6)[::-1][i]],
+    lambda w, i: w[i[None]],
+]
+
+
+def test_a_row_that_data_choose_is_data() -> None:
+    for at, look_up in enumerate(LOOK_UPS):
+        drawn = lambda w, key, f=look_up: f(w, jax.random.randint(key, (), 0, 6))  # noqa: E731
+        assert fact_of(look_up, TOKEN, shape=TABLE) == DATA, at
+        assert fact_of(drawn, jax.random.key(0), shape=TABLE) == DATA, at
 
 
 def test_what_a_loop_or_a_constant_chooses_is_a_layer() -> None:
