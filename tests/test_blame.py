@@ -225,6 +225,12 @@ def test_errors_fed_back_give_the_emulated_result() -> None:
     assert by_name["argument [0]"].contribution == pytest.approx(float(jnp.sum(rounded - x)) / 3, rel=1e-4)
 
 
+def test_the_derivative_of_the_output_is_the_mean_of_those_at_both_results() -> None:
+    """The error of a square is (low + wide) (low - wide), so that the parts of a linear program explain all of it."""
+    found = jc.blame(jc.emulate(lambda x: x / 3, "e4m3"), normal(2, 64), output=lambda y: jnp.sum(y * y))
+    assert abs(found.error) > 0.05 and abs(found.unexplained) < 1e-4 * abs(found.error)
+
+
 @further
 def turns_add_up_to_their_row() -> None:
     found = jc.blame(jc.emulate(pendulum, "bfloat16"), jnp.array([1.0, 0.0]))

@@ -105,6 +105,17 @@ def a_packed_cache_is_one_rounded_by_hand(spec: str, per_number: float) -> None:
     np.testing.assert_allclose(keys, expected, rtol=1e-5, atol=1e-6)
 
 
+def test_a_token_follows_the_one_before() -> None:
+    spec = "int8(group=all)"
+    layer = jc.nn.quantize(attention(normalize_qk=False), jc.nn.Rule(cache=spec))
+    layer.init_cache((2, LENGTH, 24))
+    for t in range(2):
+        step(layer, X[:, t : t + 1])
+    keys = jc.dequantize(layer.cached_key.get_value())
+    np.testing.assert_allclose(keys[:, :2], jc.round_to_format(layer.key(X[:, :2]), spec), rtol=1e-5, atol=1e-6)
+    assert not keys[:, 2:].any()
+
+
 @pytest.mark.parametrize(
     "check",
     [

@@ -82,6 +82,12 @@ class Model:
                 np.testing.assert_array_equal(row[p][1], value)
 
 
+def test_tokens_of_two_pages() -> None:
+    model = Model(of_kind("paged", 8, batch=1, **EIGHT), EIGHT)
+    model.update(normal(0, 6, 1), normal(1, 6, 1))
+    model.check()
+
+
 @further
 @pytest.mark.in_turn(9)
 @pytest.mark.parametrize("kind", ["full", "rolling", "paged"])

@@ -173,6 +173,22 @@ def stochastic_rules_draw_from_a_stream_of_the_model() -> None:
     np.testing.assert_array_equal(packed(TOKENS)[0], packed(TOKENS)[0])
 
 
+def test_the_state_of_a_program_is_updated() -> None:
+    class Counting(nnx.Module):
+        def __init__(self) -> None:
+            self.w, self.count = nnx.Param(jnp.ones((32, 4))), nnx.BatchStat(jnp.zeros(()))
+
+        def __call__(self, x: Any) -> Any:
+            self.count[...] += 1
+            return x @ self.w[...]
+
+    x = jnp.ones((1, 32))
+    for mode in ("qat", "ptq"):
+        low = jc.nn.quantize(Counting(), RULE, mode, inputs=(x,))
+        low(x)
+        assert float(low.count[...]) == 1, mode
+
+
 def test_modules_among_the_arguments_keep_their_state() -> None:
     class Noisy(nnx.Module):
         def __init__(self, rngs: nnx.Rngs) -> None:

@@ -212,6 +212,14 @@ def the_most_recent_magnitude_may_count_alone() -> None:
     assert past[1] < past[0] and np.abs(by_the_largest - expected @ model.kernel[...]).max() > 0.01
 
 
+def test_a_moving_average_moves() -> None:
+    model = layer(activation=TENSOR, scale_from=jc.nn.MovingAverage(0.75))
+    for x in X[:2]:
+        run(model, x)
+    first, second = (np.array([x.min(), x.max()], np.float64) for x in X[:2])
+    np.testing.assert_allclose(model.dot_general.left.range[...], 0.75 * first + 0.25 * second, rtol=1e-6)
+
+
 @pytest.mark.parametrize(
     "check",
     [

@@ -43,9 +43,8 @@ def searched(x: np.ndarray, weights: list[np.ndarray], duo: bool, group: int, po
     return best[2], best[1]
 
 
-@further
 @pytest.mark.parametrize("duo", [False, pytest.param(True, marks=pytest.mark.slow)])
-def the_search_is_that_over_outputs(duo: bool) -> None:
+def test_the_search_is_that_over_outputs(duo: bool) -> None:
     def fun(p: Any, x: Any) -> Any:
         y = x * p["scale"]
         return (y @ p["a"]) * jax.nn.silu(y @ p["b"])
