@@ -17,6 +17,7 @@ from jchop._core.arithmetic.ranges import Range, carrier_range
 from jchop._core.arithmetic.sums import sum_along
 from jchop._core.rounding.random_bits import seed_words
 from jchop._kernels.products.matmul import matmul_op
+from jchop._kernels.settled import settled
 from jchop._round.round_to_format import round_to_format
 from jchop._settings import compiled, split
 from jchop.accumulation import MatmulSpec, SumSpecLike, as_matmul_spec
@@ -363,7 +364,8 @@ def _var(ddof: int, rows: Array, spec: MatmulSpec, keys: _Keys, mask: Array | No
     n, count = rows.shape[1], _count(rows, mask)
     if ddof >= max(n, 1):
         raise ValueError(f"ddof={ddof} must be less than the number of elements, {n}")
-    centre = _mean(rows, spec, (keys[0], None, None, fold(keys[3], 1)), mask)
+    # Quirk `long_fusion_compiled_for_minutes` of `_core/xla_cpu.py`: each difference would repeat the mean of its row.
+    centre = settled(_mean(rows, spec, (keys[0], None, None, fold(keys[3], 1)), mask))
     key = keys[1] if draws(spec.operands) else None
     d = exactly("sub", (rows, jnp.broadcast_to(centre[:, None], rows.shape)), spec.operands, key, anything(rows))
     if mask is None:

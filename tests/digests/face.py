@@ -38,6 +38,18 @@ def module_of(name: str) -> ModuleType | None:
         return None
 
 
+def members(module: ModuleType | None) -> dict[str, Any]:
+    """What a module exports, but for what needs torch where there is none."""
+    found: dict[str, Any] = {}
+    for name in getattr(module, "__all__", ()):
+        try:
+            found[name] = getattr(module, name)
+        except ModuleNotFoundError:
+            if HAS_TORCH:
+                raise
+    return found
+
+
 def methods_of(kind: type) -> dict[str, Any]:
     """The public functions and properties that jchop defines for a class."""
     found = {}
@@ -59,9 +71,7 @@ def names() -> dict[str, Any]:
             found[name] = value
 
     for where in MODULES:
-        module = module_of(where)
-        for name in getattr(module, "__all__", ()):
-            value = getattr(module, name)
+        for name, value in members(module_of(where)).items():
             put(f"{where}.{name}".lstrip("."), functools.partial(value) if where.endswith("math_func") else value)
     put("emulate.report", found["emulate"].report)
     page = (FOLDER.parents[1] / "docs/api.md").read_text("utf-8")

@@ -212,7 +212,7 @@ def pychop() -> Iterator[tuple[str, Callable[[], Any]]]:
                 model = getattr(p.layers, name)(model=network(norm=True), **chop, **given)
                 return model(tensor("batch")), model
 
-            yield f"pychop.{name} {case}", after
+            yield f"pychop torch.{name} {case}", after
     yield "pychop.Chop torch", lambda: [jc.compat.pychop.Chop(4, 3, rmode=m)(tensor("x")) for m in (1, 5)]
     yield "pychop.Chopi torch", lambda: (lambda c: (c.calibrate(x=tensor("x")), c.quantize(tensor("x")), c(tensor("x"))))(jc.compat.pychop.Chopi(8, symmetric=True))
 
