@@ -15,7 +15,7 @@ from typing import Any
 import jax
 import numpy as np
 import pytest
-from checkpoint_layouts import CASES, write_folder
+from checkpoint_layouts import CASES, make_nvfp4, write_folder
 from further import Further
 from test_cli import error
 from test_cli_quantize import ROOT, run
@@ -87,6 +87,20 @@ def test_a_refused_run_leaves_no_folder(capsys: pytest.CaptureFixture[str], tmp_
     run(capsys, "convert", odd, new, "--layout", "plain")
     run(capsys, "convert", odd, old, "--layout", "plain")
     assert set(contents(old)) - set(contents(new)) == {"notes.txt"}
+
+
+def test_numbers_differ_in_their_last_bit_only_where_that_is_allowed(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    write_folder(folder := tmp_path / "folder", make_nvfp4(np.random.default_rng(3)), CASES["nvfp4"])
+    close = load_checkpoint(folder, exact=False)["w.weight"]
+    save_checkpoint({"w.weight": close}, source := tmp_path / "in", "jchop")
+    argv = ["convert", str(source), str(target := tmp_path / "out"), "--layout", "compressed-tensors"]
+    assert "w.weight" in error(capsys, *argv) and not target.exists()
+    run(capsys, *argv, "--inexact")
+    found, x = (np.asarray(jc.dequantize(q)) for q in (load_checkpoint(target)["w.weight"], close))
+    assert (found != x).any()
+    np.testing.assert_allclose(found, x, rtol=2.0**-22)
 
 
 def _again(capsys: pytest.CaptureFixture[str], source: Path, target: Path) -> str:

@@ -82,6 +82,7 @@ def files_and_text(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
         (["--metric", "tuned_model:none"], "--metric 'tuned_model:none' cannot be loaded"),
         (["--data", "none.npz"], "none.npz"),
         (["--plot", "tune.jpg"], "--plot tune.jpg must end in .png"),
+        (["--html", "tune.txt"], "--html tune.txt must end in .html"),
     ],
 )
 @pytest.mark.usefixtures("folder")

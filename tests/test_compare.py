@@ -66,6 +66,8 @@ def test_overflow_and_clipping_are_told_apart() -> None:
     assert half.overflow == half.clipped == 0 and half.largest == 65504
     assert jc.compare(x, ["binary16"]).lost == 2
     assert "2 numbers are infinite or NaN" in str(jc.compare(x, ["binary16"]))
+    # Half the distance to the next value is 2 beyond -4, and 1/2 beyond 1: -6.5 and 1.75 lie further out.
+    assert jc.compare([-5.0, -6.5, 1.4, 1.75, 1.0], ["codebook(-4,0,1)"]).rows[0].clipped == 2 / 5
 
 
 @pytest.mark.in_turn(20)
@@ -139,6 +141,7 @@ def test_it_is_data_a_page_and_a_picture() -> None:
     told = json.loads(seen.to_json())
     assert told["rows"][2]["snr"] == "inf" and told["rows"][3]["largest"] is None
     assert told["shape"] == [16, 128] and len(told["rows"]) == 4
+    assert [line.split()[-1] for line in str(seen).splitlines()[2:]] == ["5.734e+04", "127", "1.798e+308", "-"]
     check_html(seen._repr_html_())
     figure = seen.plot()
     assert [text.get_text() for text in figure.axes[0].texts] == ["exact", *(row.format for row in seen.rows)]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Iterable
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any, Literal
 
 import jax
@@ -297,7 +297,7 @@ def _beyond(x: np.ndarray, y: np.ndarray, spec: Spec, key: Any) -> np.ndarray | 
     """Whether each number was clipped."""
     if spec.scaled is not None:
         try:
-            q = quantize(x, replace(spec, gradient=type(spec.gradient)()), key)
+            q = quantize(x, spec, key)
         except ValueError:  # codes that cannot be stored
             return None
         return clipped(q, x.astype(np.float64))

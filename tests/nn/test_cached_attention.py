@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from further import Further
 from layer_references import checked, each
+from programs.program import equations
 
 import jchop as jc
 
@@ -96,6 +97,25 @@ def test_it_is_the_attention_that_takes_arrays(kind: str) -> None:
     cache, q = filled(kind, "int8(group=all)"), normal(5, 2, HEADS * GROUP)
     by_hand = jax.jit(lambda q, c: jax.nn.dot_product_attention(q, c.keys, c.values, mask=c.mask(tokens=2)))
     np.testing.assert_allclose(attend(q, cache), by_hand(q, cache), rtol=0, atol=TOLERANCE)
+
+
+def test_a_window_of_a_paged_cache_in_blocks_of_whole_pages() -> None:
+    """Slots 0 to 3 are in no window, and the query at 10 attends to nothing in slots 4 to 7; scores are up to 200."""
+    cache, q = filled("paged", "float8_e4m3fn"), normal(5, 2, HEADS * GROUP)
+    where = np.asarray([[9, 10], [-1, -1], [6, -1]])
+    options = {"window": 3, "block_size": 5, "scale": 20.0}
+    y = jax.jit(lambda q, cache: jc.dot_product_attention(q, cache, positions=where, **options))(q, cache)
+    expected = in_float64(q, cache, where, True, 3, 20.0)
+    assert np.abs(expected[0]).min() > 0 < np.abs(expected[2, 0]).min()
+    np.testing.assert_allclose(y, expected, rtol=0, atol=1e-4)
+
+
+def test_both_products_have_the_precision_that_is_given() -> None:
+    cache, q = jc.KVCache.full((1, 4, HEADS, SIZE)), jnp.ones((1, 1, HEADS, SIZE))
+    for precision in (jax.lax.Precision.HIGHEST, None):
+        program = jax.make_jaxpr(lambda q, p=precision: jc.dot_product_attention(q, cache, precision=p))(q)
+        found = [e.params["precision"] for e in equations(program.jaxpr) if e.primitive.name == "dot_general"]
+        assert found == [precision and (precision, precision)] * 2
 
 
 def bytes_of(compiled: Any) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -86,6 +87,32 @@ def test_tokens_of_two_pages() -> None:
     model = Model(of_kind("paged", 8, batch=1, **EIGHT), EIGHT)
     model.update(normal(0, 6, 1), normal(1, 6, 1))
     model.check()
+
+
+def test_copies_of_a_sequence_have_its_tokens_on_pages_of_their_own() -> None:
+    """The four pages are full before: the copy takes that of the sequence that ends."""
+    x = normal(0, 6, 2)
+    program = jax.jit(lambda cache: cache.update(x, -x).truncate(np.asarray([5, 3])).take(np.asarray([0, 0])))
+    copies = program(of_kind("paged", 8, batch=2))
+    assert sorted(np.ravel(copies.table)) == [0, 1, 2, 3]
+    assert copies.lengths.tolist() == [5, 5] and not copies.overflowed.any()
+    for row in held(copies):
+        assert sorted(row) == [*range(5)]
+        for p, (key, value) in row.items():
+            np.testing.assert_array_equal(key, x[0, p])
+            np.testing.assert_array_equal(value, -x[0, p])
+
+
+def test_truncation_of_a_rolling_cache_marks_tokens_that_were_written_over() -> None:
+    """Of five slots; the token at p, written over, is -2 - p."""
+    cache = replace(
+        jc.KVCache.rolling((2, 4, 1, 2), chunk=2),
+        slot_positions=jnp.asarray([[5, 6, 2, 3, 4], [0, 1, 2, -1, -1]]),
+        lengths=jnp.asarray([7, 3]),
+    )
+    cut = jax.jit(jc.KVCache.truncate)(cache, np.asarray([6, 1]))
+    assert cut.slot_positions.tolist() == [[5, -3, 2, 3, 4], [0, -1, -1, -1, -1]]
+    assert cut.lengths.tolist() == [6, 1]
 
 
 @further
