@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from dataclasses import replace
 from fractions import Fraction
 from pathlib import Path
 from typing import Any
@@ -134,6 +135,12 @@ def test_stochastic_rounding_takes_a_key() -> None:
     assert row.worst_absolute == np.abs(X.astype(np.float64) - y).max()
     with pytest.raises(ValueError, match="key"):
         jc.compare(X, ["e5m2:stochastic"])
+
+
+def test_the_rounding_of_gradients_has_no_effect() -> None:
+    for text in ("e5m2", "mxfp4"):
+        plain, own = jc.compare([7.9, 6.9, 1.0], [text, f"{text}:gradient=[e4m3:stochastic]"]).rows
+        assert replace(own, format=plain.format) == plain
 
 
 def test_it_is_data_a_page_and_a_picture() -> None:

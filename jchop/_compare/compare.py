@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Iterable
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING, Any, Literal
 
 import jax
@@ -19,7 +19,7 @@ from jchop._core.rounding.grid import holds
 from jchop._round.round_to_format import round_to_format
 from jchop._text import Part, Tables
 from jchop.formats import ElementFormat, ScaledFormat
-from jchop.spec import Spec, as_spec
+from jchop.spec import Gradient, Spec, as_spec
 from jchop.storage._ends import clipped
 from jchop.storage._quantize import quantize
 
@@ -241,7 +241,7 @@ def _row(array: np.ndarray, finite: np.ndarray, spec: Spec, key: Any, fit: bool)
         array = array.astype(np.float64)
     exponent = _exponent(float(np.abs(array[finite]).max()), spec.format) if fit and fmt is None else 0
     given = array if not exponent else np.ldexp(array.astype(np.float64), exponent)
-    rounded = round_to_format(given, spec, key)
+    rounded = round_to_format(given, replace(spec, gradient=Gradient()), key)
     beyond = _beyond(given, rounded, spec, key)
     x, y = given[finite].astype(np.float64), rounded[finite].astype(np.float64)
     lost, nonzero = ~np.isfinite(y), x != 0
