@@ -64,7 +64,7 @@ def names_and_axes_are_those_of_other_programs(model: Any, tmp_path: Path) -> No
 
 
 def every_parameter_of_a_layer_may_be_packed(model: Any, tmp_path: Path) -> None:
-    """Also in the layout of a product, if scales have groups, too."""
+    """Also if scales have groups, too."""
     double = "nf4(group=16,scale=uint8(group=256,zero_point=float))"
     rules = [Rule("norm", weight="bfloat16"), Rule("again", weight=double, bias="bfloat16")]
     packed = jc.nn.quantize(model, [*rules, Rule("embed", weight="int8(group=all)")], "ptq")
@@ -72,6 +72,17 @@ def every_parameter_of_a_layer_may_be_packed(model: Any, tmp_path: Path) -> None
     loaded = load_checkpoint(tmp_path / "own", like())
     np.testing.assert_array_equal(loaded(TOKENS), packed(TOKENS))
     assert isinstance(loaded.again.bias, jc.nn.QuantizedParam) and isinstance(loaded.norm.scale, jc.nn.QuantizedParam)
+
+
+def test_nan_comes_back(tmp_path: Path) -> None:
+    def model() -> Any:
+        return nnx.Sequential(nnx.Linear(4, 3, rngs=nnx.Rngs(0)))
+
+    plain = model()
+    plain.layers[0].bias[...] = jnp.asarray([1.0, jnp.nan, -2.0])
+    save_checkpoint(tmp_path, plain, "plain")
+    loaded = load_checkpoint(tmp_path, nnx.eval_shape(model))
+    np.testing.assert_array_equal(loaded.layers[0].bias[...], [1.0, np.nan, -2.0])
 
 
 def a_model_that_was_rounded_with_data(model: Any, tmp_path: Path) -> None:

@@ -200,6 +200,30 @@ def test_eager(name: str, family: str) -> None:
             np.testing.assert_array_equal(call(model.params, x), wanted, err_msg=f"{key}, {call.__name__}")
 
 
+def test_both_matrices_of_an_adapter_are_rounded_along_what_they_sum_over() -> None:
+    layer = nnx.LoRA(4, 2, 6, b_initializer=nnx.initializers.normal(), rngs=nnx.Rngs(0))
+    x = jnp.asarray(np.random.default_rng(0).normal(size=(3, 4)), "float32")
+    a, b = (jc.round_to_format(w[...].T, "int4(group=2)").T for w in (layer.lora_a, layer.lora_b))
+    low = jc.nn.quantize(layer, jc.nn.Rule(weight="int4(group=2)"))
+    np.testing.assert_allclose(low(x), x @ a @ b, rtol=1e-6, atol=1e-7)
+
+
+def test_a_packed_bias_of_several_axes_is_one_array() -> None:
+    layer = nnx.LinearGeneral(2, (3, 4), bias_init=nnx.initializers.normal(), rngs=nnx.Rngs(0))
+    low = jc.nn.quantize(layer, jc.nn.Rule(bias="int4(group=tensor)"), mode="ptq")
+    assert layer.bias is not None
+    wanted = jc.round_to_format(layer.bias[...], "int4(group=tensor)")
+    np.testing.assert_array_equal(jc.dequantize(low.bias[...]), wanted)  # type: ignore[arg-type]
+
+
+def test_attention_to_more_tokens_than_a_head_has_features_is_that_of_flax() -> None:
+    """Under a format so wide that it changes nothing that matters; whether to decode is said in the call."""
+    plain = nnx.MultiHeadAttention(2, 4, rngs=nnx.Rngs(0))
+    x = 3 * jnp.asarray(np.random.default_rng(0).normal(size=(7, 4)), "float32")
+    low = jc.nn.quantize(plain, jc.nn.Rule(activation="e8m20"))
+    np.testing.assert_allclose(low(x, decode=False), plain(x, decode=False), rtol=1e-3, atol=1e-4)
+
+
 def einsum_packs_in_the_order_of_the_sum() -> None:
     layer = nnx.Einsum("nab,bac->nc", (3, 2, 4), rngs=nnx.Rngs(0))  # a before b, but b before a in the kernel
     rule = jc.nn.Rule(weight="int8(group=4)")

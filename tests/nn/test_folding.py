@@ -116,6 +116,17 @@ def test_folding_and_correcting(check: Any, request: Any) -> None:
     checked(check, request)
 
 
+def test_a_bias_takes_up_the_mean_error_of_all_rows() -> None:
+    exact, draw = nnx.Linear(8, 3, rngs=nnx.Rngs(0)), np.random.default_rng(3)
+    exact.bias = nnx.Param(jnp.asarray([0.5, -1.0, 2.0]))
+    batches = [jnp.asarray(draw.uniform(size=(count, 8)), "float32") for count in (2, 5)]
+    low = jc.nn.quantize(exact, jc.nn.Rule(weight="int2(group=all)"))
+    lost = np.concatenate([np.asarray(exact(x) - low(x), np.float64) for x in batches]).mean(0)
+    assert np.abs(lost).min() > 1e-3
+    corrected = jc.nn.correct_biases(exact, low, batches)
+    np.testing.assert_allclose(corrected.bias[...], np.asarray(exact.bias[...]) + lost, rtol=1e-5)
+
+
 def test_what_cannot_be_corrected_is_said() -> None:
     model, x = Model(rngs=nnx.Rngs(0)), [jnp.ones((1, 4, 2))]
     rounded = jc.nn.quantize(model, RULE)

@@ -214,5 +214,10 @@ def test_norms_are_rounded_by_rules_of_their_own_alone() -> None:
     np.testing.assert_array_equal(own.apply(stored, x), own.apply(variables, x))
     assert (own.apply(variables, x) != wide.apply(variables, x)).any()
 
+    scale = {"params": {"scale": jnp.linspace(0.3, 1.7, 8)}}
+    norm = quantized_linen.quantize(linen.RMSNorm(), jc.nn.Rule(activation="e4m3"))
+    by_hand = linen.RMSNorm().apply(scale, jc.round_to_format(x, "e4m3"))
+    np.testing.assert_array_equal(norm.apply(scale, x), by_hand)
+
 
 test_further = further.test()

@@ -59,6 +59,8 @@ def noised(variables: Any) -> Any:
 
 def the_sum_is_that_of_the_definition(plain: Any) -> None:
     adapted, variables = add_lora(Net(), plain, LoraRule("{up,down}", rank=3, alpha=6), X, key=KEY)
+    up, down = (np.asarray(variables["lora"][name]["lora_a"]) for name in ("up", "down"))
+    assert up.shape == down.shape and (up != down).any()  # each layer has draws of its own
     variables = noised(variables)
     p, lora = (jax.tree.map(lambda v: np.asarray(v, np.float64), variables[name]) for name in ("params", "lora"))
     weights = {name: p[name]["kernel"] + 2 * lora[name]["lora_a"] @ lora[name]["lora_b"] for name in ("up", "down")}
@@ -210,6 +212,18 @@ def the_projections_of_attention(weight: str | None, tmp_path: Path) -> None:
 def test_numbers(check: Any, request: Any) -> None:
     """A case for each of these checks; the first runs by default."""
     checked(check, request)
+
+
+def test_adapters_of_a_file_are_those_of_their_layer(tmp_path: Path) -> None:
+    net: Any = nn.Sequential([nn.Dense(4), nn.relu, nn.Dense(2)])
+    x = np.ones((1, 3), np.float32)
+    plain = drawn(jax.eval_shape(net.init, KEY, x))
+    adapted, variables = add_lora(net, plain, LoraRule("layers_2", rank=2, alpha=6), x, key=KEY)
+    variables = noised(variables)
+    save_lora(tmp_path, adapted, variables)
+    loaded, found = load_lora(tmp_path, net, plain)
+    assert loaded.rules == adapted.rules
+    jax.tree.map(np.testing.assert_array_equal, found, variables)
 
 
 @further.first

@@ -95,6 +95,32 @@ def by_definition(model: Any, data: Any) -> None:
     assert "layers/0" in str(found) and json.loads(json.dumps(found.as_dict(), allow_nan=False))["bytes"] == found.bytes
 
 
+class Shifted(nnx.Module):
+    def __init__(self) -> None:
+        self.up, self.down = nnx.Linear(4, 6, rngs=nnx.Rngs(0)), nnx.Linear(6, 2, rngs=nnx.Rngs(1))
+        self.shift = nnx.Param(jnp.ones(2))
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        return self.down(self.up(x)) + self.shift
+
+
+def test_scores_by_the_loss_and_ratios_of_inputs_are_those_of_one_layer_alone() -> None:
+    model, draw = Shifted(), np.random.default_rng(0)
+    x, y = (jnp.asarray(draw.normal(size=(5, size)), "float32") for size in (4, 2))
+    menu = [None, jc.nn.Rule(weight="int4(group=all)", activation="e4m3")]
+    found = jc.nn.tune(model, [(x, y)], menu, loss=squares, bits=12, score="loss")
+    before = {"down": model.up(x), "up": x}
+    assert [row.path for row in found.rows] == [*before] and len(found.rules) == 2
+    for row, rule in zip(found.rows, found.rules, strict=True):
+        lost = float(squares(jc.nn.quantize(model, rule), x, y)) - float(squares(model, x, y))
+        assert row.score == pytest.approx(lost, rel=1e-3, abs=1e-5)
+        layer, inputs = getattr(model, row.path), before[row.path]
+        result = np.asarray(layer(inputs), np.float64)
+        noise = np.asarray(layer(jc.round_to_format(inputs, "e4m3")), np.float64) - result
+        assert row.activation_snr == pytest.approx(10 * np.log10((result**2).sum() / (noise**2).sum()), abs=0.01)
+    assert any("'' (Shifted)" in note for note in found.notes)  # its parameter has no format
+
+
 def groups_agree_and_other_tensors_have_ratios(problem: Any) -> None:
     model, data = problem
     menu = [jc.nn.Rule(weight="e2m1fn", activation="e4m3"), None]

@@ -187,6 +187,7 @@ def test_the_state_of_a_program_is_updated() -> None:
         low = jc.nn.quantize(Counting(), RULE, mode, inputs=(x,))
         low(x)
         assert float(low.count[...]) == 1, mode
+        assert isinstance(low.w, jc.nn.QuantizedParam if mode == "ptq" else nnx.Param)
 
 
 def test_modules_among_the_arguments_keep_their_state() -> None:
@@ -399,6 +400,21 @@ def test_linen_without_program_names_it_for_boxed_parameters() -> None:
     low, x = jc.nn.linen.quantize(dense, RULE), jnp.ones((1, 32))
     with pytest.raises(TypeError, match=r"'kernel' in a box \(Partitioned\): pass program=True"):
         low.pack(dense.init(jax.random.key(0), x), x)
+
+
+def test_rules_for_classes_of_layers_count_beside_others_in_rounding_with_data() -> None:
+    class Net(linen.Module):
+        @linen.compact
+        def __call__(self, x: Any) -> Any:
+            return linen.Dense(2, name="down")(linen.DenseGeneral(4, name="up")(x))
+
+    x = jnp.asarray(np.random.default_rng(0).normal(size=(6, 3)), "float32")
+    variables = {"params": {"up": {"kernel": jnp.ones((3, 4)), "bias": jnp.ones(4)},
+                            "down": {"kernel": jnp.ones((4, 2)), "bias": jnp.ones(2)}}}  # fmt: skip
+    rules = [jc.Rule(layer="DenseGeneral"), jc.Rule(weight="int4(group=all)")]
+    packed, _ = jc.nn.linen.quantize(Net(), rules, program=True).quantize_with_data(variables, [x], [])
+    kernels = {name: type(packed["params"][name]["kernel"]) for name in ("up", "down")}
+    assert issubclass(kernels["up"], jax.Array) and kernels["down"] is jc.QArray
 
 
 def test_linen_without_program_names_it() -> None:

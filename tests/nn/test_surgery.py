@@ -175,6 +175,17 @@ def test_stochastic_sites_have_streams_of_their_own() -> None:
         jc.nn.quantize(model(), rule)
 
 
+def test_a_result_and_its_cotangent_are_rounded_by_draws_of_their_own() -> None:
+    layer = nnx.Linear(64, 64, use_bias=False, kernel_init=lambda *_: jnp.eye(64), rngs=nnx.Rngs(0))
+    rule = jc.nn.Rule(output="fixed8.0:stochastic:gradient=[fixed8.0:stochastic]")
+    graph, state = nnx.split(jc.nn.quantize(layer, rule, rngs=nnx.Rngs(rounding=1)))
+    half = jnp.full((1, 64), 0.5)
+    y, pull = jax.vjp(lambda x: nnx.merge(graph, state, copy=True)(x), half)
+    (dx,) = pull(half)
+    assert {*y.ravel().tolist()} == {*dx.ravel().tolist()} == {0.0, 1.0}
+    assert (y != dx).any()
+
+
 @further
 def layers_built_by_hand_are_those_that_quantize_makes() -> None:
     by_hand = jc.nn.MultiHeadAttention(2, 4, decode=False, rule=BLOCKS, rngs=nnx.Rngs(3))
@@ -305,7 +316,10 @@ def test_a_rule_for_products_too_has_outputs_and_biases_of_norms() -> None:
 
 
 @further.first
-def a_weight_that_only_a_norm_would_have_has_no_effect() -> None:
+def fields_that_no_layer_under_a_rule_would_take_have_no_effect() -> None:
+    attention = nnx.MultiHeadAttention(2, 8, decode=False, rngs=nnx.Rngs(0))
+    with pytest.raises(ValueError, match="output has no effect on any of its layers: MultiHeadAttention"):
+        jc.nn.quantize(attention, jc.nn.Rule("!{query,key,value,out}", output="e4m3"))  # its layer `out` gives it
     attention = nnx.MultiHeadAttention(2, 8, normalize_qk=True, decode=False, rngs=nnx.Rngs(0))
     with pytest.raises(ValueError, match="weight has no effect on any of its layers: LayerNorm, MultiHeadAttention"):
         jc.nn.quantize(attention, jc.nn.Rule("!{query,key,value,out}", weight="e4m3", activation="e4m3"))

@@ -19,7 +19,6 @@ from jchop._paths import check_pattern, matches_path, nearest_paths
 from jchop._products.layout import Layout
 from jchop._products.placement import StoredAs
 from jchop._products.rule import Rule
-from jchop.nn._nnx import hooks
 from jchop.nn._nnx.attach import QuantizedParam, attach, layout_of
 from jchop.nn._nnx.kinds import KINDS, Kind
 from jchop.nn._nnx.layers import CLASSES, placed_layers
@@ -184,15 +183,7 @@ class _Tensor(NamedTuple):
         value, layout = self.variable.get_value(), self._layout
         if isinstance(value, StoredAs):
             return value.stored
-        if layout is None or (isinstance(value, QArray) and self._is_laid()):
-            return value
-        return value.transpose(*layout.kept, *layout.summed)
-
-    def _is_laid(self) -> bool:
-        """Whether a packed parameter is stored in its layout already."""
-        promote = hooks.site_in(self.placed.module, "promote_dtype")
-        packed = promote.packed if isinstance(promote, hooks.Promote) else ()
-        return any(name == self.key and layout is not None for name, _, layout, _ in packed)
+        return value if layout is None else value.transpose(*layout.kept, *layout.summed)
 
     def put(self, value: np.ndarray | QArray) -> QArray | None:
         """Gives the model the array of a checkpoint; one that is packed comes back."""
