@@ -290,8 +290,7 @@ def test_conjugate_gradients() -> None:
     same(squares, oracle_math.array(want_squares))
 
 
-@further
-def the_generalized_minimal_residual() -> None:
+def test_the_generalized_minimal_residual() -> None:
     text = "e6m9:toward_zero"
     a, b, machine = some(4, 4, text), some(4, 1, text, 1)[:, 0], Machine(HOWS[text])
     x, norms = linalg.gmres(a, b, text, tol=0, restart=3, maxiter=1)
@@ -343,15 +342,15 @@ def a_tolerance_stops() -> None:
     same(x, linalg.cg(a, b, text, tol=0, maxiter=stop)[0])
 
 
-@further
 @pytest.mark.parametrize("inner", [0, pytest.param(2, marks=pytest.mark.slow)])
-def refinement(inner: int) -> None:
+def test_refinement(inner: int) -> None:
     texts: dict[str, Any] = {"factor": "e5m4", "working": "e5m7", "residual": "e6m15"}
     formats = (oracle.ieee(5, 4), oracle.ieee(5, 7), oracle.ieee(6, 15))
     a, b = some(3, 3, "e5m7"), some(3, 1, "e5m7", 1)[:, 0]
     x = linalg.refine(a, b, **texts, method="gmres" if inner else "lu", steps=2, inner=inner or 1)
     machines = tuple(Machine(How(fmt)) for fmt in formats)
     same(x, matrix(refined(rows(a), oracle_math.values(b), machines, 2, inner)))
+    assert jax.eval_shape(partial(linalg.refine, **texts), a, b).shape == (11, 3)  # ten steps
 
 
 # -- batches, columns, operators, empty systems -----------------------------------------------------------------------
@@ -428,8 +427,7 @@ def an_operator_is_its_images(name: str) -> None:
     same(solve(partial_, COLUMNS[:, 0], text, M=m, **SHORT)[0], want[0][:, 0])
 
 
-@further
-def the_image_of_an_operator_is_rounded() -> None:
+def test_the_image_of_an_operator_is_rounded() -> None:
     """In two steps of exact numbers but for the images, which are not of the format."""
     b = np.array([1.0, 2.0], np.float32)
     x, _ = linalg.cg(lambda v: v * 1.05, b, "e5m2", maxiter=1)

@@ -43,6 +43,17 @@ def every_result_is_the_true_one_rounded_once(name: str, texts: tuple[str, ...],
         assert wrong(name, text, step) == NONE_WRONG, text
 
 
+def test_a_part_of_the_arguments_of_every_function() -> None:
+    x = arguments("binary16")[::1601]
+    row = partial(exact.round_array, exponent_bits=5, fraction_bits=10, mode="nearest_even", word=words(len(x)))
+    different = {}
+    for name in FUNCTIONS:
+        want = row(exact.values(NAMES[name], x.astype(float), lambda v: row(v)[None]))
+        got = np.asarray(jax.jit(partial(elementary, name=name, spec=jc.Spec("binary16")))(x))
+        different[name] = x[bits(got) != bits(want.astype(np.float32))].tolist()
+    assert not any(different.values()), different
+
+
 def test_explicit_sharding() -> None:
     """Tables are read at indexes that are sharded."""
     mesh = jax.make_mesh((1,), ("rows",), axis_types=(AxisType.Explicit,))
@@ -85,8 +96,8 @@ def the_exact_values_are_near_those_of_numpy() -> None:
 @pytest.mark.in_turn(64)
 @pytest.mark.parametrize(
     ("sizes", "name"),
-    [((8, 15), "log"), ((4, 11), "exp"), ((4, 11), "sin"), ((6, 9), "log"), ((2, 13), "sin"),
-     ((2, 13), "erfc"), ((8, 10), "tanh"), ((8, 10), "exp")],
+    [((8, 15), "exp"), ((8, 15), "log"), ((4, 11), "exp"), ((4, 11), "sin"), ((6, 9), "log"), ((2, 13), "sin"),
+     ((2, 13), "erfc"), ((8, 10), "tanh")],
 )  # fmt: skip
 def test_formats_of_other_sizes(sizes: tuple[int, int], name: str) -> None:
     """Of 16 bits and, to nearest, of more."""

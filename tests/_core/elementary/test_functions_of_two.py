@@ -54,12 +54,16 @@ def pairs_of(text: str, count: int, seed: int = 0) -> tuple[np.ndarray, np.ndarr
 
 
 @pytest.mark.parametrize(
-    ("name", "step"), [("hypot", 9), *(pytest.param(name, 3, marks=pytest.mark.slow) for name in FUNCTIONS_OF_TWO)]
+    ("name", "step"),
+    [
+        *((name, 9) for name in FUNCTIONS_OF_TWO),
+        *(pytest.param(name, 3, marks=pytest.mark.slow) for name in FUNCTIONS_OF_TWO),
+    ],
 )
 def test_pairs_of_an_8_bit_format(name: str, step: int) -> None:
     text = "float8_e5m2"
     x, y = (v.ravel() for v in np.meshgrid(arguments(text)[::step], arguments(text)[::step]))
-    assert not any(wrong(name, text, x, y, exact.MODES if step == 3 else exact.MODES[:2]).values())
+    assert not any(wrong(name, text, x, y, exact.MODES if step == 3 else exact.MODES[:1]).values())
 
 
 MANY = [("pow", "binary16", 1000)]
