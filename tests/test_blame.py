@@ -408,6 +408,15 @@ def test_operands_that_do_not_differ_have_no_part() -> None:
     assert abs(found.unexplained) <= 1e-3 * abs(found.error)
 
 
+def test_nan_that_the_output_does_not_use_has_no_part() -> None:
+    """The logarithms of the second row are NaN in both programs, and so are derivatives of their product."""
+    x = np.array([[3.3, 5.7], [-1.1, -2.3]], np.float32)
+    one, two = (jc.blame(jc.emulate(lambda x: jnp.prod(jnp.log(x), 1)[0], "bfloat16"), y) for y in (x, x[:1]))
+    assert one.error == pytest.approx(two.error, rel=1e-4) and one.error != 0
+    parts = [{row.primitive: row.contribution for row in found.rows} for found in (one, two)]
+    assert parts[0] == pytest.approx(parts[1], rel=1e-4, abs=1e-6)
+
+
 SINGULAR = np.diag(np.array([1, 2, 0], np.float32))
 
 
@@ -685,6 +694,21 @@ def test_a_sum_over_shards_has_a_row() -> None:
     rows = {row.primitive: row for row in found.rows}
     assert rows["psum_invariant"].contribution == found.error == 1.25 - 1.3125 + 3.5 - 3.625
     assert rows["psum_invariant"].results == 4 and "argument [0]" not in rows  # the numbers are those of the format
+
+
+def test_rows_of_a_loop_in_shards_of_columns_have_the_parts_of_their_weights() -> None:
+    """Horner's rule in every column: the errors of the rows count 9, 3 and 1 times, all else is exact."""
+    mesh = jax.make_mesh((2,), ("x",), axis_types=(AxisType.Auto,))
+
+    def local(x: Array) -> Array:
+        return lax.scan(lambda c, row: (c * 3 + row, None), jnp.zeros_like(x[0]), x)[0]
+
+    fun = jax.shard_map(local, mesh=mesh, in_specs=P(None, "x"), out_specs=P("x"))
+    x = np.array([[1.01, 2.02], [1.03, 3.01], [2.01, 1.02]], np.float32)
+    found = jc.blame(jc.emulate(fun, "e5m8"), x, output=lambda y: y @ jnp.array([1.0, 100.0]))
+    made = np.asarray(jc.round_to_format(x, "e5m8"), np.float64) - x
+    (row,) = (row for row in found.rows if row.primitive == "argument [0]")
+    assert row.contribution == pytest.approx([9, 3, 1] @ made @ [1, 100], rel=1e-5)
 
 
 @further

@@ -177,6 +177,14 @@ def rounded_parts(x: Any) -> Any:
     return jc.round_to_format(x, "bfloat16") if jnp.issubdtype(x.dtype, jnp.floating) else x
 
 
+def test_the_pivots_of_a_factorization_are_the_rows_that_are_exchanged() -> None:
+    """By hand; every result is of the format."""
+    a = np.array([[1, 2, 4], [4, 4, 8], [2, 6, 2]], np.float32)
+    packed, pivots, order = jc.emulate(lax.linalg.lu, "bfloat16")(a)
+    np.testing.assert_array_equal(packed, [[4, 4, 8], [0.5, 4, -2], [0.25, 0.25, 2.5]])
+    assert (pivots.tolist(), order.tolist()) == ([1, 2, 2], [1, 2, 0])
+
+
 # -- complex numbers ---------------------------------------------------------------------------------------------------
 
 
@@ -240,6 +248,16 @@ def test_sums_of_complex_numbers_are_sums_of_their_parts() -> None:
     assert complex(jc.emulate(jnp.sum, "e5m2")(ones)) == 96 + 96j
     with pytest.raises(NotImplementedError, match=r"'reduce_prod'.*rules="):
         jc.emulate(jnp.prod, "e5m2", accumulate=how)(ones)
+
+
+def test_real_and_imaginary_parts_of_a_product_draw_apart() -> None:
+    """Both are 1 + 1/16: each is a difference or a sum of two numbers of the format, rounded to 1 or to 1.25."""
+    x, y = jnp.tile(jnp.array([1, -0.0625j]), (64, 1)), jnp.array([1 + 1j, -1 + 1j])
+    how = jc.MatmulSpec(accumulate="binary32")
+    z = jax.jit(jc.emulate(jnp.matmul, "e5m2:stochastic", accumulate=how, key=KEY))(x, y)
+    real, imaginary = np.real(z), np.imag(z)
+    assert {*real.tolist()} == {*imaginary.tolist()} == {1, 1.25}
+    assert 0 < np.sum(real == imaginary) < 64
 
 
 @pytest.mark.parametrize(

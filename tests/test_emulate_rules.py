@@ -60,9 +60,9 @@ def test_rules_say_how_sums_are_formed() -> None:
 
 #: The shape, those of the indices and of the updates, and the dimension numbers.
 SCATTERS: list[tuple[Any, ...]] = [
+    ((4, 5), (5, 4, 2), (2, 5, 4, 3), ((0, 3), (), (1, 0))),
     ((4, 5), (6, 1), (6, 5), ((1,), (0,), (0,))),
     ((4, 5), (6, 2), (6,), ((), (0, 1), (0, 1))),
-    ((4, 5), (3, 2, 2), (2, 3, 2, 3), ((0, 3), (), (1, 0))),
     ((3, 4, 5), (3, 6, 1), (3, 6, 2), ((2,), (1,), (1,), (0,), (0,))),
     ((4,), (0, 1), (0,), ((), (0,), (0,))),
 ]
@@ -123,6 +123,14 @@ def scatters_of_complex_numbers_are_two_scatters() -> None:
     times = jc.emulate(lambda x, u: x.at[jnp.array([0, 0, 1, 0])].multiply(u), "e8m7", accumulate=accumulate)
     with pytest.raises(NotImplementedError, match="scatter-mul"):
         times(x, u)
+
+
+def test_stochastic_sums_round_each_partial_sum_by_chance() -> None:
+    """From 8 on, a sum of ones stays or grows by 2 with equal chances, each row by draws of its own."""
+    low = jc.emulate(lambda x: jnp.sum(x, 1), "e8m7", accumulate=jc.MatmulSpec(accumulate="e5m2:stochastic"))
+    totals = np.asarray(low(jnp.ones((64, 12)), key=KEY))
+    assert {*totals.tolist()} == {8, 10, 12, 14, 16}
+    assert abs(totals.mean() - 12) < 4 * 2 / 64**0.5  # four times ±1
 
 
 @further
@@ -351,6 +359,11 @@ ERRORS: list[tuple[type[Exception], str, Callable[[], Any]]] = [
         lambda: jc.emulate(jnp.sin, "e5m2", rules={"sin": _raising})(jnp.ones(3)),
     ),
     (ValueError, "gradient", lambda: jc.emulate(jnp.sin, "e5m2:gradient=clipped")),
+    (
+        ValueError,
+        r"^rules\['sin'\]='.*:gradient=clipped' has a gradient",
+        lambda: jc.emulate(jnp.sin, "e5m2", rules={"sin": "e5m2:gradient=clipped"}),
+    ),
     (TypeError, "key=0", lambda: jc.emulate(jnp.sin, "e5m2", key=0)),  # type: ignore[arg-type]
     (ValueError, "key=None", lambda: jc.emulate(jnp.sin, "e5m2:stochastic")(X)),
     (ValueError, "'cos'", lambda: jc.emulate(jnp.sin, "e5m2", rules={"cos": None})(X)),

@@ -143,6 +143,21 @@ def test_arithmetic_of_numpy() -> None:
         assert jc.probe(halves, length=64).order == "pairwise"
 
 
+def test_a_tree_is_found_under_a_rounding_that_has_no_name() -> None:
+    """To 13 bits, ties upward."""
+
+    def tree(a: np.ndarray, b: np.ndarray) -> np.ndarray:
+        c = a[:, :, None].astype(float) * b
+        while c.shape[1] > 1:
+            c = c[:, ::2] + c[:, 1::2]
+            power = np.frexp(c)[1] - 14
+            c = np.ldexp(np.floor(np.ldexp(c, -power) + 0.5), power)
+        return c[:, 0]
+
+    p = jc.probe(tree, length=64)
+    assert (p.order, p.k, p.out_bits) == ("pairwise", None, 13)
+
+
 def test_sums_from_the_last_product_are_another_order() -> None:
     for length in (64, 65, 68, 288):
         assert jc.probe(lambda a, b: one_by_one(a[:, ::-1], b[::-1]), length=length).order == "other", length

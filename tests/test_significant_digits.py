@@ -148,6 +148,14 @@ def test_digits_follow_the_number_of_samples_and_the_confidence() -> None:
     assert float(unsure.digits - sure.digits) == pytest.approx(math.log10(5.841 / 2.353), abs=1e-3)
 
 
+def test_a_complex_number_has_the_digits_of_its_worse_part() -> None:
+    """Here of the imaginary part: the real part is exact."""
+    found = jc.significant_digits(lambda x: jax.lax.complex(x, x / 3), 1.0, key=KEY, samples=4, confidence=0.9)
+    assert float(found.spread) > 0 and found.mean.real == 1
+    assert float(found.mean.imag) == pytest.approx(1 / 3, rel=1e-6)
+    assert float(found.digits) == pytest.approx(math.log10(2 * found.mean.imag / (2.353 * found.spread)), abs=1e-3)
+
+
 # -- samples -----------------------------------------------------------------------------------------------------------
 
 
