@@ -209,6 +209,19 @@ def test_clipped_by_kind_of_element(text, x, expected):
     assert grad.tolist() == expected
 
 
+def test_clipped_below_a_least_element_above_zero():
+    """Numbers below it are beyond the ends; what `sparse` drops, however, gets its cotangent."""
+    x = jnp.array([[0.25, 0.5, 1.5, 2.0]])
+    kinds = {"": [0, 0, 1, 1], ",scale=e8m0fnu": [0, 0, 1, 1], ",sparse=2:4": [1, 1, 1, 1]}
+    kinds |= {",scale=e8m0fnu,sparse=2:4": [1, 1, 1, 1]}
+
+    def total(x):
+        return sum(jc.round_to_format(v, f"codebook(1,2,group=4{kind}):gradient=clipped").sum()
+                   for v, kind in zip(x, kinds, strict=True))  # fmt: skip
+
+    np.testing.assert_array_equal(jax.jit(jax.grad(total))([x] * len(kinds)), [[row] for row in kinds.values()])
+
+
 @pytest.mark.in_turn(1000)
 @pytest.mark.parametrize("gradient", ["int8(channel=0):stochastic", "mxfp4(group=8)"])
 def test_cotangents_are_rounded_to_scaled_formats(gradient):

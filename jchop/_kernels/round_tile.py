@@ -74,8 +74,8 @@ class RoundTpuTiling:
         area = min(max(math.prod(shape) // 8, _CHUNK), _BLOCK // itemsize)
         wide = min(_up(columns, LANES), _CHUNK // least)
         chunk = min(_CHUNK // wide // least * least, _up(rows, least))
-        tall = min(_up(rows, chunk), max(area // wide // chunk, 1) * chunk)
-        return cls(min(slabs, max(area // (tall * wide), 1)), tall, wide, chunk)
+        tall = min(_up(rows, chunk), area // wide // chunk * chunk)
+        return cls(min(slabs, area // (tall * wide)), tall, wide, chunk)
 
 
 _CHUNK = 8 * 8 * LANES  # elements

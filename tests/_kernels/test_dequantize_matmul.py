@@ -126,6 +126,15 @@ def test_infinite_and_nan_codes_stay_in_their_columns(platform):
     np.testing.assert_array_equal(y, [[np.inf, np.nan, 1]] * 2)
 
 
+def test_an_infinite_scale_of_the_last_group_stays_in_its_column():
+    """Of one row of x, for which a step takes several groups: here four, of which there are three."""
+    codes, scales = np.full((12, 2), 0x11, np.uint8), np.ones((3, 4), np.float32)
+    scales[2, 1] = np.inf
+    tiling = DequantizeMatmulGpuTiling(1, 16, 16)
+    y = interpret("gpu", "int4", 4, np.ones((1, 12), np.float32), codes, scales, tiling=tiling)
+    np.testing.assert_array_equal(y, [[12, np.inf, 12, 12]])
+
+
 @pytest.mark.parametrize("platform", ["gpu", pytest.param("tpu", marks=pytest.mark.slow)])
 def test_vmap(platform, rng):
     both = [exact_data(rng, "int4", (3, 70, 9, 32)) for _ in range(2)]

@@ -159,6 +159,11 @@ WAYS = [
 ]
 
 
+def test_a_unit_leaves_out_the_products_of_other_blocks() -> None:
+    """Several blocks in one part of the inner dimension, the last one short."""
+    assert_equal_to_body("tpu", MatmulSpec("e4m3", None, "e5m5", "matrix_unit(2)"), (1, 2, 5, 2))
+
+
 #: Of float64, which GPUs have.
 DOUBLE = (
     MatmulSpec("e5m10", "e8m21:up", "e8m24:stochastic"),
@@ -329,7 +334,8 @@ def check_tilings(order: str) -> None:
 def test_gpu_tilings_fit_in_registers() -> None:
     for order, form, carrier in itertools.product(ORDERS, ("e4m3", "tf32", None), ("float32", "float64")):
         plan = Plan(MatmulSpec(form, accumulate="e5m5", order=order), CARRIERS[carrier], 4096)
-        most = {"matrix_unit": 32}.get(plan.spec.order.kind, 8)
+        narrow = order == "pairwise" or carrier == "float64"  # with more, or with wider, numbers for each element
+        most = {"matrix_unit": 32}.get(plan.spec.order.kind, 4 if narrow else 8)
         tilings = [MatmulGpuTiling.for_shape(1, m, n, plan) for m in SIZES for n in SIZES]
         assert all(t.block_m * t.block_n <= most * 32 * t.num_warps for t in tilings)
         areas = [t.block_m * t.block_n for t in (tilings[0], tilings[-1])]
@@ -401,6 +407,8 @@ def test_a_part_of_no_whole_blocks_is_refused() -> None:
     a, spec = jax.ShapeDtypeStruct((1, 4, 200), "float32"), MatmulSpec("e4m3", order="aligned(24, 25)")
     assert "multiple of the 24 products" in str(_refuse_tpu(a, a, spec=spec, tiling=SMALL["tpu"]))
     assert _refuse_tpu(a, a, spec=spec, tiling=MatmulTpuTiling(16, 128, 384, 8)) is None
+    empty = jax.ShapeDtypeStruct((1, 4, 0), "float32")
+    assert _refuse_tpu(empty, empty, spec=spec, tiling=SMALL["tpu"]) is None
 
 
 def test_a_tile_too_small_for_a_unit_is_refused() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping
 from functools import partial
 from types import ModuleType, SimpleNamespace
@@ -106,7 +107,7 @@ def some(rows: list[Any], *default: int) -> list[Any]:
 
 
 #: Every shape and all parts on each platform, the shapes of which each part meets in turn; the smallest one first.
-ROWS = [(2, 0, "gpu"), (2, 5, "tpu")]
+ROWS = [(2, 5, "gpu"), (2, 5, "tpu")]
 ROWS += [((3 * i + j) % 5, i, platform) for i in range(len(PARTS)) for j, platform in enumerate(KERNELS)]
 ROWS += [(number, 5, "gpu") for number in (1, 3, 4)]
 
@@ -115,6 +116,14 @@ ROWS += [(number, 5, "gpu") for number in (1, 3, 4)]
 @pytest.mark.parametrize(("number", "part", "platform"), ROWS)
 def test_integers_with_scales_and_zero_points(number, part, platform, rng):
     check(platform, rng, shape_of(number, platform), PARTS[part], ("int8", "int8"))
+
+
+def test_a_tpu_multiplies_by_the_scales_of_blocks_and_of_rows(rng):
+    for within in ({"w_scale": True}, {"x_scale": True, "w_scale": False}):
+        elements, parts = data(rng, (1, 2, 3, 256, 128), within, ("int8", "int8"))
+        static: Any = {"names": tuple(parts), "block": 128, "dtype": "float32", "interpret": True}
+        y = compiled(partial(product_of_blocks_tpu.product_of_blocks, **static))(*elements, *parts.values())
+        np.testing.assert_array_equal(y, reference(elements, parts, 128), strict=True)
 
 
 _E4M3, _E5M2 = "float8_e4m3fn", "float8_e5m2"
@@ -257,6 +266,11 @@ def test_bad_tilings():
     for name, value in {"block_m": 8, "block_n": 24, "block_k": 16, "num_warps": 3, "num_stages": 0}.items():
         with pytest.raises(ValueError, match=name):
             ProductOfBlocksGpuTiling(**{"block_m": 16, "block_n": 16, "block_k": 32, name: value})
+
+
+def test_steps_of_a_tpu_hold_whole_blocks():
+    for k, block in itertools.product((8, 100, 256, 512, 768, 4096), (8, 64, 128, 256, 512)):
+        assert ProductOfBlocksTpuTiling.for_shape(300, 1000, k, block).misfit(300, 1000, block) is None, (k, block)
 
 
 def test_products_of_stored_arrays_are_this_operation(rng):

@@ -161,6 +161,14 @@ def test_equals_the_body(run: Callable[..., None], row: tuple) -> None:
     run(*row)
 
 
+def test_the_operation_has_the_kernel_of_a_tpu_if_it_is_asked_for() -> None:
+    impls: tuple[tuple[Any, bool], ...] = (("pallas", True), ("auto", False))
+    for impl, asked in impls:
+        run = jax.jit(functools.partial(jc.round_to_format, spec="e4m3fn", impl=impl))
+        text = run.trace(jnp.ones((8, 130))).lower(lowering_platforms=("tpu",)).as_text()
+        assert ("tpu_custom_call" in text) is asked
+
+
 @both
 def test_an_empty_array_stays_so(kernel: str) -> None:
     for text, shape in itertools.product(("e4m3fn", "e4m3fn:stochastic"), ((0,), (3, 0, 5))):
@@ -291,6 +299,19 @@ def test_hardware_bits_decide(shape: tuple[int, ...], dtype: str) -> None:
     toward_zero = round_elements(x, jc.parse("e4m3fn:toward_zero"), CARRIERS[dtype])
     inside = np.abs(np.asarray(x, np.float32)) <= 448
     same_bits(np.asarray(expected)[inside], np.asarray(toward_zero)[inside], dtype)
+
+
+def test_each_block_is_seeded_with_a_number_of_its_own() -> None:
+    """Blocks in C order, of which there are two along each axis."""
+    now: list[Array] = []
+
+    def numbered(tile: Array, drawn: list[Any], first: Array, local: Array) -> Array:
+        return jnp.full_like(tile, now[-1].astype(jnp.float32))
+
+    tiling = RoundTpuTiling(2, 8, 128, 8)
+    run = round_tpu._Elementwise(numbered, lambda drawn, number: now.append(number), "numbered", tiling, True)
+    number = np.arange(8).reshape(2, 2, 2).repeat(2, 0).repeat(8, 1).repeat(128, 2)
+    np.testing.assert_array_equal(compiled(run)(jnp.ones((3, 9, 130))), number[:3, :9, :130])
 
 
 test_further = further.test()

@@ -223,6 +223,16 @@ def test_equals_the_body(run, row):
     run(*row)
 
 
+def test_a_block_ends_with_its_column():
+    """The tile is taller than the matrix, under which another one with larger numbers lies. Codes are packed across."""
+    x = jnp.arange(1, 121, dtype=jnp.float32).reshape(2, 20, 3) ** 3
+    plan, words = plan_of(mx("e2m1fn", axis=-2), "float32"), scaled.kernel_words(None, (), AT_START)
+    run = functools.partial(scaled_gpu.quantize_blocks, plan=plan, tiling=ScaledGpuTiling(1, 16, 4), interpret=True)
+    expected = jax.jit(functools.partial(quantize_body, plan=plan))(x)
+    for name, one, other in zip(("codes", "scales"), compiled(run)(x, words), expected, strict=True):
+        same_bits(one, other, name)
+
+
 @pytest.mark.parametrize("platform", ["gpu", pytest.param("tpu", marks=pytest.mark.slow)])
 def test_empty_arrays(platform):
     for shape, axis in (((0,), -1), ((3, 0), -1), ((3, 0), -2), ((0, 32), -1)):
@@ -233,6 +243,16 @@ def test_empty_arrays(platform):
         got = module.quantize_blocks(x, words, plan=plan)
         for one, other in zip(got, jax.jit(functools.partial(quantize_body, plan=plan))(x), strict=True):
             same_bits(one, other, f"{shape} along {axis}")
+
+
+def test_results_have_the_shapes_and_dtypes_of_the_body():
+    x, words = jnp.ones((3, 70)), scaled.kernel_words(None, (), AT_START)
+    for scale in ("float32", "bfloat16"):
+        plan = plan_of(integer_groups(4, 32, scale=scale), "float32")
+        expected = jax.eval_shape(functools.partial(quantize_body, plan=plan), x)
+        for module in (scaled_tpu, scaled_gpu):
+            got = jax.eval_shape(functools.partial(module.quantize_blocks, plan=plan, interpret=True), x, words)
+            assert [(v.shape, v.dtype) for v in got] == [(v.shape, v.dtype) for v in expected], (module, scale)
 
 
 # -- the short way -----------------------------------------------------------------------------------------------------

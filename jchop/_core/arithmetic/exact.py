@@ -56,13 +56,10 @@ def overflowed_exact(v: Exact, spec: Spec, carrier: Carrier, word: Array | None)
     """Whether `v`, rounded under `spec`, is beyond the ends of its format; NaN counts as inside."""
     fmt = spec.format
     if isinstance(fmt, CodebookFormat):
-        beyond = [
-            (v.magnitude > bits) | ((v.magnitude == bits) & (v.inexact | (not exact)))
-            for bits, exact in (carrier.toward_zero(Fraction(end)) for end in (fmt.max, fmt.min))
-        ]
-        above = beyond[0] if fmt.max >= 0 else True
-        below = beyond[1] if fmt.min <= 0 else True
-        return _bits.where(v.sign != 0, below, above) & (v.magnitude <= carrier.inf)
+        value, more = _bits.ordered(v.sign, v.magnitude), v.inexact.astype(carrier.work)
+        floor, ceiling = (value - _bits.where(v.sign != 0, more, 0), value + _bits.where(v.sign != 0, 0, more))
+        low, high = (carrier.ceil_bits(Fraction(end)) for end in (fmt.min, fmt.max))  # numbers of the carrier
+        return ((floor < low) | (ceiling > high)) & (v.magnitude <= carrier.inf)
     return overflowed(*_as_numbers(v, spec, carrier, word))
 
 

@@ -80,7 +80,7 @@ class MatmulTpuTiling:
         units = spec.order.kind == "matrix_unit"
         block_n = min(256 if units else _LANES if spec.order.aligned else 512, _up(n, _LANES))
         chunk = _SUBLANES * _LANES if spec.order.aligned else cls._CHUNK  # many terms of an element are alive together
-        rows = min(max(chunk // block_n // _SUBLANES, 1) * _SUBLANES, _up(m, _SUBLANES))
+        rows = min(chunk // block_n // _SUBLANES * _SUBLANES, _up(m, _SUBLANES))
         tall = 256
         if spec.order.kind == "pairwise":
             tall = min(tall, cls._STACK // (4 * block_n * max(pair_levels(k), 1)))

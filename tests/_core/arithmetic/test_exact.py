@@ -64,11 +64,14 @@ def test_an_error_far_below_the_last_place() -> None:
     assert v.sticky.tolist() == [False, True, False]
 
 
-def test_overflow_beside_a_small_negative_level() -> None:
-    spec = jc.Spec(jc.CodebookFormat((-0.5, 0.0, 2.0)))
-    value = jnp.float32([-0.25, -0.5, -0.75, 1.0, 2.0, 2.5])
-    bits = value.view(jnp.int32)
-    sign, magnitude = bits & np.int32(-(2**31)), bits & np.int32(2**31 - 1)
-    zero = jnp.zeros_like(magnitude)
-    v = Exact(sign, magnitude, zero > 0, zero.astype(jnp.uint32), zero > 0)
-    assert overflowed_exact(v, spec, CARRIER, None).tolist() == [False, False, True, False, False, True]
+@pytest.mark.parametrize("ends", [(-0.5, 2.0), (0.5, 2.0), (-2.0, -0.5)])
+def test_numbers_beyond_the_ends_of_a_codebook(ends: tuple[float, float]) -> None:
+    """Exact ones, and ones that are larger in magnitude by half a unit in the last place."""
+    some = [0, 0.25, 0.5, 1, 2, 3, np.inf, np.nan, np.nextafter(np.float32(0.5), np.float32(0))]
+    value = np.array(some, np.float32).repeat(4)
+    sign, inexact = np.arange(36) % 2 == 1, (np.arange(36) % 4 > 1) & np.isfinite(value)
+    magnitude, rest = jnp.asarray(value.view(np.int32)), jnp.asarray(inexact.astype(np.uint32) << 31)
+    v = Exact(jnp.where(sign, jnp.int32(-(2**31)), 0), magnitude, jnp.asarray(inexact), rest, magnitude < 0)
+    exact = np.where(sign, -1.0, 1.0) * (value.astype(np.float64) + inexact * np.ldexp(1.0, -26))
+    found = overflowed_exact(v, jc.Spec(jc.CodebookFormat(ends)), CARRIER, None)
+    np.testing.assert_array_equal(found, (exact < ends[0]) | (exact > ends[1]))
