@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from each_case import each
 
-from jchop._arguments import as_operands, carrier_of, checked_keys, run, run_numpy, stream_offset
+from jchop._arguments import as_operands, carrier_of, checked_keys, own_results, run, run_numpy, stream_offset
 from jchop._core.rounding.stream_offset import AT_START
 from jchop.spec import parse
 
@@ -53,11 +53,13 @@ def test_offsets_are_traced_and_their_high_words_static() -> None:
     assert stream_offset(0, (4,)) == (AT_START, ())
     place, (start,) = stream_offset((5 << 32) + 7, (4,))
     assert (place.base, int(start), start.dtype) == (5 << 32, 7, np.int32)
-    assert stream_offset(1 << 31, (4,))[1][0].dtype == np.uint32
+    assert [stream_offset((1 << 31) - i, (4,))[1][0].dtype for i in (0, 1)] == [np.uint32, np.int32]
     place, starts = stream_offset(((1, jnp.int32(2)), (4, 6)), (3, 4))
     assert (place.whole, [int(start) for start in starts]) == ((4, 6), [1, 2])
     with pytest.raises(ValueError, match="the last element would have index 18446744073709551616"):
         stream_offset((1 << 64) - 1, (2,))
+    with pytest.raises(ValueError, match="offset=18446744073709551616"):
+        stream_offset(1 << 64, (0,))
     with pytest.raises(ValueError, match="random bits end at index 9223372036854775807"):
         stream_offset(1 << 63, (2,), words=2)
 
@@ -68,6 +70,11 @@ def test_results_are_numpy_if_all_operands_are() -> None:
     assert type(result) is np.ndarray and result.dtype == np.float64
     assert isinstance(run(lambda x, key: x[0], [wide], None), np.float64)
     assert isinstance(run(lambda x, y, key: x + y, [jnp.ones(3), np.ones(3, np.float32)], None), jax.Array)
+
+
+def test_linear_functions_with_results_can_be_transposed() -> None:
+    (back,) = jax.linear_transpose(lambda x: own_results(2 * x), jnp.ones(3))(jnp.arange(3.0))
+    np.testing.assert_array_equal(back, [0, 2, 4])
 
 
 def test_numpy_operands_are_constants_within_a_trace() -> None:

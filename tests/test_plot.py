@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import itertools
 
 import jax
 import jax.numpy as jnp
@@ -114,6 +115,9 @@ def test_value_grid_draws_both_signs_of_uneven_formats(text: str) -> None:
     same = np.array_equal(values[values > 0], -values[values < 0][::-1])
     figure = value_grid(text)
     np.testing.assert_array_equal(drawn(figure), values[values > 0] if same else magnitudes)
+    axes = figure.axes[0]
+    heights = [np.mean(lines.get_segments(), 1)[:, 1] for lines in axes.collections if len(lines.get_segments())]  # type: ignore[attr-defined]
+    np.testing.assert_allclose(np.unique(np.concatenate(heights).round(9)), axes.get_yticks())  # names beside the lines
     assert png(figure)
 
 
@@ -278,13 +282,14 @@ def test_pareto_joins_the_best_for_their_bits() -> None:
 def test_pareto_has_exact_points_as_crosses_at_the_edge(log: bool) -> None:
     """They are no measured values: the front joins none of them, and the edge says what they are."""
     best, worst = (0.0, np.inf) if log else (np.inf, -np.inf)
-    values = [worst, 30, best, best]
+    value = 30.0 if log else -30.0
+    values = [worst, value, best, best]
     figure = jc.plot.pareto([*"abcd"], [4, 8, 16, 32], values, ylabel="x", log=log, higher_is_better=not log)
     axes = figure.axes[0]
     bad, good = axes.get_ylim()[:: -1 if log else 1]
-    assert axes.lines[0].get_xydata().tolist() == [[8, 30.0]]
+    assert axes.lines[0].get_xydata().tolist() == [[8, value]]
     circles, _, exact, lost = axes.collections
-    assert circles.get_offsets().tolist() == [[8, 30.0]]
+    assert circles.get_offsets().tolist() == [[8, value]]
     assert exact.get_offsets().tolist() == [[16, good], [32, good]] and lost.get_offsets().tolist() == [[4, bad]]
     assert exact.get_paths() != circles.get_paths()  # type: ignore[attr-defined]
     assert [(text.get_text(), text.xy[1]) for text in axes.texts[:2]] == [("exact", good), ("infinite or NaN", bad)]  # type: ignore[attr-defined]
@@ -307,6 +312,8 @@ def test_tune_has_exact_points_as_crosses_at_the_edge() -> None:
     assert axes.lines[0].get_xydata().tolist() == [[point.cost, point.error] for point in found.front[:2]]
     exact = axes.collections[-1].get_offsets().tolist()
     assert exact == [[32.0, axes.get_ylim()[0]]] and axes.texts[-1].get_text() == "exact"
+    tolerance = next(line for line in axes.lines if line.get_label() == "tolerance")
+    assert set(tolerance.get_ydata()) == {0.1}
 
 
 # -- formats side by side ----------------------------------------------------------------------------------------------
@@ -318,6 +325,8 @@ def test_value_grids_draw_the_values_of_each_format() -> None:
         values = parse(fmt).format.values()
         np.testing.assert_array_equal(segments[:, 0, 0], values[values > 0])
         assert (segments[:, :, 1].min(), segments[:, :, 1].max()) == (place - 0.38, place + 0.38)
+    colours = [tuple(lines.get_colors()[0]) for lines in axes.collections]  # type: ignore[attr-defined]
+    assert all(a != b for a, b in itertools.pairwise(colours))
     assert axes.get_yticklabels()[0].get_text() == "float4_e2m1fn\n4 bits"
 
 
@@ -336,6 +345,7 @@ def test_rounding_error_is_that_of_the_definition() -> None:
     np.testing.assert_allclose(error, nearest - x, atol=1e-15)
     relative = jc.plot.rounding_error(["e4m3fn", "e5m2:down"], 0.1, 1000.0).axes[0]
     x, error = (np.asarray(data, np.float64) for data in relative.lines[0].get_data())
+    assert axes.get_axisbelow() is True  # the grid is behind the curves
     assert np.nanmax(np.abs(error)) <= 2.0**-4 and np.isnan(error[x > 464]).all() and not np.isnan(error[x < 464]).any()
     down = np.asarray(relative.lines[1].get_ydata(), np.float64)
     assert down.max() <= 0 and down.min() > -0.25 and relative.get_xscale() == "log"
@@ -349,6 +359,8 @@ def test_code_histogram_counts_each_value() -> None:
     counts = {value: count for value, count in zip(values, heights, strict=True) if count}
     # 0.25 is a tie and goes to 0, 5 is one and goes to 4 (even codes); 7, 100 and -9 are beyond the ends.
     assert counts == {-6: 1, -0.5: 1, 0: 4, 0.5: 1, 4: 1, 6: 2}
+    labels = jc.plot.code_histogram(x, "integer4").axes[0].get_xticklabels()
+    assert [label.get_text() for label in labels] == [str(value) for value in range(-8, 8)]
     assert png(figure).startswith(b"\x89PNG")
 
 

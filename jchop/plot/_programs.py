@@ -75,7 +75,7 @@ def _draw_errors(axes: Axes, rows: Sequence[Row]) -> None:
     lost = [place for place, row in enumerate(rows) if math.isnan(row.deviation) and row.infinities + row.nans]
     if lost:
         name = "no finite result to compare"
-        axes.barh(lost, [high - low] * len(lost), 0.76, low, color="white", edgecolor=LOST, hatch="///", label=name)
+        axes.barh(lost, high - low, 0.76, low, color="white", edgecolor=LOST, hatch="///", label=name)
     axes.set_xscale("log")
     axes.xaxis.set_minor_formatter(NullFormatter())
     axes.set_xlim(low, high)

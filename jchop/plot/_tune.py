@@ -33,9 +33,9 @@ def tune(seen: Any, *, title: str = "Formats within a tolerance") -> Figure:
         True
     """
     need_matplotlib()
-    rows = getattr(seen, "rows", None)
-    if rows is None or not hasattr(seen, "front"):
+    if not hasattr(seen, "front"):
         raise TypeError(f"seen={seen!r} must be a result of jchop.tune")
+    rows = seen.rows
     figure = new_figure(14, max(4.0, 1.9 + 0.45 * len(rows)), title)
     left, right = figure.subplots(1, 2)
     left.barh(range(len(rows)), [row.bits for row in rows], 0.7, color=NORMAL)

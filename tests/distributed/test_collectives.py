@@ -17,6 +17,8 @@ from jax.sharding import AxisType, Mesh
 from jax.sharding import PartitionSpec as P
 
 import jchop as jc
+from jchop.distributed._pieces import plan_cut
+from jchop.spec import parse
 
 further = Further()
 
@@ -97,6 +99,16 @@ def test_hierarchical(inner: int, spec: str, key: Any, rng: np.random.Generator)
     algorithm = jc.distributed.hierarchical("d", "outer")
     found = over(mesh_of(2, inner), lambda x: jc.distributed.psum(x, ("outer", "d"), spec, key, algorithm=algorithm), x)
     same(found, np.stack([replay.psum(list(x), key, replay.two_stages, 2, inner)] * 2 * inner))
+
+
+def test_the_inner_axis_of_a_hierarchy_may_be_named_first() -> None:
+    def summed(x: Any) -> Any:
+        algorithm = jc.distributed.hierarchical("d", "outer")
+        return jc.distributed.psum(x, ("d", "outer"), "binary32", algorithm=algorithm)
+
+    x = np.arange(2 * 3 * 7, dtype=np.float32).reshape(2, 3, 7)
+    found = jax.jit(jax.vmap(jax.vmap(summed, axis_name="outer"), axis_name="d"))(x)
+    same(found, np.broadcast_to(x.sum((0, 1)), x.shape))
 
 
 @further
@@ -236,6 +248,13 @@ def every_format_and_collective(name: str, rng: np.random.Generator) -> None:
         }
         for kind, values in wanted.items():
             np.testing.assert_array_equal(found[kind], values, f"{kind} of {spec}")
+
+
+def test_a_short_last_piece_repeats_the_last_number() -> None:
+    """So it adds no number, as 0, to the range of a group."""
+    x = np.arange(5.0, 16.0, dtype=np.float32)
+    found = plan_cut(x.shape, parse(NEAREST), 2).pieces(jnp.asarray(x))
+    same(found, replay.cut(x, 2))
 
 
 #: The axis of a piece: 6 rows in 4 pieces of 2; 16 channels; 16 columns beside one block of 6 rows.

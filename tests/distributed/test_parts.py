@@ -92,6 +92,18 @@ def test_parts_are_the_whole(spec: str, axis: int, rng: np.random.Generator) -> 
             np.testing.assert_array_equal(np.atleast_1d(got).view(np.uint8), np.atleast_1d(want).view(np.uint8), name)
 
 
+def test_parts_of_one_number_under_a_common_scale_and_zero_point() -> None:
+    x = np.array([[1.0], [4.0], [2.3]], np.float32)
+
+    def whole(x: Any) -> Any:
+        spec = "uint4(channel=1,zero_point=integer)"
+        return jc.dequantize(jc.distributed.unshard(jc.distributed.quantize_parts(x, "i", spec), "i"))
+
+    found = np.asarray(jax.jit(jax.vmap(whole, axis_name="i"))(x[:, None]))
+    for rank in range(3):
+        np.testing.assert_array_equal(found[rank], jc.round_to_format(x, "uint4(channel=1,zero_point=integer)"))
+
+
 @further
 def an_infinity_reaches_the_parts_of_others(rng: np.random.Generator) -> None:
     tree = weights(rng)

@@ -180,8 +180,9 @@ def graph(fun: Any, params: Any, x: Any) -> tuple[Any, Any]:
     return program, graph_of(program, find_sites(program))
 
 
-def check_the_function_stays_what_it_is(name: str) -> None:
-    fun, shapes, shape, expected = FOLDED[name]
+def check_the_function_stays_what_it_is(
+    fun: Callable[..., Any], shapes: Shapes, shape: tuple[int, ...], expected: dict[str, str]
+) -> None:
     rng = np.random.default_rng(0)
     with jax.enable_x64(True):
         params = {key: jnp.asarray(rng.normal(size=n)) for key, n in shapes.items()}
@@ -204,7 +205,7 @@ def check_the_function_stays_what_it_is(name: str) -> None:
 def test_the_function_stays_what_it_is(names: list[str]) -> None:
     for name in names:
         with case(name):
-            check_the_function_stays_what_it_is(name)
+            check_the_function_stays_what_it_is(*FOLDED[name])
 
 
 REFUSED: dict[str, tuple[Callable[..., Any], Shapes, str, str]] = {
@@ -252,6 +253,28 @@ REFUSED: dict[str, tuple[Callable[..., Any], Shapes, str, str]] = {
         {"a": (8, 6), "w": (6, 3)}, "w", "while",
     ),
 }  # fmt: skip
+
+
+#: Small programs, as those of `FOLDED`.
+SMALL = {
+    "a product with itself": (lambda p, x: (h := jax.nn.relu(x @ p["a"])) * h @ p["b"], {"a": (4, 3), "b": (3, 2)},
+        (2, 4), {"b": "a b"}),
+    "carried into two loops": (
+        lambda p, x: lax.scan(lambda h, w: (repeated(w, h), None), x, p)[0], {"a": (3, 4, 5), "b": (3, 5, 4)}, (2, 4),
+        {"b": "a b"},
+    ),
+}  # fmt: skip
+
+
+def repeated(w: Any, h: Any) -> Any:
+    """Two turns with the same weights."""
+    return lax.scan(lambda h, _: (h + jax.nn.relu(h @ w["a"]) @ w["b"], None), h, None, length=2)[0]
+
+
+def test_squares_and_weights_that_inner_loops_share_take_factors() -> None:
+    for name, found in SMALL.items():
+        with case(name):
+            check_the_function_stays_what_it_is(*found)
 
 
 def test_the_reason_is_named() -> None:

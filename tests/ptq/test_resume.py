@@ -113,6 +113,17 @@ def test_one_pass_is_kept_and_other_runs_are_refused(tmp_path: Path) -> None:
             call()
 
 
+def test_a_run_with_other_names_of_parameters_is_refused(tmp_path: Path) -> None:
+    def dense(p: Any, x: Any) -> Any:
+        (w,) = p.values()
+        return x @ w
+
+    w, x = np.eye(8, dtype=np.float32), np.ones((2, 8), np.float32)
+    jc.ptq.quantize(dense, RULE, {"w": w}, [x], [], resume=tmp_path / "run")
+    with pytest.raises(ValueError, match="holds a run with other params; it continues"):
+        jc.ptq.quantize(dense, RULE, {"v": w}, [x], [], resume=tmp_path / "run")
+
+
 @further.first
 def bad_folders(tmp_path: Path) -> None:
     params, batches = problem()

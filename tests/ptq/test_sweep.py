@@ -11,8 +11,9 @@ import pytest
 from further import Further
 
 import jchop as jc
-from jchop.ptq._columns import element_scales, one_each, with_entries
+from jchop.ptq._columns import element_scales, one_each, round_column, with_entries
 from jchop.ptq._sweep import factor, order_of, sweep
+from jchop.spec import parse
 from jchop.storage import QArray
 
 further = Further()
@@ -81,6 +82,14 @@ def every_format_gains_where_inputs_depend_on_each_other(text: str) -> None:
         np.testing.assert_array_equal(a, b)
     _, swept, _, _ = rounded(w, gram, text, order)
     assert error(w, swept, gram) < 0.6 * error(w, plain, gram)
+
+
+def test_numbers_of_a_column_are_rounded_under_given_scales() -> None:
+    """Whatever the format of the scales is, here one with scales of its own."""
+    column, scale = np.array([1.1, -5.0, 3.3], np.float32), np.array([0.25, 2, 0.3], np.float32)
+    spec = one_each(parse("int4(group=4,scale=uint8(group=2))"))
+    _, found = round_column(jnp.asarray(column), jnp.asarray(scale), None, spec, jnp.float32)
+    np.testing.assert_array_equal(found, np.clip(np.rint(column / scale), -8, 7) * scale)
 
 
 def test_columns_with_large_inputs_come_first() -> None:
@@ -197,9 +206,13 @@ def test_a_damping_that_fails_grows() -> None:
 def test_dead_columns_are_rounded_by_themselves() -> None:
     w, gram = problem()
     gram[[3, 7]] = gram[:, [3, 7]] = 0
-    plain, swept, _, _ = rounded(w, gram, "int4(group=16)", np.asarray(order_of(jnp.asarray(gram), True)))
+    order = np.asarray(order_of(jnp.asarray(gram), True))
+    plain, swept, _, upper = rounded(w, gram, "int4(group=16)", order)
     np.testing.assert_array_equal(numbers(plain)[:, [3, 7]], numbers(swept)[:, [3, 7]])
     assert (numbers(plain) != numbers(swept)).any()
+    alive = order[:-2]  # the damping is a part of the mean of their diagonal alone
+    damped = gram[alive][:, alive] + 0.01 * np.diag(gram)[alive].mean() * np.eye(len(alive))
+    np.testing.assert_allclose((upper.T @ upper)[:-2, :-2] @ damped, np.eye(len(alive)), atol=1e-8)
 
 
 test_further = further.test()

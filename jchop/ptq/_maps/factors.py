@@ -120,8 +120,7 @@ def _candidate(
     inputs: np.ndarray, weights: np.ndarray | None, used: np.ndarray, ratio: float, units: int
 ) -> np.ndarray:
     """The factors of one exponent; those of a unit have 1 in the middle of their range."""
-    with np.errstate(all="ignore"):
-        factors = inputs**ratio if weights is None else inputs**ratio / (weights ** (1 - ratio) + 1e-4)
+    factors = inputs**ratio if weights is None else inputs**ratio / (weights ** (1 - ratio) + 1e-4)
     factors = np.where(np.isfinite(factors), factors, 1.0).clip(1e-4)
     parts = np.where(used, factors, np.nan).reshape(units, -1)
     middle = np.sqrt(np.nanmax(parts, 1, keepdims=True) * np.nanmin(parts, 1, keepdims=True))

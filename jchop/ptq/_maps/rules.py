@@ -235,8 +235,6 @@ def _slice(seen: Seen) -> Ways:
     seen.flat_on(
         [i for i, (a, b) in enumerate(zip(before.shape, after.shape, strict=True)) if a != b], "takes some channels"
     )
-    if not seen.made and seen.place:
-        raise RefusedError(f"{seen.node} takes it as indexes")
     yield _pair(seen, _sized(seen))
 
 
@@ -285,8 +283,6 @@ def _gather(seen: Seen) -> Ways:
     sizes, single = seen.node.params["slice_sizes"], {*numbers.collapsed_slice_dims, *numbers.operand_batching_dims}
     rows = zip((i for i in range(len(sizes)) if i not in single), numbers.offset_dims, strict=True)
     whole = [(axis, out) for axis, out in rows if sizes[axis] == table.shape[axis]]
-    if not seen.made and seen.place:
-        raise RefusedError(f"{seen.node} takes it as indexes")
     there = {out: axis for axis, out in whole} if seen.made else dict(whole)
     yield _pair(seen, _moved(seen, there, table if seen.made else seen.node.outs[0]))
 
@@ -297,8 +293,6 @@ def _scatter(seen: Seen) -> Ways:
     single = {*numbers.inserted_window_dims, *numbers.operand_batching_dims}
     windows = zip((i for i in range(len(rows.shape)) if i not in single), numbers.update_window_dims, strict=True)
     whole = {axis: own for axis, own in windows if rows.shape[axis] == updates.shape[own]}
-    if not seen.made and seen.place == 1:
-        raise RefusedError(f"{seen.node} takes it as indexes")
     if seen.made or not seen.place:
         yield [seen.label, None, _moved(seen, whole, updates)], [seen.label]
     else:
@@ -381,8 +375,6 @@ def _sign(seen: Seen) -> Ways:
 
 
 def _select(seen: Seen) -> Ways:
-    if not seen.made and seen.place == 0:
-        raise RefusedError(f"{seen.node} takes it as a condition")
     yield [None, *[seen.label] * (len(seen.node.ins) - 1)], [seen.label]
 
 

@@ -89,7 +89,7 @@ class _Turns:
 
     def varying(self, value: Value, axes: tuple[int, ...]) -> frozenset[int] | None:
         """The parameters that make a value differ along some of its axes; None if other things do."""
-        if all(axis >= len(value.shape) or value.shape[axis] == 1 for axis in axes):
+        if all(value.shape[axis] == 1 for axis in axes):
             return frozenset()
         if value.leaf is not None:
             given = jnp.asarray(self.value_of(value.leaf))
