@@ -85,6 +85,7 @@ FIXED: dict[str, FixedSet] = {
 }
 #: Tables of increasing levels: regular, irregular, one level, and NF4 (float32 numbers).
 CODEBOOKS: dict[str, tuple[float, ...]] = {
+    "signs": (-1.0, 1.0),
     "ternary": (-1.0, 0.0, 1.0),
     "uneven": (-3.0, -1.0, -0.25, 0.0, 0.5, 0.75, 8.0),
     "positive": (0.125, 0.5, 0.625, 2.0),

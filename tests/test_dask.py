@@ -67,11 +67,13 @@ def test_groups_within_chunks() -> None:
     for text, chunks in (
         ("int4(group=4)", (8, 4)),
         ("int8(channel=0):stochastic", (4, 12)),
+        ("int4(group=4,axis=0,sparse=2:4)", (4, 6)),
     ):
         same(jc.round_to_format(da.from_array(x, chunks=chunks), text, KEY), jc.round_to_format(x, text, KEY))
     for text, chunks in (
         ("int4(group=4)", (8, (2, 10))),
         ("int4(group=4)", (8, (5, 7))),
+        ("int4(group=2,axis=0,sparse=2:4)", ((2, 6), 12)),
         ("int8(channel=0)", (8, 6)),
         ("int8(group=tensor)", (4, 12)),
         ("nvfp4(group=4)", (4, 12)),

@@ -95,6 +95,7 @@ def test_what_is_printed_reads_back(fmt: ElementFormat):
          FloatFormat(4, 3, bias=11, subnormals=False, nans="none", infinities=False)),
         ("e4m3fn(bias=-3)", FloatFormat(4, 3, bias=-3, infinities=False, nans="top")),
         ("e5m2fnuz(bias=15)", FloatFormat(5, 2, bias=15, infinities=False, nans="negative_zero")),
+        ("e5m3fnuz(bias=12)", FloatFormat(5, 3, bias=12, infinities=False, nans="negative_zero")),
         ("binary16(subnormals=false)", FloatFormat(5, 10, subnormals=False)),
         ("bfloat16( subnormals = false )", FloatFormat(8, 7, subnormals=False)),
         ("e5m10(nans=none,infinities=false)", FloatFormat(5, 10, nans="none", infinities=False)),

@@ -108,6 +108,11 @@ AXES: list[tuple[dict[str, Any], tuple[int, ...], tuple[int, ...]]] = [
 ]
 
 
+def test_the_product_of_two_vectors_of_two_elements_has_no_axis() -> None:
+    a, b = np.float32([[1, 2], [3, 5]]), np.float32([[2, 1], [-1, 4]])
+    np.testing.assert_array_equal(untyped.cross(a, b, "e8m15", axisc=5), [-3, 17])
+
+
 @pytest.mark.in_turn(4)
 @pytest.mark.parametrize(("axes", "left", "right"), AXES)
 def test_cross_products_have_the_axes_of_numpy(axes: Any, left: tuple[int, ...], right: tuple[int, ...]) -> None:

@@ -72,9 +72,9 @@ def an_element_that_is_repeated_is_rounded_once() -> None:
 
 
 CONVOLUTIONS: dict[str, dict[str, Any]] = {
+    "stride": {"stride": 2, "padding": "SAME"},
     "plain": {},
     "same": {"padding": "SAME"},
-    "stride": {"stride": 2, "padding": "SAME"},
     "dilated": {"dilation": (2, 1), "padding": ((1, 0), (2, 3))},
 }
 

@@ -79,8 +79,7 @@ def test_rows_that_span_many_orders_of_magnitude() -> None:
     assert error(c, wanted, over) <= 1.2 * 1.7e-16
 
 
-@further
-def pairs_of_float32_numbers() -> None:
+def test_pairs_of_float32_numbers() -> None:
     """No float64 is computed, so that devices without it give the same; the error is 2^-46 of the sums or so."""
     a, b = matrices(0.5, n=8)
     pairs = [(x.astype(np.float32), (x - x.astype(np.float32)).astype(np.float32)) for x in (a, b)]
@@ -115,8 +114,7 @@ def sums_of_more_products_than_int32_holds() -> None:
     assert jc.math.matmul_double(a, b, tolerance=tolerance_of(3)).item() == -k * (1 - 2.0**-8) ** 2
 
 
-@further
-def specials_are_those_of_a_product() -> None:
+def test_specials_are_those_of_a_product() -> None:
     rows = [[np.inf, 1, 0], [-np.inf, 2, np.inf], [np.nan, 0, 1], [1, 2, 3], [0, 0, 0], [1e300, 1e300, 1e300]]
     a = np.array(rows)
     b = np.array([[1, 0, -2, 1, 1e300], [np.inf, 1, 0, 1, 1e300], [3, 2, 1, 1, 1e300]])

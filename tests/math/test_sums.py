@@ -142,9 +142,8 @@ def the_other_reductions_are_parts_of_these() -> None:
     same(jc.math.norm(x, spec, axis=1), oracle_math.array([scalar.norm(row) for row in rows]))
 
 
-@further
-@pytest.mark.parametrize("name", ["mean", "std", "norm"])
-def draws_are_those_of_the_split_key(name: str) -> None:
+@pytest.mark.parametrize("name", ["mean", *(pytest.param(name, marks=pytest.mark.slow) for name in ("std", "norm"))])
+def test_draws_are_those_of_the_split_key(name: str) -> None:
     """As documented: four keys, of which parts are folded."""
     text, k = "e5m4:stochastic", 7
     x = normal(2, k) * 3 + 1
@@ -392,6 +391,12 @@ def test_float64() -> None:
 # -- transforms and derivatives ----------------------------------------------------------------------------------------
 
 NAMES = ["sum", "std", "norm", "prod", "cumsum", "cumprod"]  # mean and var are parts of std
+
+
+def test_the_derivative_of_a_product_is_that_of_its_row() -> None:
+    x = np.float32([[1, 2, 3], [2, -1, 4]])
+    got = jax.grad(lambda x: jnp.sum(jc.math.prod(x, "e5m9", axis=1)))(jnp.asarray(x))
+    np.testing.assert_array_equal(got, [[6, 3, 2], [-4, 8, -2]])
 
 
 @further

@@ -60,6 +60,8 @@ class Row:
     def spec(self) -> MatmulSpec:
         if self.unit == "none":  # operands of which nothing is known
             return MatmulSpec(None, accumulate="binary32:toward_zero", order=f"aligned({self.k}, {self.bits})")
+        if self.unit == "any":
+            return MatmulSpec(self.dtype, accumulate="binary32:toward_zero", order=f"aligned({self.k}, {self.bits})")
         return jc.tensor_core(self.unit, self.dtype, out=self.out)
 
     @property
@@ -201,10 +203,12 @@ def check(row: Row, count: int) -> None:
     assert 0.5 < finite.mean() < 1  # the problems are no others
 
 
-#: By default one row; else two at a time.
-EVERY = [(ROWS[:1], 300)]
+#: Sums of more bits than one word has.
+LONG = Row("any", "float8_e4m3fn", E4M3, 16, 33)
+#: By default one row of the table, and the long one; else two at a time.
+EVERY = [([ROWS[0], LONG], 300)]
 EVERY += [
-    pytest.param([*ROWS, *MORE][i : i + 2], 20_000, marks=pytest.mark.slow) for i in range(0, len(ROWS + MORE), 2)
+    pytest.param([*ROWS, *MORE, LONG][i : i + 2], 20_000, marks=pytest.mark.slow) for i in range(0, len(ROWS + MORE) + 1, 2)
 ]
 
 
