@@ -206,99 +206,8 @@ SOWN: dict[str, tuple[str, str, str]] = {
 
 #: Mutants with the results of the original: (file, the line, what stands in it, what the mutant has) and why.
 EQUIVALENT: dict[tuple[str, str, str, str], str] = {
-    (
-        "jchop/formats/_grouping.py",
-        "count = len(group) if isinstance(group, tuple | list) and len(group) > 1 else 1",
-        "1",
-        "(0)",
-    ): "a tuple of one counts one either way, and none is empty",
-    (
-        "jchop/formats/_grouping.py",
-        "count = len(group) if isinstance(group, tuple | list) and len(group) > 1 else 1",
-        "len(group) > 1",
-        "(len(group) >= 1)",
-    ): "a tuple of one counts one either way, and none is empty",
-    (
-        "jchop/_core/arithmetic/double_word.py",
-        "up = carrier.fraction - _bits.floor_log2(jnp.maximum(count, 1), carrier).astype(magnitude.dtype)",
-        "1",
-        "(0)",
-    ): "the logarithm of 0 has no effect: 0 moved by any number of places is 0, and its exponent is replaced",
-    (
-        "jchop/_core/rounding/bins.py",
-        "first, last = max((min(sizes) - margin >> shift) - 1, 0), (max(sizes) + margin >> shift) + 1",
-        "max(sizes) + margin",
-        "(max(sizes))",
-    ): "a bin fewer: the threshold of every bin is looked for from the margin below its start",
-    ("jchop/_core/rounding/grid.py", "deep = drop > 0 and fmt.emin < 1 - carrier.bias", "drop > 0", "(drop >= 0)"): (
-        "no carrier holds normal numbers below its own of a format with as many bits"
-    ),
-    (
-        "jchop/_core/arithmetic/basic.py",
-        "return _bits.join(_bits.where((bits == 0) & ((xs ^ ys) < 0), zero_sign, jnp.zeros_like(bits)), bits, carrier)",
-        "xs ^ ys",
-        "(xs | ys)",
-    ): "of two negative terms the sum is no +0",
-    (
-        "jchop/storage/_layout.py",
-        "return items[0] if len(items) == 1 else items",
-        "0",
-        "(0 - 1)",
-    ): "the first of one is the last",
-    (
-        "jchop/_core/arithmetic/dequantize_matmul.py",
-        "if groups % together or group % rows:",
-        "group % rows",
-        "(group // rows)",
-    ): "of steps that overlap nothing, nothing is left out",
-    (
-        "jchop/_emulate/_perform.py",
-        "return _round(out, task.spec, drawn[0] if drawn else None)",
-        "0",
-        "(0 - 1)",
-    ): "a sum has one result, which draws once",
-    (
-        "jchop/_core/scaled_float32/floats.py",
-        "other = plan.scale.frac_bits + 1 if tensor_scale else 0",
-        "1",
-        "(0)",
-    ): "of two levels the largest element and the scales have at most four bits each, which leaves two to spare",
-    (
-        "jchop/_core/rounding/stream_offset.py",
-        "word = draw(drawn[:SEEDS], x.shape, place, drawn[SEEDS:], 64 if x.dtype.itemsize == 8 else 32)",
-        "64",
-        "(63)",
-    ): "every width but 32 is that of pairs",
-    ("jchop/_core/arithmetic/round_with_error.py", "scaled_down: bool = False,", "False", "(True)"): (
-        "bits of finite numbers of other callers are at most those of infinity, which the minimum leaves"
-    ),
-    (
-        "jchop/_core/arithmetic/exact.py",
-        "keep = max(grid.tiny_bits, grid.normal_bits if spec.flush else 0)",
-        "0",
-        "(0 - 1)",
-    ): "bits of the smallest value are no negative number",
-    (
-        "jchop/_core/rounding/grid.py",
-        "deep = drop > 0 and fmt.emin < 1 - carrier.bias",
-        "1",
-        "(2)",
-    ): "with the carrier's own smallest exponent, the depths of subnormals are the same numbers either way",
-    (
-        "jchop/_core/xla_cpu.py",
-        "x = jnp.max(x.reshape(*x.shape[:-1], parts, x.shape[-1] // parts), axis=-2)",
-        "2",
-        "(1)",
-    ): "the largest of largest numbers, whichever axis comes first; which one is a matter of speed",
-    ("jchop/_core/scaled_bodies.py", "branch_allowed: bool = False,", "False", "(True)"): (
-        "which of two programs runs; `test_asking_changes_no_bit` shows that they are one in every bit"
-    ),
-    ("jchop/_core/scaled_float32/codebooks.py", "_MARGIN = 16", "16", "(17)"): "a wider margin costs time alone",
-    ("jchop/_core/scaled/zero_points.py", "_MOST = 20", "20", "(21)"): "both are beyond all integers with zero points",
-    ("jchop/_core/scaled/zero_points.py", "far = jnp.full_like(rounded, 1 << _MOST)", "1", "(2)"): (
-        "both are beyond all integers with zero points"
-    ),
-    ("jchop/_core/arithmetic/matmul.py", "_UNROLL = 2", "2", "(1)"): "steps in one compiled body: a matter of speed",
+    (row["path"], row["line"], row["before"], row["after"]): row["why"]
+    for row in json.loads((ROOT / "tests/data/equivalent_mutants.json").read_text("utf-8"))
 }
 
 # -- mutants -----------------------------------------------------------------------------------------------------------
@@ -933,9 +842,12 @@ def reach(options: argparse.Namespace) -> int:
 
 
 def results(out: Path) -> dict[tuple[str, str, str, str], dict[str, Any]]:
-    """The last record of each mutant."""
-    records = (json.loads(line) for line in out.read_text().splitlines()) if out.exists() else ()
-    return {(record["path"], record["text"], record["before"], record["after"]): record for record in records}
+    """The last record of each mutant whose line is still there."""
+    records = [json.loads(line) for line in out.read_text().splitlines()] if out.exists() else []
+    found = {(record["path"], record["text"], record["before"], record["after"]): record for record in records}
+    paths = {path for path, *_ in found if (ROOT / path).exists()}
+    there = {mutant.key for path in paths for mutant in mutants(path)} | {mutant.key for mutant in sown().values()}
+    return {key: record for key, record in found.items() if key in there}
 
 
 def run(options: argparse.Namespace) -> int:
