@@ -186,7 +186,9 @@ def bytes8(rng: np.random.Generator, shape: tuple[int, ...]) -> np.ndarray:
     return np.where(codes & 127 == 127, codes & 254, codes).astype(np.uint8).view(F8)
 
 
-def float8_case(scales: tuple[int, int], shape: tuple[int, int], layout: str, spec: str) -> Case:
+def float8_case(
+    scales: tuple[int, int], shape: tuple[int, int], layout: str, spec: str | None, block: int | None = None
+) -> Case:
     name = "w.weight_scale_inv" if layout == "fp8" else "w.weight_scale"
 
     def make(rng: np.random.Generator) -> Tensors:
@@ -199,7 +201,7 @@ def float8_case(scales: tuple[int, int], shape: tuple[int, int], layout: str, sp
         scale, codes = t[name].astype(np.float32), t["w.weight"].astype(np.float32)
         scale = scale.reshape(1, 1) if scale.size == 1 else scale
         for axis, n in enumerate(codes.shape):
-            size = 128 if layout == "fp8" else -(-n // scale.shape[axis])
+            size = block or -(-n // scale.shape[axis])
             scale = np.repeat(scale, size, axis).take(range(n), axis)
         return codes * scale
 
@@ -353,6 +355,7 @@ CASES: dict[str, Case] = {
     "float-quantized tensor": float8_case((1, 1), (4, 6), "compressed-tensors", "float8_e4m3fn(group=tensor)"),
     "float-quantized channel": float8_case((4, 1), (4, 6), "compressed-tensors", "float8_e4m3fn(channel=0)"),
     "float-quantized group": float8_case((4, 3), (4, 6), "compressed-tensors", "float8_e4m3fn(group=2)"),
+    "float-quantized blocks": float8_case((3, 2), (300, 130), "compressed-tensors", None, 128),
     "nvfp4": Case("compressed-tensors", make_nvfp4, values_nvfp4),
     "nvfp4, power of two": Case("compressed-tensors", lambda rng: make_nvfp4(rng, 512.0), values_nvfp4),
     "mxfp4": Case("compressed-tensors", make_mxfp4, values_mx, writes="mxfp4"),
@@ -368,7 +371,7 @@ CASES: dict[str, Case] = {
     "gptq act order": gptq_case(2, 1, order=True),
     "gptq_v2": gptq_case(4, 2),
     "awq": Case("awq", make_awq, values_awq, {"quant_method": "awq", "bits": 4}, writes="int4(group=32,scale=float16)"),
-    "fp8": float8_case((2, 3), (130, 300), "fp8", "float8_e4m3fn(group=(128,128))"),
+    "fp8": float8_case((2, 3), (130, 300), "fp8", "float8_e4m3fn(group=(128,128))", 128),
     "nf4": bnb_case((4, 128), 64, False, "nf4(group=64)"),
     "nf4 double": bnb_case((4, 128), 64, True),
     "nf4 blocks of rows": bnb_case((8, 32), 64, True),
@@ -377,6 +380,7 @@ CASES: dict[str, Case] = {
     "nf4 odd rows": bnb_case((11, 7), 64, False),
     "nf4 experts": bnb_case((2, 4, 96), 32, True),
     "nf4 experts in blocks of rows": bnb_case((2, 4, 32), 64, False),
+    "nf4 experts of odd rows": bnb_case((2, 4, 7), 64, False),
     "torchao int4 by 8": torchao_case(
         "IntxUnpackedToInt8Tensor",
         {"block_size": [1, 32], "target_dtype": {"_type": "torch.dtype", "_data": "int4"}},

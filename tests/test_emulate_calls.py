@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import dataclasses
 import decimal
 import enum
 import functools
@@ -22,7 +23,7 @@ import weakref
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from importlib.machinery import ModuleSpec
-from typing import Any
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -425,8 +426,17 @@ class Real(float):
     gain = 3.0
 
 
-@pytest.mark.parametrize("owner", [Mode.ONE, Real(1)])
-def test_attributes_of_members_and_of_subclasses_of_numbers(owner: Any) -> None:
+@dataclasses.dataclass
+class Fields:
+    other: int = 0
+    gain: ClassVar[float] = 3.0
+
+
+Fields.__module__ = "numpy"  # as if of a library, whose classes do not change
+
+
+@pytest.mark.parametrize("owner", [Mode.ONE, Real(1), Fields()])
+def test_attributes_of_members_of_subclasses_of_numbers_and_beside_fields(owner: Any) -> None:
     low, owner.gain = jc.emulate(lambda x: x * owner.gain, "e5m2"), 3.0
     assert float(low(2.0)) == 6
     owner.gain = 5.0

@@ -310,6 +310,17 @@ def the_same_numbers_as_one_by_one(name: str, spec: str, how: jc.MatmulSpec | No
     assert_same(jax.jit(low)(*args), low(*args))
 
 
+def test_numbers_that_differ_from_turn_to_turn_are_kept() -> None:
+    def steps(x: Any, np: Any) -> Any:
+        for i in range(8):
+            for at in range(8):
+                x = np.maximum(x - (i + 1) * (at + 1), -x)
+        return x
+
+    assert loops_of(lambda x: steps(x, jnp), X, spec="e8m23")
+    np.testing.assert_array_equal(jax.jit(jc.emulate(lambda x: steps(x, jnp), "e8m23"))(X), steps(X, np))
+
+
 @further
 def against_exact_rationals() -> None:
     """The oracle's interpreter walks the plan equation by equation, and draws under the number of each."""

@@ -407,6 +407,20 @@ def test_costs_and_metrics() -> None:
     assert own.error <= 1e-2
 
 
+def test_no_format_alone_may_be_within_the_tolerance() -> None:
+    """One site needs a range that one format lacks, another bits that the other lacks."""
+
+    def fun(x: jax.Array) -> tuple[jax.Array, ...]:
+        with jax.named_scope("far"):
+            far = x * 256
+        with jax.named_scope("fine"):
+            return far, x * 1.0625
+
+    found = jc.tune(fun, [(jnp.float32(1.0),)], 0.0, ["e5m2", "e3m4"], by="scope")
+    assert found.uniform is None and found.error == 0
+    assert [(row.path, row.spec) for row in found.rows] == [("far", "float8_e5m2"), ("fine", "float8_e3m4")]
+
+
 def test_a_loop_that_does_not_end_is_no_solution() -> None:
     def wait(t: jax.Array) -> jax.Array:
         return jax.lax.while_loop(lambda t: t < 2, lambda t: t + 0.25, t)

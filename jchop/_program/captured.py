@@ -295,7 +295,7 @@ def _imports(steps: Sequence[dis.Instruction], bound: dict[str, list[_Read]]) ->
         if step.opname == "IMPORT_NAME":
             level, names = steps[at - 2].argval, steps[at - 1].argval
             module = _Read(step.argval, (), level)
-            is_whole = names or steps[at + 1].opname == "IMPORT_FROM"  # `import a.b as c`; `import a.b` binds a
+            is_whole = steps[at + 1].opname == "IMPORT_FROM"  # `from a.b import c`, `import a.b as c`; the rest binds a
             last = module if is_whole else module._replace(name=step.argval.partition(".")[0])
         elif step.opname == "IMPORT_FROM" and module is not None:
             last = module._replace(attributes=(step.argval,)) if names else module

@@ -101,7 +101,7 @@ class Problem:
     def check(self) -> None:
         """Refuses sites that rules do not tell apart."""
         marks = [Choice(Spec("e8m1"), None), Choice(Spec("e8m2"), None)]
-        for turn in range(max(len(self.sites).bit_length(), 1)):
+        for turn in range(len(self.sites).bit_length()):
             choices = [marks[number >> turn & 1] for number in range(len(self.sites))]
             settings = make_settings(None, make_rules(self.sites, self.others, choices), None, "raise")
             for case in self.cases:

@@ -128,7 +128,7 @@ class _Traced(Runner):
 
     def run(self, part: Step, seeds: Any, args: list[Any]) -> list[Any]:
         """The results of one equation."""
-        args = [_typed(x, v.aval) for x, v in zip(args, part.eqn.invars, strict=True)]
+        args = [_wide(x) for x in args]
         site = self.sites.get(id(part))
         if site is None or part.kind in ("structural", "extremum", "own", "carrier"):
             return self._moved(part, args)
@@ -176,7 +176,7 @@ class _Traced(Runner):
 
     def control(self, step: Step, seeds: Any, args: list[Any]) -> list[Any]:
         """The results of an equation that holds programs; derivatives are not needed."""
-        args = [_typed(x, v.aval) for x, v in zip(args, step.eqn.invars, strict=True)]
+        args = [_wide(x) for x in args]
         if step.name == "custom_linear_solve":
             lengths = step.eqn.params["const_lengths"]
             first = lengths.matvec + lengths.vecmat
@@ -219,13 +219,6 @@ def _wide(x: Any) -> Any:
     """A real number in float64."""
     x = as_jax(x) if not isinstance(x, np.ndarray) else x
     return jnp.asarray(x.astype(np.float64)) if x.dtype.name in CARRIER_DTYPES else as_jax(x)
-
-
-def _typed(x: Any, aval: Any) -> Any:
-    """A value in float64, or in its dtype in the program."""
-    if isinstance(x, bool | int | float | np.generic | np.ndarray):
-        x = np.asarray(x, aval.dtype)
-    return _wide(x)
 
 
 def _as_dtype(x: Any, step: Step) -> Array:

@@ -63,7 +63,7 @@ def pack(q: QArray, n: int, m: int, *, axis: int = -2) -> QArray:
     most = int(lines.reshape(*lines.shape[:-1], -1, m).sum(-1).max(initial=0))
     if most > n:
         raise ValueError(f"q has {most} of {m} numbers along axis={axis} that are not zero; n={n} allows fewer")
-    spec = replace(q.spec, format=fmt(sparse=pattern, sparse_axis=place - q.ndim))
+    spec = replace(q.spec, format=fmt(sparse=pattern, sparse_axis=place))
     return q.thinned(_kept(jax.numpy.asarray(numbers), spec.scaled), spec, place)
 
 

@@ -141,6 +141,14 @@ def test_products_of_stored_arrays() -> None:
     np.testing.assert_allclose(dx, np.broadcast_to(low.sum(1), x.shape), rtol=1e-5)
 
 
+def test_a_stored_array_may_have_the_axes_of_the_sum_in_another_order() -> None:
+    """Groups lie along the axis that moves fastest in the other operand, which is no multiple of the first one."""
+    x, w = normal(2, 3, 4), normal(4, 3, 5, seed=1)
+    q = jc.quantize(w, "int4(group=2,axis=0)")
+    want = np.einsum("xab,ban->xn", x, np.asarray(jc.dequantize(q)))
+    np.testing.assert_allclose(jc.einsum("xab,ban->xn", x, q), want, rtol=2e-6, atol=2e-6)
+
+
 OTHERS = ["nvfp4(axis=0)", "mxfp8_e4m3(axis=0)", "uint4(group=8,axis=0,zero_point=integer)", "float6_e3m2fn"]
 
 
@@ -452,7 +460,6 @@ CUTS = {
     "every second": lambda w, x: x[:, ::2] @ w[::2],
     "reversed": lambda w, x: x[:, :10] @ w[:10][::-1],
     "from an unknown place": lambda w, x: x[:, :8] @ jax.lax.dynamic_slice_in_dim(w, jnp.argmax(x[0]) * 0 + 3, 8, 0),
-    "by vmap": lambda w, x: jax.vmap(lambda i, r: r[:8] @ jax.lax.dynamic_slice_in_dim(w, i, 8, 0))(jnp.arange(5), x),
     "the faster of two axes": lambda w, x: jnp.einsum(
         "bhk,hkd->bd", x.reshape(5, 4, 4)[..., :3], w.reshape(4, 4, 12)[:, :3]
     ),
@@ -475,6 +482,31 @@ def test_the_codes_of_a_slice_have_the_scales_of_its_numbers(name: str) -> None:
     y = jax.jit(low)(w, x)
     np.testing.assert_allclose(y, CUTS[name](jc.round_to_format(w, "int4(group=4,axis=0)"), x), rtol=1e-5, atol=1e-5)
     np.testing.assert_array_equal(jax.jit(low)(low.pack(w, x), x), y)
+
+
+WINDOWS: dict[str, tuple[tuple[int, ...], int, Any]] = {
+    "by vmap": (
+        (12, 3), 4, lambda w, x: jax.vmap(lambda i: x @ jax.lax.dynamic_slice_in_dim(w, i, 8, 0))(jnp.array([0, 3]))
+    ),
+    "of two axes, the slower one in front": (
+        (4, 8, 3), 8, lambda w, x: jnp.concatenate([x, x], 1) @ w.transpose(1, 0, 2).reshape(32, 3)[4:20]
+    ),
+}  # fmt: skip
+
+
+def test_the_codes_of_windows_have_the_scales_of_their_numbers() -> None:
+    weights = {name: normal(*shape) for name, (shape, _, _) in WINDOWS.items()}
+
+    @jax.jit
+    def products(weights: Any, x: Any) -> Any:
+        rules = {name: (jc.Rule(weight=f"int4(group={group})"), fun) for name, (_, group, fun) in WINDOWS.items()}
+        return {
+            name: [jc.quantize_fn(fun, each)(weights[name], x) for each in (rule, replace(rule, product="codes"))]
+            for name, (rule, fun) in rules.items()
+        }
+
+    for name, (want, got) in products(weights, normal(2, 8, seed=1)).items():
+        np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-5, err_msg=name)
 
 
 #: The axis that is summed over split between devices, and the sharding of the result given; or rows and columns.

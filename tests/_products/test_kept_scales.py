@@ -259,6 +259,11 @@ def test_a_fixed_range() -> None:
     assert "jchop" in [row.primitive for row in jc.emulate.report(emulated, X[0]).rows]  # it finds a rule for all
 
 
+def test_a_rule_with_a_rounded_gradient_keeps_its_ranges() -> None:
+    low = jc.quantize_fn(mlp, jc.Rule("up", activation=TENSOR, gradient="e5m2", scale_from=jc.MovingAverage(0.5)))
+    assert list(low.start(PARAMS, X[0]).stats) == ["up_activation_range"]
+
+
 def test_fixed_ranges_are_those_of_the_function_and_its_rules() -> None:
     rule = jc.Rule(activation="int8", weight="int4(group=2)")
     low = jc.quantize_fn(mlp, rule)

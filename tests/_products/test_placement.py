@@ -189,6 +189,9 @@ def an_axis_that_the_operand_has_not_is_an_error_in_every_mode() -> None:
     for call in (low, low.pack, low.report):
         with pytest.raises(ValueError, match=r"weight='int8\(channel=5\)' of the parameter.*axis 5.*2 axes"):
             call(numbers(4, 4), numbers(2, 4))
+    low = jc.quantize_fn(lambda w, x: x @ w, jc.Rule(gradient="int8(channel=5)", input_gradient="e5m2"))
+    with pytest.raises(ValueError, match=r"^gradient='int8\(channel=5\)' of the dot_general.*2 dimensions"):
+        low.report(numbers(4, 4), numbers(2, 4))
 
 
 GATHERED: dict[str, Function] = {

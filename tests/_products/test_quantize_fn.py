@@ -202,6 +202,21 @@ def test_layers_of_a_stack_draw_anew() -> None:
     assert (first != second).any()
 
 
+def test_packed_parameters_draw_each_for_itself() -> None:
+    w = normal(8, 4)
+    low = jc.quantize_fn(lambda p, x: x @ p["a"] + x @ p["b"], jc.Rule(weight="int2(group=all):stochastic"), key=KEY)
+    packed = low.pack({"a": w, "b": w}, normal(2, 8, seed=1))
+    assert (jc.dequantize(packed["a"]) != jc.dequantize(packed["b"])).any()
+
+
+def test_turns_of_a_loop_draw_anew() -> None:
+    same = lambda w, x: jax.lax.scan(lambda c, _: (c, c @ w), x, length=2)[1]  # noqa: E731
+    first, second = jc.quantize_fn(same, jc.Rule(activation="int2(group=all):stochastic"), key=KEY)(
+        normal(8, 2), normal(3, 8, seed=1)
+    )
+    assert (first != second).any()
+
+
 def test_a_custom_derivative_stays() -> None:
     @jax.custom_vjp
     def halved(x: Any) -> Any:

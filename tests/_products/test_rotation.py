@@ -247,6 +247,7 @@ def test_parameters_that_are_needed_as_they_are() -> None:
             lambda p, x: x @ jnp.concatenate([p["a"], p["b"]], 0).T, [jc.Rule("b", weight="int8(group=all)"), rule],
             {"a": table, "b": table},
         ),
+        "dot_general at .* takes a part of an axis": (lambda w, x: x @ w.reshape(2, 8, 3)[1], rule, jnp.ones((16, 3))),
         "7 numbers, which is odd": (lambda w, x: x[:, :7] @ w, rule, jnp.ones((7, 2))),
     }  # fmt: skip
     for message, (fun, rules, params) in refused.items():

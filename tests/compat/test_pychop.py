@@ -102,6 +102,7 @@ def test_integers() -> None:
         zero = 0 if symmetric else oracle.rne(-Fraction(low) / Fraction(float(scale)))
         wanted = [oracle.rne(Fraction(float(v)) / Fraction(float(scale)) + zero) for v in x.ravel()]
         assert codes.ravel().tolist() == wanted and codes.dtype == (np.int8 if symmetric else np.uint8)
+        assert (ch.qmin, ch.qmax) == ((-128, 127) if symmetric else (0, 255))
         np.testing.assert_array_equal(ch.dequantize(codes), ch(x))
         np.testing.assert_array_equal(
             ch(x).ravel(), [np.float32(float((c - zero) * Fraction(float(scale)))) for c in wanted]

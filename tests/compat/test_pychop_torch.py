@@ -94,6 +94,8 @@ def test_activations_round_their_input_too(prefix: str, chop: Any) -> None:
             torch.manual_seed(1)
             other = chop(plain(x if name in both else chop(x)))
             assert name in ("ReLU", "Dropout") or not torch.equal(y, other), name
+    softmax = getattr(layers, prefix + "Softmax")(0, chop)
+    assert torch.equal(softmax(x), chop(nn.Softmax(0)(chop(x))))
 
 
 @further

@@ -228,9 +228,16 @@ def test_products_by_hand(check: Any, request: Any) -> None:
 
 
 @each(
-    ("subscripts", "words"),
-    [("ij,jk", "two arrays"), ("ii,ij->j", "once"), ("ij,jk->i", "every other index"), ("ij,jk->il", "every index")],
+    ("subscripts", "axes", "words"),
+    [
+        ("ij,jk", (2, 2), "two arrays"),
+        ("ii,ij->j", (2, 2), "once"),
+        ("ij,jk->i", (2, 2), "every other index"),
+        ("ij,jk->il", (2, 2), "every index"),
+        ("...ij,...jk->...ik", (3, 4), "as many"),
+    ],
 )
-def test_einsum_says_what_it_cannot_do(subscripts: str, words: str) -> None:
+def test_einsum_says_what_it_cannot_do(subscripts: str, axes: tuple[int, int], words: str) -> None:
+    x, w = (jnp.ones((3,) * n) for n in axes)
     with pytest.raises(ValueError, match=words):
-        einsum(subscripts, jnp.ones((3, 3)), jnp.ones((3, 3)), how=Roundings())
+        einsum(subscripts, x, w, how=Roundings())

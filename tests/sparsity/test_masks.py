@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import itertools
+import math
+import re
 
 import jax
 import jax.numpy as jnp
@@ -72,6 +74,16 @@ def test_tiles_of_extreme_numbers_and_at_the_edges() -> None:
     wide = np.where(np.eye(4, dtype=bool), np.inf, 1.0)
     assert np.diag(jc.sparsity.mask(wide, 1, 4, axis=(0, 1))).all()
     assert jc.sparsity.mask(np.zeros((0, 4)), 2, 4, axis=(0, 1)).shape == (0, 4)
+
+
+def test_the_energies_of_many_tiles_are_never_all_in_memory() -> None:
+    x = jax.ShapeDtypeStruct((1024, 1024), jnp.float32)
+    program = jax.jit(lambda v: jc.sparsity.mask(v, 2, 4, axis=(0, 1))).lower(x).as_text()
+    assert "stablehlo.while" in program
+    largest = max(
+        math.prod(map(int, sizes[:-1].split("x"))) for sizes in re.findall(r"tensor<((?:\d+x)+)f32>", program)
+    )
+    assert largest < 90 * 256 * 256 / 2  # of 90 masks of each tile
 
 
 def test_under_transformations() -> None:

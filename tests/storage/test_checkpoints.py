@@ -122,15 +122,18 @@ def test_spec_and_bytes_of_what_is_read(tmp_path: Path) -> None:
         "nvfp4, power of two": "nvfp4(scale=float8_e4m3fn)",
         "nvfp4": "float4_e2m1fn(group=16)",
         "float-quantized tensor": "float8_e4m3fn(group=tensor,scale=bfloat16)",
+        "float-quantized blocks": "float8_e4m3fn(group=(128,128))",
         "nf4 double": "nf4",
+        "nf4 experts of odd rows": "nf4(group=7)",
         "nf4 blocks of rows": "nf4(group=(2,all),axis=(-2,-1))",
     }
     for name, text in wanted.items():
         case = CASES[name]
         tensors = case.make(np.random.default_rng(0))
         (path := tmp_path / "x.safetensors").write_bytes(pack_file(tensors, case.metadata))
-        found = load_checkpoint(path)["w.weight"].spec
-        assert found == jc.parse(text), (name, str(found))
+        found = load_checkpoint(path)["w.weight"]
+        assert found.spec == jc.parse(text), (name, str(found.spec))
+        assert found.shape == case.values(tensors).shape, name
 
 
 def test_nvfp4_divides_and_says_when_it_cannot_be_exact(tmp_path: Path) -> None:
@@ -153,8 +156,13 @@ def test_nvfp4_divides_and_says_when_it_cannot_be_exact(tmp_path: Path) -> None:
     assert q.spec == close.spec
 
 
-@pytest.mark.in_turn(5)
-@pytest.mark.parametrize(("kind", "text"), [(kind, {2: "int4", 8: "int8"}.get(kind)) for kind in GGUF_SIZES])
+@pytest.mark.parametrize(
+    ("kind", "text"),
+    [
+        pytest.param(kind, {2: "int4", 8: "int8"}.get(kind), marks=[pytest.mark.slow] * (kind not in (2, 6, 12)))
+        for kind in GGUF_SIZES
+    ],
+)
 def test_gguf(tmp_path: Path, kind: int, text: str | None) -> None:
     rng = np.random.default_rng(kind)
     raw, plain = gguf_blocks(kind, rng, 3, 2), rng.standard_normal((2, 5)).astype(np.float32)

@@ -316,6 +316,12 @@ def other_dtypes_are_rounded_once() -> None:
     same(jc.dequantize(plain, "float16"), jc.round_to_format(jc.dequantize(plain), "binary16").astype(np.float16))
 
 
+def test_numbers_are_an_array_of_jax_unless_all_parts_are_of_numpy() -> None:
+    q = jc.quantize(np.array([[1, -2], [3, 4]], np.float32), "int8(channel=0)")
+    assert isinstance(jc.dequantize(q), np.ndarray)
+    assert isinstance(jc.dequantize(q, add_to=jnp.ones((2, 2))), jax.Array)
+
+
 @further
 def adding() -> None:
     x = numbers((3, 40))

@@ -77,6 +77,10 @@ def sharded_is_unsharded(text: str, where: P, moves: set[str]) -> None:
 def each_leaf_is_placed() -> None:
     q = jc.quantize(numbers(), "int4(group=16,scale=bfloat16)")
     placed = jax.device_put(q, NamedSharding(mesh(), P("a", "b")))
+    kinds = {memory.kind for memory in jax.devices()[0].addressable_memories()}
+    for kind in kinds:
+        places = jc.storage.shardings(q, NamedSharding(mesh(), P("a", "b"), memory_kind=kind))
+        assert {leaf.memory_kind for leaf in jax.tree.leaves(places)} == {kind}
     assert placed.qvalue.addressable_shards[0].data.shape == (4, 16)
     assert placed.scale.addressable_shards[0].data.shape == (4, 2)
     same(jax.jit(jc.dequantize)(placed), jc.dequantize(q))

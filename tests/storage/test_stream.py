@@ -78,6 +78,22 @@ def chunks_are_the_whole(tmp_path: Path, text: str, shape: tuple[int, ...]) -> N
         assert report.sqnr == pytest.approx(10 * np.log10((x[finite].astype(np.float64) ** 2).sum() / (error**2).sum()))
 
 
+def test_each_tensor_of_a_file_draws_for_itself(tmp_path: Path) -> None:
+    x = np.linspace(-1, 1, 24, dtype=np.float32).reshape(3, 8)
+    jc.save_safetensors(tmp_path / "in.safetensors", {"a": x, "b": x})
+    quantize_file(
+        tmp_path / "in.safetensors",
+        tmp_path / "out.safetensors",
+        rules(a="e3m2fn:stochastic", b="e3m2fn:stochastic"),
+        seed=3,
+    )
+    found = jc.load_safetensors(tmp_path / "out.safetensors")
+    one, other = (np.asarray(jc.dequantize(found[name])) for name in "ab")
+    for stored in (one, other):  # on one side or the other
+        assert (np.abs(stored - x) < 0.25 * np.maximum(np.abs(x), 0.25)).all()
+    assert (one != other).any()
+
+
 def test_cuts_keep_groups_and_bytes_whole() -> None:
     rng = np.random.default_rng(0)
     for _ in range(200):

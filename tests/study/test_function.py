@@ -106,6 +106,7 @@ def test_integers_are_told_by_the_share_that_changed() -> None:
     first, *_, last = str(found).splitlines()
     assert first.endswith("share changed against the carrier's arithmetic") and found.rows[0].changed > 0.1
     told = "for at most 10 % changed: half (16 bits); 1 % changed: half (16 bits)"
+    assert "nan" not in str(found)
     assert told in found.reading() == last and found.plot().axes[0].get_ylabel() == "share changed"
 
 
@@ -153,10 +154,16 @@ def test_a_function_that_runs_in_no_format_is_an_error() -> None:
         study.run_function(model, X, X, formats=["e11m20", "takum_linear16"], modes=["rne"])
 
 
-def test_a_spent_budget_leaves_notes() -> None:
+def test_a_spent_budget_leaves_notes(tmp_path: Path) -> None:
     found = study.run_function(model, X, X, formats=["e5m2"], modes=["rne"], budget_seconds=1e-9)
     assert [row.note for row in found.rows] == ["not run: the budget was spent"]
     assert "<img" not in found.to_html()
+    paths = study.save_function(found, tmp_path)  # without a picture
+    assert {path.name: path.read_text() for path in paths} == {
+        "study.csv": found.to_csv(),
+        "study.json": found.to_json(indent=2) + "\n",
+        "study.html": found.to_html(),
+    }
 
 
 @further

@@ -8,11 +8,15 @@ import json
 import math
 import subprocess
 import sys
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from typing import Any
 
+import exact
 import jax
 import numpy as np
+import oracle
 import pytest
 from further import Further
 from matplotlib.colors import LogNorm
@@ -160,6 +164,49 @@ def test_groups_of_scaled_formats_lie_along_the_inputs() -> None:
     assert [kernel.shape for kernel in kernels] == [(13, 64), (64, 32), (32, 3)]
     for kernel in kernels:
         np.testing.assert_array_equal(np.diff(kernel, axis=0), 1)
+
+
+@pytest.fixture(scope="module")
+def small() -> Any:
+    """Data of five samples, which are those of the test, too."""
+    from jchop.study._data import Data
+
+    rng = np.random.default_rng(0)
+    x, y = rng.normal(size=(5, 3)).astype(np.float32), np.array([0, 1, 2, 1, 0], np.int32)
+    return Data(x, y, x, y, 3)
+
+
+def entropy_of(graph: Any, params: Any, data: Any, rounded: Callable[[Any], np.ndarray]) -> float:
+    """The mean cross-entropy of the multilayer perceptron, whose inputs and layers are rounded."""
+    from flax import nnx
+
+    model, h = nnx.merge(graph, params), rounded(data.test_x)
+    for layer in (model.hidden1, model.hidden2, model.output):
+        h = h @ rounded(layer.kernel[...]) + rounded(layer.bias[...])
+        h = rounded(h if layer is model.output else np.maximum(h, 0))
+    h = h.astype(np.float64)
+    return float((np.log(np.exp(h).sum(-1)) - h[range(5), data.test_y]).mean())
+
+
+def test_activations_are_rounded_before_the_first_layer_and_after_each(small: Any) -> None:
+    from jchop.study._evaluate import Evaluator
+    from jchop.study._model import make_model
+
+    graph, params = make_model(small, 0)
+    spec, keys = parse("e4m1"), jax.random.split(jax.random.key(0), 1)
+    (_, (entropy,)) = Evaluator(graph, params, small).cell(spec, keys, activations=True)
+    want = entropy_of(graph, params, small, lambda v: exact.rounded(np.asarray(v), oracle.describe(spec.format)))
+    assert entropy == pytest.approx(want, rel=1e-5)
+
+
+def test_an_epoch_takes_every_sample(small: Any) -> None:
+    """Its loss, of one batch, is that of the first parameters over all of them."""
+    from jchop.study._model import make_model, train
+
+    graph, params = make_model(small, 0)
+    want, losses = entropy_of(graph, params, small, np.asarray), []
+    train(graph, params, small, epochs=1, seed=0, report=lambda number, loss: losses.append(loss))
+    assert losses == [pytest.approx(want, rel=1e-5)]
 
 
 def test_default_formats_are_in_order_and_scaled_ones_among_them() -> None:

@@ -11,6 +11,7 @@ from further import Further
 pytest.importorskip("torch")
 
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.func import functional_call, grad, jacrev, vmap
 from torch_bridge.tensors import array, same_bits
 
@@ -205,6 +206,17 @@ def matmul_is_compiled_and_mapped():
     assert torch.equal(each[1], grad(squares)(a[1].clone(), b, spec))
     rows = vmap(lambda a: jc.torch.matmul(a, b, spec, seed=3))(a)
     assert torch.equal(rows[1], jc.torch.matmul(a[1].clone(), b, spec, seed=3))
+
+
+def test_matmul_knows_the_shape_of_its_result():
+    """Without numbers, as `torch.compile` traces it: that of torch's own product."""
+    shapes = [((3, 4), (4,)), ((4,), (4,)), ((4,), (4, 2)), ((5, 1, 3, 4), (2, 4, 6))]
+    with FakeTensorMode():
+        for a, b in ((torch.empty(a), torch.empty(b)) for a, b in shapes):
+            assert jc.torch.matmul(a, b, "e5m2").shape == torch.matmul(a, b).shape, (a.shape, b.shape)
+        for other in ((3,), ()):
+            with pytest.raises(ValueError, match=r"a has shape \(3, 4\) and b has shape"):
+                jc.torch.matmul(torch.empty(3, 4), torch.empty(other), "e5m2")
 
 
 @further

@@ -47,6 +47,15 @@ def test_sums_of_panels(axis: int, text: str) -> None:
     np.testing.assert_allclose(got, want, rtol=1e-5, atol=2e-4)
 
 
+def test_codes_of_one_byte_along_the_sum() -> None:
+    """Whole numbers, which are their own codes under scales of one."""
+    rng = np.random.default_rng(0)
+    x, w = (rng.integers(-7, 8, shape).astype(np.float32) for shape in ((3, 32), (5, 32)))
+    w[:, ::16] = 7
+    got = jc.einsum("bk,nk->bn", x, jc.quantize(jnp.asarray(w), "int4(group=16)"))
+    np.testing.assert_array_equal(got, x @ w.T)
+
+
 LEFT = [
     "int8(group=all)",
     "uint8(group=all,zero_point=integer)",
