@@ -373,7 +373,9 @@ def programs(carrier, text, subnormals):
 @pytest.mark.parametrize(
     ("name", "carrier"),
     [
-        pytest.param(name, carrier, marks=() if name in ("uneven", "signs") and carrier == "float32" else pytest.mark.slow)
+        pytest.param(
+            name, carrier, marks=() if name in ("uneven", "signs") and carrier == "float32" else pytest.mark.slow
+        )
         for name, carrier in itertools.product(cases.CODEBOOKS, CARRIERS)
     ],
 )

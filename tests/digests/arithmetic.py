@@ -50,7 +50,7 @@ def product(order: str, pair: Any, fused: bool) -> Any:
 def calls() -> Iterator[Call]:
     specs = itertools.cycle(SPECS)
     for name, operands in elementwise().items():
-        for spec in [next(specs) for _ in range(8 if name in EXACT else 2)]:
+        for spec in [*(next(specs) for _ in range(8 if name in EXACT else 2)), "e6m6:stochastic"]:
             yield Call(f"math.{name} {spec}", lambda n=name, o=operands, s=spec: applied(n, o, s))
     x = normal("x", (3, 50))
     e5 = "e5m10"

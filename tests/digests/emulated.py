@@ -121,6 +121,8 @@ def reports() -> Iterator[Call]:
     yield Call("report options", lambda: whole(jc.emulate.report(fun=low(halves, "e5m7:stochastic"), trace_values=True, key=KEY, reference="tf32", max_turns=9, x=X)), loose=True)
     yield Call("report places", lambda: [(facts(row), row.as_dict()) for row in jc.emulate.report(low(halves), X).rows])
     yield Call("report operations", lambda: (lambda r: [str(r.operations), [attempt(r.first, kind) for kind in ("nan", "overflow", "invalid")]])(jc.emulate.report(low(halves), X, trace_values=True)))
+    yield Call("report facts", lambda: [str(facts(jc.emulate.report(low(halves), X))[name]) for name in ("operations",)])
+    yield Call("Event", lambda: jc.emulate.report(jc.emulate(lambda x: x * 9e4, "e5m10"), X, trace_values=True).first("overflow").first_overflow)
     yield Call("blame options", lambda: whole(jc.blame(low=low(lambda x: (halves(x), x), "e5m7:stochastic"), output=lambda y: y[0] * 2, key=KEY, max_turns=5, x=X)), loose=True)
     yield Call("blame places", lambda: [(facts(row), row.as_dict()) for row in jc.blame(low(halves), X).rows], loose=True)
 
@@ -156,7 +158,7 @@ def tuned() -> Iterator[Call]:
         "impossible": {"tolerance": 1e-12},
     }.items():
         yield Call(f"tune {case}", lambda o=options: tune(**o), loose=True)
-    yield Call("Tuning.error", lambda: jc.tune(halves, inputs, 1e-2, menu).error, loose=True)
+    yield Call("Tuning.error", lambda: facts(jc.tune(halves, inputs, 1e-2, menu))["error"], loose=True)
 
 
 def compared() -> Iterator[Call]:

@@ -164,6 +164,7 @@ def whole_models() -> Iterator[Call]:
     yield Call("nn.quantize_with_data", lambda: (lambda r: (r[0], whole(r[1])))(n.quantize_with_data(model=Net(), rules=jc.Rule(**W4), batches=[x])), loose=True)
     with_ = {"sequential": True, "rngs": None, "progress": lambda done: None}
     yield Call("nn.quantize_with_data options", lambda: n.quantize_with_data(Net(), jc.Rule(**W4), [x], steps=[jc.ptq.gptq(block=8)], **(with_ | {"rngs": rngs()}))[0], loose=True)
+    yield Call("ptq.sparse step", lambda: jc.ptq.sparse(2, 4))
     yield Call("nn.report", lambda: (lambda r: (whole(r), facts(r), [facts(row) for row in r.rows]))(n.report(model=Net(), rules=jc.Rule("layers/0", **a8))))
     for case, options in {"batches": {"batches": [x]}, "inputs": {"inputs": (x,)}, "platform": {"platform": "h200"}}.items():
         yield Call(f"nn.report {case}", lambda o=options: whole(n.report(Net(), jc.Rule(**a8), **o)), loose=True)
@@ -232,9 +233,10 @@ def adapters() -> Iterator[Call]:
     added = lambda case="plain", **o: n.add_lora(model=base(), rules=n.LoraRule(path="layers/0", **lora[case]), rngs=rngs(4), **o)
     for case in lora:
         yield Call(f"nn.add_lora {case}", lambda c=case: added(c, **({"original": Net()} if c == "loftq" else {})), loose=True)
-        yield Call(f"nn.LoraRule {case}", lambda c=case: str(n.LoraRule("layers/0", **lora[c])))
+        yield Call(f"nn.LoraRule {case}", lambda c=case: (lambda rule: (str(rule), facts(rule)))(n.LoraRule("layers/0", **lora[c])))
     yield Call("nn.merge_lora", lambda: (n.merge_lora(model=added()), n.merge_lora(added(), requantize=True)), loose=True)
     yield Call("nn.split_lora", lambda: (lambda r: (r[0], r[1]))(n.split_lora(model=added())), loose=True)
+    yield Call("nn.Folded layer", lambda: (lambda layer: (layer(x, use_running_average=True), facts(layer)))(n.Folded()))
     yield Call("nn.Adapted", lambda: added().layers[0](x), loose=True)
 
     def kept() -> Any:

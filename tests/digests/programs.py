@@ -17,7 +17,7 @@ import jchop
 from digests import Call
 from digests.common import KEY, coarse, f32, folder, jc, normal
 from digests.emulated import whole
-from digests.face import facts
+from digests.face import facts, note_types
 
 
 def attend(params: Any, x: jax.Array) -> jax.Array:
@@ -84,8 +84,18 @@ def used(name: str, what: str) -> Any:
             return whole(report), facts(report), [facts(row) for row in report.parameters]
 
 
+def stored() -> Any:
+    """A weight whose packed form has other axes than the parameter."""
+    w, x = f32(normal("stored", (8, 3, 4, 4))), f32(normal("image", (1, 3, 8, 8)))
+    low = jc.quantize_fn(lambda w, x: jax.lax.conv(x, w, (4, 4), "VALID"), jc.Rule(weight="int4(group=32)"))
+    packed = low.pack(w, x)
+    note_types({type(low), type(packed)})
+    return facts(packed), packed.dequantize(), packed.requantize(packed.dequantize())
+
+
 def methods() -> Iterator[Call]:
     params, x = inputs()
+    yield Call("StoredAs", stored)
     lsq = lambda: made("lsq")
     yield Call("QuantizedFunction.start", lambda: lsq().start(params, x, key=KEY, from_data=False), loose=True)
     yield Call("QuantizedFunction.update", lambda: lsq().update(params, x, scales=lsq().start(params, x), key=KEY), loose=True)

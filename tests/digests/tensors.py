@@ -130,6 +130,7 @@ def qtorch() -> Iterator[tuple[str, Callable[[], Any]]]:
                 return y, x.grad, [make.extra_repr(), make.right_inverse(x), facts(make)] if kind == "Quantizer" else None
 
             yield f"qtorch.{kind} {name}", used
+    yield "qtorch.Number", lambda: [facts(make()) for make in numbers.values()]
     for name in ("lower", "sequential_lower"):
 
         def lowered(name: str = name) -> Any:
@@ -171,7 +172,7 @@ def ran(prefix: str, name: str) -> Any:
 
     torch.manual_seed(0)
     p = jc.compat.pychop
-    chop = p.ChopiSTE(8, symmetric=True) if prefix == "IQuantized" else None if prefix == "IntQuantized" else p.ChopSTE(5, 10)
+    chop = None if prefix + name == "IntQuantizedLinear" else p.ChopiSTE(8, symmetric=True) if prefix[0] == "I" else p.ChopSTE(5, 10)
     shapes = {"1d": (2, 2, 6), "2d": (2, 2, 6, 6), "3d": (2, 2, 4, 4, 4)}
     x = tensor(name, (2, 2, 6) if name in ("RNN", "LSTM", "GRU", "MultiheadAttention", "Attention") else shapes.get(name[-2:], (2, 2, 6, 6))).requires_grad_()
     args = ((2, 3, 2) if name.startswith("Conv") else (2,)) if name[-2:] in shapes else NEEDED.get(name, ())

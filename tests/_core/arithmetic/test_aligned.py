@@ -208,7 +208,8 @@ LONG = Row("any", "float8_e4m3fn", E4M3, 16, 33)
 #: By default one row of the table, and the long one; else two at a time.
 EVERY = [([ROWS[0], LONG], 300)]
 EVERY += [
-    pytest.param([*ROWS, *MORE, LONG][i : i + 2], 20_000, marks=pytest.mark.slow) for i in range(0, len(ROWS + MORE) + 1, 2)
+    pytest.param([*ROWS, *MORE, LONG][i : i + 2], 20_000, marks=pytest.mark.slow)
+    for i in range(0, len(ROWS + MORE) + 1, 2)
 ]
 
 
