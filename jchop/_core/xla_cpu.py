@@ -220,8 +220,8 @@ QUIRKS: tuple[Quirk, ...] = (
         "long_fusion_compiled_for_minutes",
         "Long integer arithmetic that is fused with the operations before it is compiled for a minute or more.",
         "Barriers between the stages (`_settled` in `_core/arithmetic/operations.py`, `fit_offset` in "
-        "`_core/scaled/float_zero_points.py`). Places among nodes in memory (`interp` in `math/_composed.py`), the mean "
-        "in a variance (`math/_sums.py`).",
+        "`_core/scaled/float_zero_points.py`). Places among nodes in memory (`interp` in `math/_composed.py`), and the "
+        "mean in a variance (`math/_sums.py`).",
         seen=("0.12",),
         gone=("0.10",),
         timed=True,
