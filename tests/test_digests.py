@@ -9,7 +9,7 @@ import digests
 import jax
 import pytest
 from digests import __main__ as commands
-from digests import face, hashing
+from digests import hashing
 
 #: Calls of a few milliseconds, one of each kind of result.
 CHEAP = (

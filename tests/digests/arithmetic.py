@@ -83,8 +83,8 @@ def calls() -> Iterator[Call]:
             yield Call(f"matmul {order} {pair[0]} {pair[1]} fused={fused}", lambda o=order, p=pair, f=fused: product(o, p, f), loose)
     a, b = coarse("a", (5, 32)), coarse("b", (32, 6))
     for operands in ("e4m3fn", "mxfp8_e4m3", "mxfp4", "bfloat16:stochastic"):
-        spec = {"operands": operands, "accumulate": "e8m13"} | ({} if operands in ("e4m3fn", "bfloat16:stochastic") else {"order": "aligned(16,25)"})
-        yield Call(f"matmul operands {operands}", lambda s=spec, o=operands: jc.math.matmul(a, b, jchop.MatmulSpec(**s), key_for(o)))
+        how: dict[str, Any] = {"operands": operands, "accumulate": "e8m13"} | ({} if operands in ("e4m3fn", "bfloat16:stochastic") else {"order": "aligned(16,25)"})
+        yield Call(f"matmul operands {operands}", lambda s=how, o=operands: jc.math.matmul(a, b, jchop.MatmulSpec(**s), key_for(o)))
     for unit, dtype in (("volta", "float16"), ("hopper", "float8_e4m3fn"), ("cdna3", "bfloat16"), ("ampere", "tf32"), ("blackwell", "mxfp4")):
         yield Call(f"matmul tensor_core {unit}", lambda u=unit, d=dtype: jc.math.matmul(a, b, jc.tensor_core(u, d)))
     yield from several("matmul", jc.math.matmul, a, b, "bfloat16", xla={"impl": "xla"}, pallas={"impl": "pallas"})

@@ -140,17 +140,18 @@ class Face:
     """The package or one of its modules; what it returns notes its calls."""
 
     def __init__(self, path: str = "") -> None:
-        self._path, self._kept = path, {}
+        self._path = path
+        self._kept: dict[str, tuple[str, Any]] = {}
 
     def __getattr__(self, name: str) -> Any:
         if name not in self._kept:
             path = f"{self._path}.{name}".lstrip(".")
             value = getattr(importlib.import_module(f"jchop.{self._path}".rstrip(".")), name)
             self._kept[name] = (path, value)
-        path, value = self._kept[name]
+        where, value = self._kept[name]
         if isinstance(value, ModuleType):
-            return Face(path)
-        path = by_id().get(id(value), path)
+            return Face(where)
+        path: str = by_id().get(id(value), where)
         if isinstance(value, type):
             if isinstance(value, enum.EnumType):
                 note(path)

@@ -65,6 +65,10 @@ def made() -> dict[str, Callable[[], Any]]:
     }
 
 
+def made_of(text: str) -> Any:
+    return jchop.parse(text).format
+
+
 def facts_of(make: Any) -> Any:
     value = make()
     return str(value), repr(value), hash(value) == hash(make()), facts(value)
@@ -106,7 +110,7 @@ def calls() -> Iterator[Call]:
         yield Call(f"made {name}", lambda make=make: facts_of(make))
         yield Call(f"named {name}", lambda make=make: facts_of(lambda: make().named(name="mine")))
     for name in ("posit8", "posit16", "takum8", "takum_linear12", "takum_linear8", "hif8"):
-        fmt = jchop.parse(name).format
+        fmt: Any = jchop.parse(name).format
         yield Call(f"fraction_bits {name}", lambda fmt=fmt: [attempt(lambda e=e: fmt.fraction_bits(exponent=e)) for e in range(-20, 21)])
         if hasattr(fmt, "magnitude_of"):
             yield Call(f"magnitude_of {name}", lambda fmt=fmt: [str(attempt(lambda c=c: fmt.magnitude_of(code=c))) for c in range(1, 100)])
@@ -114,7 +118,7 @@ def calls() -> Iterator[Call]:
     for text in (*SCALED, "int8(group=7)", "int4(group=(2,16))", "int8(channel=0)", "int8(group=all,sparse=2:4)"):
         yield Call(f"shapes {text}", lambda text=text: shapes(jchop.parse(text).format))
     for text in ("int4(group=128)", "nf4(group=32,scale=bfloat16)", "mxfp4(axis=0)"):
-        yield Call(f"replaced {text}", lambda text=text: str(jchop.parse(text).format(group=8, axis=1)))
+        yield Call(f"replaced {text}", lambda text=text: str(made_of(text)(group=8, axis=1)))
     for name in (*jchop.formats.CATALOGUE, "e5m5", "fixed4.4", "posit16", "integer8"):
         yield Call(f"finfo {name}", lambda name=name: facts(jc.finfo(format=name)))
     for name in jchop.formats.SCALE_RULES:

@@ -31,7 +31,8 @@ def start(dtype: Any = jnp.float32) -> dict[str, jax.Array]:
 def steps(make: Callable[[], Any], dtype: Any = jnp.float32, count: int = 2, bad: bool = False) -> Any:
     import optax
 
-    params, tx, updates = start(dtype), make(), None
+    params: Any = start(dtype)
+    tx, updates = make(), None
     state = tx.init(params)
     update = jax.jit(tx.update)
     for i in range(count):

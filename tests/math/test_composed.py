@@ -109,7 +109,7 @@ AXES: list[tuple[dict[str, Any], tuple[int, ...], tuple[int, ...]]] = [
 
 
 def test_the_product_of_two_vectors_of_two_elements_has_no_axis() -> None:
-    a, b = np.float32([[1, 2], [3, 5]]), np.float32([[2, 1], [-1, 4]])
+    a, b = f32([[1, 2], [3, 5]]), f32([[2, 1], [-1, 4]])
     np.testing.assert_array_equal(untyped.cross(a, b, "e8m15", axisc=5), [-3, 17])
 
 

@@ -369,14 +369,14 @@ def jit_and_vmap_give_the_same_bits(way: str) -> None:
 
 
 def test_a_quotient_of_any_size_is_rounded_down_once() -> None:
-    x, y = np.float32([7, -7, 2.0**80, -(2.0**80), 257, -257]), np.float32([2, 2, 1, 1, 1, 1])
+    x, y = np.array([[7, -7, 2.0**80, -(2.0**80), 257, -257], [2, 2, 1, 1, 1, 1]], np.float32)
     for mode, last in (("up", 258), ("down", 256)):
         got = jc.math.floor_divide(x, y, f"bfloat16:{mode}")
         np.testing.assert_array_equal(got, [3, -4, 2.0**80, -(2.0**80), last, last - 514])
 
 
 def test_the_derivatives_of_a_fused_sum() -> None:
-    slopes = jax.grad(lambda *v: jc.math.fma(*v, "e5m7"), (0, 1, 2))(*map(jnp.float32, (2, 3, 5)))
+    slopes = jax.grad(lambda x, y, z: jc.math.fma(x, y, z, "e5m7"), (0, 1, 2))(*map(jnp.float32, (2, 3, 5)))
     assert list(map(float, slopes)) == [3, 2, 1]
 
 

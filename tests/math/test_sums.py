@@ -394,7 +394,7 @@ NAMES = ["sum", "std", "norm", "prod", "cumsum", "cumprod"]  # mean and var are 
 
 
 def test_the_derivative_of_a_product_is_that_of_its_row() -> None:
-    x = np.float32([[1, 2, 3], [2, -1, 4]])
+    x = np.array([[1, 2, 3], [2, -1, 4]], np.float32)
     got = jax.grad(lambda x: jnp.sum(jc.math.prod(x, "e5m9", axis=1)))(jnp.asarray(x))
     np.testing.assert_array_equal(got, [[6, 3, 2], [-4, 8, -2]])
 
