@@ -38,9 +38,10 @@ def network(wide: int = WIDE) -> tuple[Any, Any]:
         w, b = rng.uniform(-bound, bound, (outputs, inputs)), rng.uniform(-bound, bound, outputs)
         return {"w": jnp.asarray(w, jnp.float32), "b": jnp.asarray(b, jnp.float32)}
 
-    params = {"l1": layer(wide, 4 * wide), "l2": layer(4 * wide, wide)}
-    scales = wide**-0.5, (wide / 2) ** -0.5
-    teacher = [jnp.asarray(rng.standard_normal((wide, wide)) * s, jnp.float32) for s in scales]
+    with jax.ensure_compile_time_eval():  # the first call may be within a traced function
+        params = {"l1": layer(wide, 4 * wide), "l2": layer(4 * wide, wide)}
+        scales = wide**-0.5, (wide / 2) ** -0.5
+        teacher = [jnp.asarray(rng.standard_normal((wide, wide)) * s, jnp.float32) for s in scales]
     return params, teacher
 
 
