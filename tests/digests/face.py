@@ -57,7 +57,9 @@ def methods_of(kind: type) -> dict[str, Any]:
         if owner.__module__.startswith("jchop"):
             found |= {name: value for name, value in vars(owner).items() if not name.startswith("_")}
     plain = (staticmethod, classmethod, property, functools.cached_property)
-    return {name: value for name, value in found.items() if inspect.isfunction(value) or isinstance(value, plain)}
+    # torch wraps the `step` of an optimizer's class when it makes the first one, and marks what it has wrapped.
+    own = {name: value for name, value in found.items() if not hasattr(value, "hooked")}
+    return {name: value for name, value in own.items() if inspect.isfunction(value) or isinstance(value, plain)}
 
 
 @functools.cache
