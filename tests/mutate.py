@@ -845,18 +845,23 @@ def results(out: Path) -> dict[tuple[str, str, str, str], dict[str, Any]]:
     """The last record of each mutant whose line is still there."""
     records = [json.loads(line) for line in out.read_text().splitlines()] if out.exists() else []
     found = {(record["path"], record["text"], record["before"], record["after"]): record for record in records}
-    paths = {path for path, *_ in found if (ROOT / path).exists()}
-    there = {mutant.key for path in paths for mutant in mutants(path)} | {mutant.key for mutant in sown().values()}
+    there = by_key(path for path, *_ in found)
     return {key: record for key, record in found.items() if key in there}
+
+
+def by_key(paths: Iterable[str]) -> dict[tuple[str, str, str, str], Mutant]:
+    """The mutants of some files, of which some may be gone, and the sown faults."""
+    there = (path for path in dict.fromkeys(paths) if (ROOT / path).exists())
+    found = {mutant.key: mutant for path in there for mutant in mutants(path)}
+    return found | {mutant.key: mutant for mutant in sown().values()}
 
 
 def run(options: argparse.Namespace) -> int:
     """Runs the mutants that have no result yet, or (`--again`) those that survived."""
     seen = results(options.out)
     if options.again:
-        every = {mutant.key: mutant for path in {key[0] for key in seen} for mutant in mutants(path)}
-        every |= {mutant.key: mutant for mutant in sown().values()}
-        picked = [every[key] for key, record in seen.items() if record["result"] == "survived" and key in every]
+        every = by_key(path for path, *_ in seen)
+        picked = [every[key] for key, record in seen.items() if record["result"] == "survived"]
     elif options.paths:
         picked = [
             mutant
@@ -920,12 +925,14 @@ def table(options: argparse.Namespace) -> int:
         left = counts[0] - counts[2]
         share = f"{100 * counts[1] / left:.0f} %" if left else ""
         lines.append(f"| {name} | {counts[0]} | {counts[1]} | {counts[2]} | {left - counts[1]} | {share} |")
+    every = [pair for _, found in sorted(of_package.items()) for pair in found]
+    alive = [(key, record) for key, record in every if record["result"] in ("survived", "equivalent")]
     lines += ["", "## Survivors", ""]
-    for _, found in sorted(of_package.items()):
-        for key, record in found:
-            if record["result"] in ("survived", "equivalent"):
-                reason = "no test" if record.get("reached", True) else "no test runs it"
-                lines.append(f"- {_described(record)}: {EQUIVALENT.get(key, reason)}")
+    for key, record in alive:
+        if key not in EQUIVALENT:
+            lines.append(f"- {_described(record)}: {'no test' if record.get('reached', True) else 'no test runs it'}")
+    lines += ["", "## Equivalent", ""]
+    lines += [f"- {_described(record)}: {EQUIVALENT[key]}" for key, record in alive if key in EQUIVALENT]
     lines += ["", "## Sown faults", "", "| fault | place | caught by |", "|---|---|---|"]
     for key, what in sown_keys.items():
         record = seen.get(key)

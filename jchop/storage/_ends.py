@@ -68,7 +68,7 @@ def clipped(q: Any, x: np.ndarray) -> np.ndarray | None:
 
     Args:
         q: a `QArray`.
-        x: float64, in its shape: the numbers that it stores, of which an infinity says nothing.
+        x: float64, in its shape: the numbers that it stores. Of one that is not finite the result has no meaning.
     """
     fmt = q.spec.element
     ends = _ends(fmt)

@@ -75,7 +75,9 @@ def exchange(pieces: np.ndarray, key: Key, add: Add = add) -> np.ndarray:
     return np.stack(totals)
 
 
-def ring(pieces: np.ndarray, key: Key) -> np.ndarray:
+def ring(
+    pieces: np.ndarray, key: Key, add: Callable[..., np.ndarray] = lambda total, own, key, owner: total + own
+) -> np.ndarray:
     ranks, totals = len(pieces), []
     for owner in range(ranks):
         rank = (owner + 1) % ranks
@@ -83,7 +85,7 @@ def ring(pieces: np.ndarray, key: Key) -> np.ndarray:
         for turn in range(ranks - 1):
             total = sent(total, fold(key, SEND, turn, rank), owner)
             rank = (rank + 1) % ranks
-            total = total + pieces[rank, owner]
+            total = add(total, pieces[rank, owner], fold(key, SUM, turn, rank), owner)
         totals.append(total)
     return np.stack(totals)
 

@@ -70,25 +70,15 @@ def test_ring(ranks: int, rng: np.random.Generator) -> None:
 def test_operands_of_a_ring_draw_anew_in_each_turn(rng: np.random.Generator) -> None:
     operands = "bfloat16:stochastic"
 
-    def turns(pieces: np.ndarray, key: Any) -> np.ndarray:
-        ranks, totals = len(pieces), []
-        for owner in range(ranks):
-            rank = (owner + 1) % ranks
-            total = pieces[rank, owner]
-            for turn in range(ranks - 1):
-                total = replay.sent(total, replay.fold(key, replay.SEND, turn, rank), owner)
-                rank = (rank + 1) % ranks
-                drawn = replay.fold(key, replay.SUM, turn, rank, owner, 0)
-                total = np.asarray(jc.round_to_format(np.stack([total, pieces[rank, owner]]), operands, drawn)).sum(0)
-            totals.append(total)
-        return np.stack(totals)
+    def add(total: np.ndarray, own: np.ndarray, key: Any, owner: int) -> np.ndarray:
+        return jc.round_to_format(np.stack([total, own]), operands, replay.fold(key, owner, 0)).sum(0)
 
     x = rng.standard_normal((3, 48)).astype(np.float32)
     accumulate = jc.MatmulSpec(operands=operands, accumulate="float32")
     found = jax.vmap(
         lambda x: jc.distributed.psum(x, "d", STOCHASTIC, KEY, algorithm="ring", accumulate=accumulate), axis_name="d"
     )(x)
-    same(found, np.stack([replay.psum(list(x), KEY, turns)] * 3))
+    same(found, np.stack([replay.psum(list(x), KEY, replay.ring, add)] * 3))
 
 
 @pytest.mark.parametrize(
