@@ -9,7 +9,7 @@ import digests
 import jax
 import pytest
 from digests import __main__ as commands
-from digests import hashing
+from digests import face, hashing
 
 #: Calls of a few milliseconds, one of each kind of result.
 CHEAP = (
@@ -50,8 +50,8 @@ def test_some_calls_give_the_digests_of_the_table(name: str) -> None:
 @without_a_table
 def test_every_public_name_is_covered() -> None:
     header = commands.load(TABLE)[0]
-    if not header["torch"]:
-        pytest.skip("the table was written without torch")
+    if not (face.HAS_TORCH and header["torch"]):
+        pytest.skip("without torch, here or where the table was written, some objects have other names")
     missing = sorted({*commands.missing(header["given"])[0]} - digests.UNCOVERED)
     assert not missing, (
         f"no call of tests/digests gives {missing}: add one to the file of its subject, and write {TABLE.name} anew"
