@@ -231,6 +231,16 @@ def test_cotangents_are_rounded_to_scaled_formats(gradient):
     np.testing.assert_array_equal(pulled, jc.round_to_format(g, gradient, KEY))
 
 
+# -- percentiles -------------------------------------------------------------------------------------------------------
+
+
+def test_a_percentile_is_the_least_magnitude_that_so_many_do_not_exceed():
+    """Of 8 numbers three quarters are 6, of 7 finite ones 5.25, so 6; of a percentile of zero the largest is taken."""
+    x = np.array([[-3, 8, 1, 6, -7, 2, 5, 4], [-3, 8, np.nan, 6, -7, 2, 5, 4], [0, 0, 0, 0, 0, 0, -9, 1]], np.float32)
+    scales = jc.quantize(jnp.asarray(x), "int8(group=8,rule=percentile(75))").scale
+    np.testing.assert_array_equal(np.ravel(scales), np.array([6, 7, 9], np.float32) / np.float32(127))
+
+
 # -- sharding ----------------------------------------------------------------------------------------------------------
 
 needs_eight = pytest.mark.skipif(jax.device_count() < 8, reason="needs eight (forced host) devices")

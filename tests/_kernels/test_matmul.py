@@ -164,6 +164,14 @@ def test_a_unit_leaves_out_the_products_of_other_blocks() -> None:
     assert_equal_to_body("tpu", MatmulSpec("e4m3", None, "e5m5", "matrix_unit(2)"), (1, 2, 5, 2))
 
 
+@pytest.mark.parametrize("kernel", ["gpu", pytest.param("tpu", marks=pytest.mark.slow)])
+def test_a_unit_that_aligns_takes_the_products_of_each_block_in_turn(kernel: str) -> None:
+    """Two products each, and the last one alone; all sums are exact."""
+    a, b = np.array([[[1, 2, 3, 4, 5], [-6, 7, 0, 9, 1]]], np.float32), np.array([[[3], [5], [-7], [11], [13]]])
+    got = run(kernel, MatmulSpec("e4m3", order="aligned(2, 20)"), a, b.astype(np.float32))
+    assert same_bits(got, (a @ b).astype(np.float32))
+
+
 #: Of float64, which GPUs have.
 DOUBLE = (
     MatmulSpec("e5m10", "e8m21:up", "e8m24:stochastic"),

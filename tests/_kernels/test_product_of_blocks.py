@@ -232,6 +232,17 @@ def test_the_kernel_of_hopper(case, rng):
     np.testing.assert_array_equal(y, reference(elements, parts, shape[-1]), strict=True)
 
 
+def test_a_warpgroup_of_hopper_writes_its_whole_part():
+    """In copies of 64 rows of 128 bytes, which the traced program has one after the other."""
+    from jchop._kernels.products.product_of_blocks_hopper import product_of_blocks
+
+    x, w = (jax.ShapeDtypeStruct((1, rows, 256), "int8") for rows in (264, 192))
+    for rows, dtype in ((64, "float32"), (128, "bfloat16")):
+        how: Any = {"names": (), "block": 128, "dtype": dtype, "tiling": ProductOfBlocksHopperTiling(rows, 128, 128, 2)}
+        copies = str(jax.make_jaxpr(partial(product_of_blocks, **how))(x, w)).count("copy_smem_to_gmem")
+        assert copies * 64 * 128 == rows * 128 * jnp.dtype(dtype).itemsize
+
+
 def test_what_the_kernel_of_hopper_refuses():
     def why(m: int, n: int, k: int, block: int, kinds: Any = ("int8", "int8"), **static: Any) -> str:
         x, w = (jax.ShapeDtypeStruct((1, rows, k), kind) for rows, kind in zip((m, n), kinds, strict=True))

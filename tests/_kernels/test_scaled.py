@@ -355,6 +355,8 @@ def test_the_short_way_gives_the_same_bits(spec, rng):
 def heuristics_fit():
     for shape in (*SHAPES, (4096, 4096), (1, 1), (8, 8, 8)):
         check_heuristics(shape)
+    rows = problem_of(jc.parse("int8(group=all)"), "float32", (2, 1 << 14))
+    assert ScaledGpuTiling.for_shape(rows) == ScaledGpuTiling(1, 1, 16)  # a warp for each 1024 numbers
 
 
 def check_heuristics(shape):
@@ -364,6 +366,9 @@ def check_heuristics(shape):
         for kind in (ScaledTpuTiling, ScaledGpuTiling):
             tiling = kind.for_shape(problem)
             assert tiling.misfit(problem) is None, (name, shape, axis, dtype)
+        gpu = ScaledGpuTiling.for_shape(problem)
+        tile = gpu.blocks * gpu.lanes * gpu.padded(problem)
+        assert gpu.num_warps in {4, tile // 1024}, (name, shape, axis, dtype)  # 32 numbers for each thread, or fewer
         tpu = ScaledTpuTiling.for_shape(problem)
         assert tpu.blocks * problem.block * 4 * 1024 <= 1 << 24, (name, shape, axis, dtype)
 
@@ -516,6 +521,18 @@ def test_roundings_with_joined_axes_share_a_function() -> None:
 
     text = jax.jit(run).lower(jnp.ones(128)).as_text()
     assert text.count("func.func private @jchop_round_scaled") == 2
+
+
+def test_stored_arrays_with_joined_axes_share_functions() -> None:
+    """Unless the codes of a row end within a byte: the last shape of three."""
+
+    def run(x: Array) -> list[Array]:
+        shapes = ((24,), (2, 12), (24, 1))
+        return [jc.dequantize(jc.quantize(x.reshape(shape), "int4(group=tensor)")) for shape in shapes]
+
+    program = jax.jit(run).lower(jnp.ones(24)).as_text()
+    for name in ("quantize_scaled", "dequantize_scaled"):
+        assert program.count(f"func.func private @jchop_{name}") == 2, name
 
 
 test_further = further.test()

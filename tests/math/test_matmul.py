@@ -118,6 +118,13 @@ def test_an_empty_sum_is_plus_zero() -> None:
         assert got.shape == (2, 3) and not np.any(cases.bits(got.ravel())), order
 
 
+@pytest.mark.parametrize("order", ["pairwise", pytest.param("blocked(2)", marks=pytest.mark.slow)])
+def test_the_sum_of_one_product_is_rounded(order: str) -> None:
+    a, b = np.array([[1.3], [5.0]], np.float32), np.array([[1.7, -0.9]], np.float32)
+    got = jc.math.matmul(a, b, MatmulSpec(None, "e5m7:down", "e5m2:up", order))
+    same(got, jc.round_to_format(jc.round_to_format(a * b, "e5m7:down"), "e5m2:up"))
+
+
 @pytest.mark.in_turn(1000)
 @pytest.mark.parametrize(
     ("order", "k"), [("matrix_unit(2)", 1), ("sequential", 1), ("sequential", 2), ("blocked(2)", 2)]

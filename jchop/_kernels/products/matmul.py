@@ -58,7 +58,7 @@ def _refuse_aligned(a: jax.ShapeDtypeStruct, spec: MatmulSpec) -> str | None:
         return f"the operands have dtype {a.dtype.name}, and kernels of order={str(spec.order)!r} take float32"
     if spec.group:
         return f"operands={str(spec.operands)!r} have scales, and kernels of order={str(spec.order)!r} have none"
-    if not unit_of(spec, max(a.shape[2], 1)).exact_floats:
+    if not unit_of(spec, a.shape[2]).exact_floats:
         return f"operands={str(spec.operands)!r} have products of more than 24 bits, which kernels do not align"
     return None
 

@@ -113,6 +113,8 @@ def operands_may_have_more_bits_than_the_format() -> None:
     spec, whole = jc.parse("e4m3"), Range(-149, 24, 128)
     assert float64.computes("div", spec, (Range(-20, 19, 20), Range(-20, 19, 20)))
     assert not float64.computes("div", spec, (whole, whole))
+    narrow = range_of(spec, CARRIER)
+    assert not float64.computes("div", spec, (narrow, whole)) and not float64.computes("div", spec, (whole, narrow))
     assert float64.computes("sqrt", spec, (whole,))
 
 

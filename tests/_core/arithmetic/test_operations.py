@@ -238,13 +238,10 @@ def test_a_root_of_64_bits_draws_from_all_of_them(rng: np.random.Generator) -> N
     np.testing.assert_array_equal(got.view(np.uint64), np.array(want, np.uint64))
 
 
-@pytest.mark.parametrize("name", ["float32", pytest.param("float64", marks=pytest.mark.slow)])
-def test_every_bit_of_a_root(name: str, rng: np.random.Generator) -> None:
-    """The leading bits, the word after them and whether more follow, of squares too."""
-    carrier, kind = CARRIERS[name], oracle.CARRIERS[name]
+def assert_every_bit(x: np.ndarray) -> None:
+    """The leading bits of roots, the word after them and whether more follow."""
+    carrier, kind = CARRIERS[x.dtype.name], oracle.CARRIERS[x.dtype.name]
     width, one = carrier.work_width, 1 << carrier.fraction
-    whole = rng.integers(1, 1 << carrier.fraction // 2, 200).astype(name)
-    x = np.concatenate([whole * whole, rng.integers(1, carrier.inf, 400).astype(kind.words).view(name)])
     v = jax.jit(lambda x: vars(root.square_root(x, carrier, True)) | {"quantum": 0})(x)
     columns = (np.asarray(v[part]).tolist() for part in ("magnitude", "rest", "sticky", "inexact"))
     for bits, *got in zip(x.view(kind.words).tolist(), *columns, strict=True):
@@ -259,14 +256,27 @@ def test_every_bit_of_a_root(name: str, rng: np.random.Generator) -> None:
         assert got == [*expected, bool(rest) or expected[2]], bits
 
 
-def test_a_root_corrects_a_bad_guess(monkeypatch: pytest.MonkeyPatch, rng: np.random.Generator) -> None:
+def beside_squares(name: str) -> np.ndarray:
+    """Twice each: numbers just below the square of one that is j units in the last place above 1, or below 2."""
+    unit, j = np.finfo(name).eps, np.arange(1, 40).repeat(2)
+    return np.concatenate([1 + 2 * j * unit, 4 - 4 * j * unit]).astype(name)
+
+
+@pytest.mark.parametrize("name", ["float32", pytest.param("float64", marks=pytest.mark.slow)])
+def test_every_bit_of_a_root(name: str, rng: np.random.Generator) -> None:
+    carrier = CARRIERS[name]
+    whole = rng.integers(1, 1 << carrier.fraction // 2, 200).astype(name)
+    some = rng.integers(1, carrier.inf, 400).astype(oracle.CARRIERS[name].words).view(name)
+    assert_every_bit(np.concatenate([whole * whole, some, beside_squares(name)]))
+
+
+@pytest.mark.parametrize("name", ["float32", pytest.param("float64", marks=pytest.mark.slow)])
+def test_a_root_corrects_a_bad_guess(name: str, monkeypatch: pytest.MonkeyPatch, rng: np.random.Generator) -> None:
     """A device's root may be off by many units in the last place."""
-    x = (rng.random(2000) * 100).astype(np.float32)
-    own = root._float_root
-    for miss in (-40, 3):
-        monkeypatch.setattr(root, "_float_root", lambda *args, miss=miss: own(*args) + miss)
-        run = jax.jit(lambda x: operation("sqrt", [x], jc.parse("binary32")))
-        np.testing.assert_array_equal(run(x), np.sqrt(x))
+    x = np.concatenate([(rng.random(200) * 100).astype(name), beside_squares(name)])
+    own, miss = root._float_root, np.where(np.arange(len(x)) % 2, -40, 3).astype(CARRIERS[name].work)
+    monkeypatch.setattr(root, "_float_root", lambda *args: own(*args) + miss)
+    assert_every_bit(x)
 
 
 def test_a_narrow_quotient_corrects_a_bad_one() -> None:

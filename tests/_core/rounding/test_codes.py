@@ -107,6 +107,15 @@ def packing_is_a_little_endian_bit_stream(rng):
         np.testing.assert_array_equal(back, codes, f"{bits} bits, {count} codes")
 
 
+@pytest.mark.parametrize("name", ["float32", pytest.param("bfloat16", marks=pytest.mark.slow)])
+def test_the_code_below_a_symmetric_range_is_nan(name):
+    """And has no sign; neighbours in two's complement are the ends of the range."""
+    codes = jnp.array([128, 129, 127], jnp.uint8)
+    values = decode_elements(codes, FORMATS["fixed1.7(symmetric=true)"], CARRIERS[name])
+    np.testing.assert_array_equal(values, [np.nan, -127 / 128, 127 / 128])
+    assert not np.signbit(values[0])
+
+
 @pytest.mark.in_turn(64)
 @pytest.mark.parametrize("name", ["float32", "float64"])
 def test_fewer_operations_give_the_same_values(name):
