@@ -54,11 +54,11 @@ class Placement:
         """A parameter, or a stack, in full precision, as it is before it is rounded."""
         return x if self.turn is None else over_stack(x.ndim - self.ndim, self.turn.parameter, x)
 
-    def round(self, x: Array, key: Array | None = None) -> Array:
-        """A parameter, or one of a stack, rounded; straight-through."""
+    def round(self, x: Array, key: Array | None = None, gradient_key: Array | None = None) -> Array:
+        """A parameter, or one of a stack, rounded; straight-through, but for what the spec does to its cotangent."""
         stack = x.ndim - self.ndim
         laid = x.reshape(x.shape[:stack] + self.shape)
-        return over_stack(stack, partial(_round, self.spec), laid, key).reshape(x.shape)
+        return over_stack(stack, partial(_round, self.spec), laid, key, gradient_key).reshape(x.shape)
 
     def round_under(self, kept: Kept, x: Array, key: Array | None = None) -> Array:
         """A parameter rounded under kept scales."""
@@ -108,8 +108,8 @@ class Kept:
     source: ScaleFrom
 
 
-def _round(spec: Spec, x: Array, key: Array | None) -> Array:
-    return with_nan(x, round_to_format(x, spec, key), spec)
+def _round(spec: Spec, x: Array, key: Array | None, gradient_key: Array | None) -> Array:
+    return with_nan(x, round_to_format(x, spec, key, gradient_key=gradient_key), spec)
 
 
 @partial(jax.tree_util.register_dataclass, data_fields=["stored"], meta_fields=["core", "ndim_stored"])

@@ -13,6 +13,7 @@ from jchop._kernels.settled import settled
 from jchop._products.adapters import Adapter
 from jchop._products.codes import Coded, parts_of
 from jchop._products.placement import Kept, Placement, StoredAs
+from jchop._products.rule import is_stochastic
 from jchop.storage import QArray, dequantize
 
 Array = jax.Array
@@ -67,11 +68,11 @@ class Held:
         elif self.placement is None:
             low = full = self.value
         else:
-            drawn = self.placement.spec.rounding.stochastic
-            key = keys.turn(_LEAVES, self.leaf).key if drawn and keys else None
+            seeds = keys if is_stochastic(self.placement.spec) else None
+            key, backward = (None if seeds is None else seeds.turn(_LEAVES + i, self.leaf).key for i in range(2))
             full = self.placement.turned(self.value)
             low = (
-                self.placement.round(full, key)
+                self.placement.round(full, key, backward)
                 if self.kept is None
                 else self.placement.round_under(self.kept, full, key)
             )
@@ -136,7 +137,7 @@ def numbers_of(value: QArray | StoredAs) -> Array:
     return jnp.asarray(value.dequantize() if isinstance(value, StoredAs) else dequantize(value))
 
 
-#: The number under which parameters draw; equations have smaller ones.
+#: The number under which parameters draw, and by one more their cotangents; equations have smaller ones.
 _LEAVES = 1 << 30
 
 

@@ -195,6 +195,16 @@ def draws_follow_the_key() -> None:
     assert (first != other).any()  # of activations, which are rounded in each call
 
 
+#: Halves are rounded to 0 or 1, with the same probability.
+HALF, HALVES = "fixed8.0:stochastic", jnp.full((1, 32), 0.5)
+
+
+def drawn_apart(*halves: jax.Array) -> None:
+    """Each of these was drawn, with bits of its own."""
+    assert all(set(v.ravel().tolist()) == {0, 1} for v in halves)
+    assert len({np.abs(v).tobytes() for v in halves}) == len(halves)
+
+
 def test_layers_of_a_stack_draw_anew() -> None:
     w, x = jnp.broadcast_to(normal(32, 32), (2, 32, 32)), normal(4, 32, seed=1)
     low = jc.quantize_fn(lambda w, x: [x @ w[0], x @ w[1]], jc.Rule(weight="int2(group=32):stochastic"), key=KEY)
@@ -202,11 +212,49 @@ def test_layers_of_a_stack_draw_anew() -> None:
     assert (first != second).any()
 
 
-def test_packed_parameters_draw_each_for_itself() -> None:
-    w = normal(8, 4)
-    low = jc.quantize_fn(lambda p, x: x @ p["a"] + x @ p["b"], jc.Rule(weight="int2(group=all):stochastic"), key=KEY)
-    packed = low.pack({"a": w, "b": w}, normal(2, 8, seed=1))
-    assert (jc.dequantize(packed["a"]) != jc.dequantize(packed["b"])).any()
+@pytest.mark.parametrize("packed", [True, False])
+def test_equal_parameters_draw_each_for_itself(packed: bool) -> None:
+    w, x = normal(8, 4), normal(2, 8, seed=1)
+    low = jc.quantize_fn(lambda p, x: [x @ p["a"], x @ p["b"]], jc.Rule(weight="int2(group=all):stochastic"), key=KEY)
+    first, second = low(low.pack({"a": w, "b": w}, x) if packed else {"a": w, "b": w}, x)
+    assert (first != second).any()
+
+
+def test_equal_products_draw_each_for_itself() -> None:
+    low = jc.quantize_fn(lambda w, x: [x @ w, x @ w], jc.Rule(activation=HALF, gradient=HALF), key=KEY)
+    (first, second), pull = jax.vjp(low, jnp.eye(32), HALVES)
+    drawn_apart(first, second, pull([HALVES, 0 * HALVES])[1], pull([0 * HALVES, HALVES])[1])
+
+
+def derivatives(x: jax.Array, w: jax.Array, g: jax.Array, **rule: Any) -> list[jax.Array]:
+    """x w under a rule, and what g becomes for w and for x."""
+    y, pull = jax.vjp(jc.quantize_fn(lambda w, x: x @ w, jc.Rule(**rule), key=KEY), w, x)
+    return [y, *pull(g)]
+
+
+EYE, COLUMN = jnp.eye(32), jnp.ones((32, 1))
+
+
+def test_each_operand_of_the_products_of_a_derivative_draws_for_itself() -> None:
+    y, dw, dx = derivatives(HALVES, EYE, HALVES, activation=HALF, gradient=HALF, weight_gradient=HALF)
+    drawn_apart(y, dx, dw.max(0), dw.max(1))
+    y, dw, dx = derivatives(EYE, COLUMN / 2, COLUMN, weight=HALF, input_gradient=HALF)
+    drawn_apart(y, dx[0])
+
+
+def test_the_cotangent_of_a_rounding_draws_for_itself() -> None:
+    with_slope = f"{HALF}:gradient=[{HALF}]"
+    y, dw, _ = derivatives(EYE, COLUMN / 2, COLUMN / 2, weight=with_slope)
+    drawn_apart(y, dw)
+    y, _, dx = derivatives(HALVES, EYE, HALVES, activation=with_slope)
+    drawn_apart(y, dx)
+
+
+def test_the_sums_of_the_products_of_a_derivative_draw_for_themselves() -> None:
+    """If those for the weight drew the words of others, a quarter would go up where a half does, and not elsewhere."""
+    y, dw, dx = derivatives(HALVES, EYE, HALVES, matmul=jc.MatmulSpec(accumulate=HALF, order="matrix_unit(32)"))
+    drawn_apart(y, dx)
+    assert (dw[0] > y).any() and (dw[0] > dx).any()
 
 
 def test_turns_of_a_loop_draw_anew() -> None:

@@ -409,6 +409,15 @@ def first_values(init: str) -> None:
         add_lora(packed, rule, fun=low, inputs=(X,), key=KEY)
 
 
+def test_each_adapter_begins_with_numbers_of_its_own() -> None:
+    """Of two parameters, one of which is a stack."""
+    params = {"one": jnp.ones((8, 8)), "stack": jnp.ones((2, 8, 8))}
+    fun = jc.quantize_fn(lambda p, x: jax.lax.scan(lambda x, w: (x @ w, None), x @ p["one"], p["stack"])[0], Rule())
+    adapted = add_lora(params, LoraRule("*", rank=2), fun=fun, inputs=(X[:, :8],), key=KEY)
+    first = [adapted["one"].adapter.lora_a, *adapted["stack"].adapter.lora_a]
+    assert len({np.asarray(a).tobytes() for a in first}) == 3
+
+
 @pytest.mark.parametrize(
     "check",
     [

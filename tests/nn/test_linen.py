@@ -187,6 +187,27 @@ def test_state_and_trees(check: Any, request: Any) -> None:
     checked(check, request)
 
 
+class Apart(linen.Module):
+    """Three results that are the bias of a layer each."""
+
+    @linen.compact
+    def __call__(self, x: Any) -> Any:
+        start = {"kernel_init": linen.initializers.zeros, "bias_init": linen.initializers.constant(0.5)}
+        return [linen.Dense(32, name=name, **start)(x) for name in ("one", "two", "out")]
+
+
+def test_parameters_results_and_their_cotangents_draw_each_for_itself() -> None:
+    half = "fixed8.0:stochastic:gradient=[fixed8.0:stochastic]"
+    rules = [jc.nn.Rule("{one,two}", bias=half), jc.nn.Rule("out", output=half)]
+    low, x = quantized_linen.quantize(Apart(), rules), jnp.zeros((1, 2))
+    variables = Apart().init(jax.random.key(0), x)
+    results, pull = jax.vjp(lambda v: low.apply(v, x, rngs={"rounding": jax.random.key(1)}), variables)
+    (slopes,) = pull([jnp.full((1, 32), 0.5)] * 3)
+    drawn = [*map(np.ravel, results), *(slopes["params"][name]["bias"] for name in ("one", "two", "out"))]
+    assert all(set(v.tolist()) == {0, 1} for v in drawn)
+    assert len({np.asarray(v).tobytes() for v in drawn}) == 6
+
+
 class Normed(linen.Module):
     @linen.compact
     def __call__(self, x: Any) -> Any:

@@ -186,6 +186,22 @@ def test_a_result_and_its_cotangent_are_rounded_by_draws_of_their_own() -> None:
     assert (y != dx).any()
 
 
+def test_the_parameters_of_a_layer_and_their_cotangents_draw_each_for_itself() -> None:
+    """Scale s and bias b of a norm, whose results for inputs of 1 and -1 are b + s and b - s."""
+    half, signs = "fixed8.0:stochastic:gradient=[fixed8.0:stochastic]", jnp.asarray([1.0, -1.0] * 32)
+    layer: Any = nnx.LayerNorm(64, epsilon=0, rngs=nnx.Rngs(0))
+    layer.scale[...] = layer.bias[...] = jnp.full(64, 0.5)
+    low = jc.nn.quantize(layer, jc.nn.Rule(weight=half, bias=half), rngs=nnx.Rngs(rounding=1))
+    graph, params, rest = nnx.split(low, nnx.Param, ...)
+    x = jnp.stack([signs, -signs])
+    y, pull = jax.vjp(lambda params: nnx.merge(graph, params, rest, copy=True)(x), params)
+    (slopes,) = pull(jnp.stack([jnp.full(64, 0.5), jnp.zeros(64)]))
+    drawn = [y.sum(0) / 2, signs * (y[0] - y[1]) / 2, slopes.bias[...], signs * slopes.scale[...]]
+    assert all(set(v.tolist()) == {0, 1} for v in drawn)
+    assert len({np.asarray(v + 0.0).tobytes() for v in drawn}) == 4
+    assert (low(x) != low(x)).any()
+
+
 @further
 def layers_built_by_hand_are_those_that_quantize_makes() -> None:
     by_hand = jc.nn.MultiHeadAttention(2, 4, decode=False, rule=BLOCKS, rngs=nnx.Rngs(3))

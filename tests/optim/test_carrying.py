@@ -50,6 +50,16 @@ def test_what_error_feedback_sends_sums_to_what_came(spec: str, rng: np.random.G
     assert float(jnp.abs(state.error).max()) < 4
 
 
+def test_what_is_lost_draws_apart_from_the_parameter() -> None:
+    """Of 1/3 and of 16/3 the fractions are 1/3 both, so the same bits would round both down or both up."""
+    tx = optim.compensate("fixed8.0:stochastic", KEY, compensation="fixed8.4:stochastic")
+    params = jnp.zeros(64)
+    updates, state = jax.jit(tx.update)(jnp.full(64, 1 / 3), tx.init(params), params)
+    lost = np.asarray(state.lost)  # type: ignore[union-attr]
+    assert set(lost[updates == 0].tolist()) == {5 / 16, 6 / 16}
+    assert set(lost[updates == 1].tolist()) == {-10 / 16, -11 / 16}
+
+
 def test_compensation_follows_kahan_exactly(rng: np.random.Generator) -> None:
     """Against exact arithmetic: y = u + c, t = round(p + y), c = y - (t - p), with c rounded to bfloat16."""
     grads = np.float32(rng.integers(-8, 40, (60, 4)) / 2.0**14)

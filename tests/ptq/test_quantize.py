@@ -462,6 +462,18 @@ def test_equal_layers_of_a_stack_draw_different_words() -> None:
     assert (codes[0] != codes[1]).any()
 
 
+def test_every_row_of_equal_parameters_draws_words_of_its_own() -> None:
+    """Weights of two experts, whose inputs have no correlations, and biases that are corrected by nothing."""
+    w, b = np.full((2, 3, 64), 0.5, np.float32), np.full((2, 1, 64), 0.5, np.float32)
+    x = np.tile(np.concatenate([np.eye(3), -np.eye(3)]).astype(np.float32), (2, 1, 1))
+    fun = lambda p, x: [x @ p[w] + p[b] for w, b in (("w", "b"), ("v", "a"))]  # noqa: E731
+    half, steps = "fixed4.0:stochastic", [jc.ptq.gptq(), jc.ptq.correct_biases()]
+    params = {"w": w, "v": w, "a": b, "b": b}
+    packed, _ = jc.ptq.quantize(fun, jc.Rule(weight=half, bias=half), params, [x], steps, key=jax.random.key(0))
+    rows = np.concatenate([np.reshape(jc.dequantize(q), (-1, 64)) for q in packed.values()])
+    assert {*rows.ravel().tolist()} == {0, 1} and len(np.unique(rows, axis=0)) == len(rows) == 16
+
+
 def test_errors_of_inputs_are_made_up_for_by_damped_least_squares() -> None:
     """(H + d mean(diag H) I)^-1 H' w is added: H is the mean of z z^T over rounded inputs z, H' that of z (x - z)^T."""
     rng = np.random.default_rng(0)

@@ -199,6 +199,13 @@ def test_activations_are_rounded_before_the_first_layer_and_after_each(small: An
     assert entropy == pytest.approx(want, rel=1e-5)
 
 
+def test_each_layer_draws_for_itself() -> None:
+    from jchop.study._evaluate import _rounding_of
+
+    after, halves = _rounding_of(parse("fixed8.0:stochastic"), jax.random.key(0)), np.full(32, 0.5, np.float32)
+    assert (np.asarray(after(halves)) != np.asarray(after(halves))).any()  # type: ignore[arg-type]
+
+
 def test_an_epoch_takes_every_sample(small: Any) -> None:
     """Its loss, of one batch, is that of the first parameters over all of them."""
     from jchop.study._model import make_model, train
