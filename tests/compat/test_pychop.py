@@ -243,6 +243,28 @@ def test_random_numbers() -> None:
     np.testing.assert_array_equal(traced, jc.round_to_format(x.astype(np.float32), "e5m2:stochastic", key))
 
 
+def test_a_key_is_drawn_from_in_place_of_the_objects_numbers() -> None:
+    """Also where numbers are rounded in a wider dtype, in `quantize`, in functions, and for flips."""
+    x, keys = np.full(40, 1 + 2.0**-4, np.float32), [jax.random.key(seed) for seed in (1, 2)]
+    for ch, spec in (
+        (Chop(5, 3, rmode=5), "e5m3:stochastic"),
+        (Chop(9, 3, rmode=5), "e9m3:stochastic"),
+        (FaultChop(customs=Customs(exp_bits=5, sig_bits=3), rmode=5), "e5m3:stochastic"),
+        (Chopf(4, 3, rmode=5), "fixed4.3:stochastic"),
+    ):
+        wide = x.astype(np.float64) if spec[:2] == "e9" else x
+        for key in keys:
+            wanted = jc.round_to_format(wide, spec, key)
+            for got in (ch(x, key=key), ch.quantize(x, key=key)):
+                np.testing.assert_array_equal(got, wanted)
+    first, again, other = (Chop(5, 3, rmode=5).square(x, key=key) for key in (keys[0], keys[0], keys[1]))
+    np.testing.assert_array_equal(first, again)
+    flips = FaultChop("h", flip=True)
+    first_flips, again, other_flips = (flips(x, key=key) for key in (keys[0], keys[0], keys[1]))
+    np.testing.assert_array_equal(first_flips, again)
+    assert (first != other).any() and (first_flips != other_flips).any()
+
+
 def ch_in_float32(x: np.ndarray) -> np.ndarray:
     """What the second call of an object with the seed 7 gives."""
     key = jax.random.wrap_key_data(jnp.array([7, 1], jnp.uint32))

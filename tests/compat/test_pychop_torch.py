@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import exact
+import jax
 import numpy as np
 import oracle
 import pytest
@@ -51,6 +52,15 @@ def tensors() -> None:
     assert set(flipped.tolist()) <= {1.125, 1.25, 1.5}
     with pytest.raises(ValueError, match="no gradient"):
         FaultChop("q43", flip=True)(x)
+
+
+def test_a_key_of_jax_is_refused_for_tensors() -> None:
+    """And not passed over: the object's own numbers would be drawn."""
+    for ch in (Chop(5, 2, rmode=5), Chop(10, 9, rmode=5), FaultChop("h", rmode=5), FaultChop("h", explim=0, rmode=5),
+               Chopf(4, 4, rmode=5)):  # fmt: skip
+        for call in (ch, ch.quantize):
+            with pytest.raises(TypeError, match="key is for arrays of JAX and NumPy"):
+                call(torch.ones(2), key=jax.random.key(0))
 
 
 def test_a_layer_is_what_it_says() -> None:

@@ -85,6 +85,15 @@ def test_nan_comes_back(tmp_path: Path) -> None:
     np.testing.assert_array_equal(loaded.layers[0].bias[...], [1.0, np.nan, -2.0])
 
 
+def test_numbers_beyond_the_range_of_the_model_are_refused(tmp_path: Path) -> None:
+    """With that error alone, and no warning of an overflow."""
+    tensors = {"layers.0.weight": jnp.eye(2), "layers.0.bias": jnp.asarray([1e6, 0.0])}
+    jc.storage.save_checkpoint(tensors, tmp_path, "plain")
+    half = nnx.Sequential(nnx.Linear(2, 2, param_dtype=jnp.float16, rngs=nnx.Rngs(0)))
+    with pytest.raises(ValueError, match=r"'layers\.0\.bias' in float32 has numbers that float16"):
+        load_checkpoint(tmp_path, half)
+
+
 def a_model_that_was_rounded_with_data(model: Any, tmp_path: Path) -> None:
     rounded, _ = jc.nn.quantize_with_data(model, Rule("again", weight=INT4), [TOKENS])
     save_checkpoint(tmp_path / "gptq", rounded, "compressed-tensors")
