@@ -202,3 +202,21 @@ def adversarial(fmt: FloatSet | FixedSet | Levels, carrier: str, n: int, rng: np
     sign = np.where(rng.random(n) < 0.5, word.type(c.sign), word.type(0))
     sign[len(near) + len(tiny) + len(payload) :][:8] = np.repeat(np.array([0, c.sign], word), 4)
     return (magnitude | sign).view(DTYPES[carrier])
+
+
+def near_middles_of_roots(bits: int) -> list[int]:
+    """Numbers of at most so many bits, times a power of two, whose roots lie next to t + 1/2 for a t of as many bits.
+
+    They are t^2 + t + r for small r, so that the root is below the middle for r = 0 and less, and above it for others.
+    """
+    found = []
+    for r in range(-60, 62, 2):
+        for odd in (0, 1):  # t^2 + t + r = 0 has an even and an odd solution modulo each power of two
+            t = odd
+            for place in range(1, bits):
+                t |= (t * t + t + r >> place & 1) << place
+            t |= 1 << bits - 1
+            square = t * t + t + r
+            if (square // (square & -square)).bit_length() <= bits:
+                found.append(square)
+    return found

@@ -5,7 +5,9 @@ from __future__ import annotations
 import itertools
 from dataclasses import replace
 from fractions import Fraction
+from math import isqrt
 
+import cases
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -90,6 +92,53 @@ def the_bits_are_those_of_integers(text: str, name: str, rng: np.random.Generato
     np.testing.assert_array_equal(got.view(np.int32)[~np.isnan(want)], want.view(np.int32)[~np.isnan(want)])
     assert len(np.unique(want)) > 100 or spec.format.bits <= 8
     assert "f64" in on_device.lower(*args).as_text() or jax.default_backend() != "cpu"
+
+
+#: The most fraction bits that each operation takes, to nearest and stochastically.
+WIDEST = {("div", ""): 20, ("sqrt", ""): 19, ("div", ":stochastic"): 9, ("sqrt", ":stochastic"): 17}
+
+
+def hard_operands(name: str, bits: int, drawn: bool, rng: np.random.Generator) -> list[list[int]]:
+    """Integers of so many bits, times a power of two, whose quotient or root lies next to a middle of two numbers.
+
+    For a stochastic rounding any: it is the word that makes them hard.
+    """
+    whole = rng.integers(1 << bits - 1, 1 << bits, (200, 2)) | 1
+    if name == "sqrt":
+        return [[x << bits for x in whole[:, 0].tolist()] if drawn else cases.near_middles_of_roots(bits)]
+    x, y = whole.T.tolist()
+    if not drawn:  # x = (y g -+ 1) / 2^(bits + 1), for an odd g of one bit more
+        half = 1 << bits
+        odd = [g if g > half else 2 * half - g for g in (pow(v, -1, 2 * half) for v in y)]
+        x = [(v * g + 1) // (2 * half) for v, g in zip(y, odd, strict=True)]
+    return [x, y]
+
+
+@pytest.mark.parametrize(("name", "mode"), WIDEST)
+def test_the_widest_formats_at_their_hardest_numbers(name: str, mode: str, rng: np.random.Generator) -> None:
+    """Beside middles of two numbers; and under the least random word that rounds up, or the one before."""
+    frac = WIDEST[name, mode]
+    spec, wider = (jc.parse(f"e8m{bits}{mode}") for bits in (frac, frac + 1))
+    known = [(range_of(each, CARRIER),) * OPERANDS[name] for each in (spec, wider)]
+    assert float64.computes(name, spec, known[0]) and not float64.computes(name, wider, known[1])
+    args = hard_operands(name, frac + 1, bool(mode), rng)
+    word, want = [], []
+    for x, *others in zip(*args, strict=True):
+        # 2^32 units in the last place of the result are cut to an integer; a random word is added to its lower half.
+        if others:
+            lag = 32 + frac + (x < others[0])
+            count = (x << lag) // others[0]
+        else:
+            lag = 33 + frac - (x.bit_length() + 1) // 2
+            count = isqrt(x << 2 * lag)
+        low, share = divmod(count, 1 << 32)
+        least = min((1 << 32) - share, (1 << 32) - 1)  # that rounds up, or the one before
+        word.append(least - len(word) % 2 if mode else 1 << 31)
+        want.append(np.ldexp(low + (share + word[-1] >= 1 << 32), 32 - lag))
+    arrays = [jnp.asarray(np.array(side, np.float32)) for side in args]
+    drawn = [jnp.asarray(np.array(word, np.uint32))] * bool(mode)
+    run = jax.jit(lambda *a: operation_on_device(name, a[: len(args)], spec, *a[len(args) :]))
+    np.testing.assert_array_equal(run(*arrays, *drawn), np.array(want, np.float32))
 
 
 def test_others_are_refused() -> None:

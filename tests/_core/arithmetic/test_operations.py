@@ -210,13 +210,20 @@ def test_roots_in_every_mode(text: str, modes: tuple[str, ...], rng: np.random.G
         assert not len(where), (text, mode, [(x[i], np.asarray(result)[i], want.view(name)[i]) for i in where[:5]])
 
 
+def beside_squares(name: str) -> np.ndarray:
+    """Twice each: numbers just below the square of one that is j units in the last place above 1, or below 2."""
+    unit, j = np.finfo(name).eps, np.arange(1, 40).repeat(2)
+    return np.concatenate([1 + 2 * j * unit, 4 - 4 * j * unit]).astype(name)
+
+
 @pytest.mark.parametrize("name", ["float32", "float64"])
 def test_roots_to_the_carrier_itself(name: str, rng: np.random.Generator) -> None:
     """IEEE asks processors for this one, so NumPy has it right; subnormal operands are there too."""
     carrier = oracle.CARRIERS[name]
     x = rng.integers(0, 2 ** (carrier.bits - 1), 20000, dtype=np.uint64).astype(carrier.words)
     x[:2000] = np.arange(2000)
-    x = np.concatenate([x.view(name), np.array([0, -0.0, np.inf, -np.inf, -1, 4], name)])
+    hard = np.array(cases.near_middles_of_roots(carrier.m + 1), name)
+    x = np.concatenate([x.view(name), np.array([0, -0.0, np.inf, -np.inf, -1, 4], name), beside_squares(name), hard])
     text = {"float32": "binary32", "float64": "binary64"}[name]
     got = np.asarray(jax.jit(partial(operation, "sqrt", spec=jc.parse(text)))([x]))
     with np.errstate(invalid="ignore"):
@@ -254,12 +261,6 @@ def assert_every_bit(x: np.ndarray) -> None:
         low, rest = divmod(digits, 1 << width)
         expected = [(exponent + carrier.bias << carrier.fraction) + low - one, rest, digits * digits != count]
         assert got == [*expected, bool(rest) or expected[2]], bits
-
-
-def beside_squares(name: str) -> np.ndarray:
-    """Twice each: numbers just below the square of one that is j units in the last place above 1, or below 2."""
-    unit, j = np.finfo(name).eps, np.arange(1, 40).repeat(2)
-    return np.concatenate([1 + 2 * j * unit, 4 - 4 * j * unit]).astype(name)
 
 
 @pytest.mark.parametrize("name", ["float32", pytest.param("float64", marks=pytest.mark.slow)])
