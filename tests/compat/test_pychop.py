@@ -177,6 +177,11 @@ def functions() -> None:
             call()
 
 
+def test_functions_take_complex_numbers() -> None:
+    ch, z = Chop(5, 2), np.array([1.1 + 2.3j], np.complex64)
+    assert (ch.conj(z).tolist(), ch.real(z).tolist(), ch.imag(z).tolist()) == ([1 - 2.5j], [1.0], [2.5])
+
+
 def test_exponents_of_ldexp_are_whole_numbers() -> None:
     ch = Chop(5, 2)
     calls: list[Any] = [
@@ -319,6 +324,7 @@ def test_more_exponents_than_the_array_has() -> None:
     for rmode in (1, 4, 9):
         exact.assert_same(Chop(10, 9, rmode=rmode)(x), exact.rounded(x, oracle.ieee(10, 9), RMODES[rmode]))
     assert Chop(10, 9)(x).dtype == np.float32
+    assert Chop(10, 9)(np.array([3.402e38], np.float32)).tolist() == [np.inf]
     with pytest.raises(ValueError, match="cannot hold every result of spec='e10m9'"):
         Chop(10, 9)(jnp.asarray(x))
 

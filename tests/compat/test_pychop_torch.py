@@ -54,6 +54,17 @@ def tensors() -> None:
         FaultChop("q43", flip=True)(x)
 
 
+def test_tensors_draw_the_bits_of_arrays_also_of_parts_of_others() -> None:
+    x = torch.full((40, 3), 1.0625)[:, ::2]
+    for make in (lambda seed: Chop(4, 3, rmode=5, random_state=seed), lambda s: Chopf(4, 3, rmode=5, random_state=s)):
+        tensors, arrays, others = make(3), make(3), make(4)
+        first, second = (tensors(x) for _ in range(2))
+        for drawn in (first, second):
+            np.testing.assert_array_equal(drawn.numpy(), arrays(x.numpy()))
+        assert not torch.equal(first, second) and not torch.equal(first, others(x))
+    assert pychop.add(x, x, Chop(4, 3)).unique().tolist() == [2.0]
+
+
 def test_a_key_of_jax_is_refused_for_tensors() -> None:
     """And not passed over: the object's own numbers would be drawn."""
     for ch in (Chop(5, 2, rmode=5), Chop(10, 9, rmode=5), FaultChop("h", rmode=5), FaultChop("h", explim=0, rmode=5),

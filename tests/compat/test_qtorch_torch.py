@@ -52,6 +52,11 @@ def test_functions() -> None:
     assert gradient(lambda v: float_quantize(v, 5, 2, "nearest"), x) == [1] * 33
 
 
+def test_functions_take_parts_of_other_tensors() -> None:
+    x = torch.linspace(-2, 2, 33).reshape(3, 11)[:, ::2]
+    assert torch.equal(float_quantize(x, 5, 2, "nearest"), float_quantize(x.contiguous(), 5, 2, "nearest"))
+
+
 def test_gradients() -> None:
     x = torch.tensor([-1, -0.6, 0, 1])
     assert gradient(quantizer(FIXED, FIXED, "nearest", "nearest"), x) == [0.9375] * 4

@@ -63,6 +63,30 @@ def both_ways_are_rounded_with_the_bits_of_the_call():
     assert quantizer.state_dict().keys() == {"calls"} and quantizer.calls == 2
 
 
+def test_each_rounding_draws_for_itself():
+    """Of each parameter, layer and call, of inputs, results and gradients: of halves, which become 0 or 1."""
+    wide, eye = {name: nn.Linear(1, 64) for name in "ab"}, {name: nn.Linear(64, 64, bias=False) for name in "cdef"}
+    for layer in wide.values():
+        nn.init.constant_(layer.weight, 0.5), nn.init.constant_(layer.bias, 0.5)
+    for layer in eye.values():
+        nn.init.eye_(layer.weight)
+    half = "fixed8.0:stochastic"
+    rules = {
+        "{a,b}": {"weight": half, "bias": half},
+        "{c,d}": {"activation": half},
+        "*": {"output": half, "gradient": half},
+    }
+    low: Any = jc.torch.quantize(nn.ModuleDict({**wide, **eye}), rules)
+    drawn = [getattr(low[layer], name) for layer in "aabb" for name in ("weight", "bias")]
+    for layer in "ccddeeff":
+        x = torch.full((1, 64), 0.5, requires_grad=True)
+        drawn.append(low[layer](x))
+        drawn[-1].backward(x.detach())
+        drawn += [x.grad] if layer in "ef" else []
+    rows = [tuple(v.flatten().tolist()) for v in drawn]
+    assert set().union(*rows) == {0, 1} and len(set(rows)) == len(rows) == 20
+
+
 def test_one_way_alone():
     x = inputs().requires_grad_()
     (5 * jc.torch.Quantizer(backward="e3m1")(x)).sum().backward()

@@ -199,6 +199,28 @@ def test_generators_are_drawn_from():
     assert same_bits(a, jc.round_to_format(x.numpy(), spec, key))
 
 
+def test_a_cotangent_draws_for_itself():
+    """From its own seed, or from the generator; and in place, too."""
+    half, halves = "fixed8.0:stochastic:gradient=[fixed8.0:stochastic]", torch.full((64,), 0.5)
+
+    def run(function, **how):
+        x = halves.clone().requires_grad_()
+        y = function(x * 1, half, **how)
+        y.backward(halves)
+        assert x.grad is not None and {*y.tolist()} == {*x.grad.tolist()} == {0, 1}
+        return y.tolist(), x.grad.tolist()
+
+    for function in (rounded, jc.torch.round_to_format_):
+        y, slope = run(function, seed=1, gradient_seed=2)
+        assert y != slope and run(function, seed=1, gradient_seed=2) == (y, slope)
+        other = run(function, seed=3, gradient_seed=2)
+        assert other[0] != y and other[1] == slope
+        other = run(function, seed=1, gradient_seed=3)
+        assert other[0] == y and other[1] != slope
+        y, slope = run(function, generator=torch.Generator().manual_seed(1))
+        assert y != slope and run(function, generator=torch.Generator().manual_seed(1)) == (y, slope)
+
+
 def test_errors():
     table: Any = [
         ((torch.ones(2), "e5m2:stochastic"), ValueError, "seed=, an integer, or generator="),

@@ -135,10 +135,43 @@ def test_the_widest_formats_at_their_hardest_numbers(name: str, mode: str, rng: 
         least = min((1 << 32) - share, (1 << 32) - 1)  # that rounds up, or the one before
         word.append(least - len(word) % 2 if mode else 1 << 31)
         want.append(np.ldexp(low + (share + word[-1] >= 1 << 32), 32 - lag))
-    arrays = [jnp.asarray(np.array(side, np.float32)) for side in args]
-    drawn = [jnp.asarray(np.array(word, np.uint32))] * bool(mode)
+    sides = [np.array(side, np.float32) for side in args]
+    if name == "div":
+        signs = [rng.choice(np.array([-1, 1], np.float32), len(want)) for _ in sides]
+        sides, want = [x * sign for x, sign in zip(sides, signs, strict=True)], want * signs[0] * signs[1]
+    # Zeros, infinities and NaN, and numbers with an exact result, have that of IEEE 754.
+    special = [np.repeat(SPECIAL, 7), np.tile(SPECIAL, 7)][: len(sides)]
+    with np.errstate(all="ignore"):
+        exact = np.divide(*special) if name == "div" else np.sqrt(*special)
+    sides = [np.concatenate(pair) for pair in zip(sides, special, strict=True)]
+    drawn = [np.concatenate([np.array(word, np.uint32), np.full(49, 1 << 30, np.uint32)])] * bool(mode)
     run = jax.jit(lambda *a: operation_on_device(name, a[: len(args)], spec, *a[len(args) :]))
-    np.testing.assert_array_equal(run(*arrays, *drawn), np.array(want, np.float32))
+    want = np.concatenate([np.array(want, np.float32), exact])
+    assert not len(cases.differences(np.asarray(run(*sides, *drawn)), cases.bits(want), oracle.CARRIERS["float32"]))
+
+
+@pytest.mark.parametrize(("name", "text"), [("div", "bfloat16"), ("div", "e5m7"), ("sqrt", "e8m17")])
+def test_results_of_every_magnitude(name: str, text: str, rng: np.random.Generator) -> None:
+    """Subnormal ones and those that overflow among them, of operands that may be subnormal."""
+    spec, low = jc.parse(text), jc.parse(f"{text}:toward_zero")
+    fmt = spec.format
+    assert isinstance(fmt, FloatFormat)
+    exponents = rng.integers(fmt.emin - fmt.frac_bits - 1, fmt.emax + 1, (2, 300))
+    both = np.ldexp(rng.uniform(-2, 2, (2, 300)), exponents).astype(np.float32)
+    args = [np.array(jc.round_to_format(x if name == "div" else abs(x), low)) for x in both[: OPERANDS[name]]]
+    kept = np.all([np.isfinite(x) & (x != 0) for x in args], 0)
+    args = [np.append(x[kept], np.float32(end)) for x, end in zip(args, (fmt.max, 1), strict=False)]
+    got = jax.jit(lambda *a: operation_on_device(name, a, spec))(*args)
+    exact = [Fraction(float(x)) for x in args[0]]
+    if name == "div":
+        exact = [x / Fraction(float(y)) for x, y in zip(exact, args[1], strict=True)]
+    else:  # 2^200 times as large, cut; and a half if that is not all
+        counts = [int(x * 4**200) for x in exact]
+        exact = [Fraction(2 * isqrt(n) + (isqrt(n) ** 2 != n), 2**201) for n in counts]
+    carrier = oracle.CARRIERS["float32"]
+    want = [oracle.to_bits(oracle.round_exact(oracle.describe(fmt), v, "nearest_even"), carrier) for v in exact]
+    assert not len(cases.differences(np.asarray(got), np.array(want, np.uint32), carrier))
+    assert len(exact) > 100
 
 
 def test_others_are_refused() -> None:
