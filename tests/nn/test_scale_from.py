@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
-from flax import nnx
+from flax import linen, nnx
 from layer_references import checked, each
 
 import jchop as jc
@@ -31,6 +31,29 @@ def under(x: Any, most: Any, levels: int = 127) -> Any:
 @nnx.jit
 def run(model: Any, x: Any) -> Any:
     return model(x)
+
+
+@pytest.mark.parametrize("source", [jc.DelayedScaling(2), jc.nn.MovingAverage()], ids=["delayed", "average"])
+@pytest.mark.parametrize("face", ["nnx", "linen"])
+def test_both_operands_under_kept_scales_draw_each_for_itself(face: str, source: Any) -> None:
+    """Halves under a scale of 1, which the first number of each operand asks for, and their outer product."""
+    halves = jnp.full(32, 0.5).at[0].set(7.0)
+    text = "int4(group=tensor):stochastic"
+    given = {"activation": text, "weight": text} if isinstance(source, jc.DelayedScaling) else {"activation": text}
+    rule = jc.nn.Rule(**given, scale_from=source)
+    if face == "nnx":
+        model = jc.nn.Linear(1, 32, use_bias=False, rule=rule, rngs=nnx.Rngs(0, rounding=1))
+        model.kernel[...] = halves[None]
+        y, again = (model(halves[:, None]) for _ in range(2))
+    else:
+        low = jc.nn.linen.quantize(linen.Dense(32, use_bias=False), rule)
+        variables = low.init({"params": jax.random.key(0), "rounding": jax.random.key(1)}, halves[:, None])
+        variables["params"]["kernel"] = halves[None]
+        y, again = (low.apply(variables, halves[:, None], rngs={"rounding": jax.random.key(k)}) for k in range(2))
+    left, right = (np.rint(side / 7).tolist() for side in (y[:, 0], y[0]))
+    assert set(left) == {0, 1, 7} and bool((y != again).any())
+    if "weight" in given:
+        assert set(right) == {0, 1, 7} and left != right
 
 
 def a_moving_average_follows_and_stays() -> None:
