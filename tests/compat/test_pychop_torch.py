@@ -205,12 +205,13 @@ def test_optimizers() -> None:
 
 def test_each_way_after_training_keeps_the_mode_and_prints_if_asked(capsys: pytest.CaptureFixture[str]) -> None:
     model, ch = nn.Sequential(nn.Linear(4, 3)), Chop(4, 3)
-    for quantize in (
+    ways: tuple[Any, ...] = (
         layers.post_quantization,
         layers.dynamic_post_quantization,
-        lambda *args, **how: layers.static_post_quantization(*args, [torch.ones(2, 4)], **how),
+        lambda model, ch, **how: layers.static_post_quantization(model, ch, [torch.ones(2, 4)], **how),
         lambda model, ch, **how: layers.mixed_post_quantization(model, ch, None, **how),
-    ):
+    )
+    for quantize in ways:
         assert quantize(model, ch, eval_mode=False, verbose=True).training
         assert "rounded 0.weight, (3, 4)" in capsys.readouterr().out
         assert not quantize(model, ch).training and not capsys.readouterr().out

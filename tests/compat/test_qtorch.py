@@ -73,6 +73,15 @@ def test_fixed_point() -> None:
     assert isinstance(on_jax, jax.Array)
     np.testing.assert_array_equal(on_jax, unlimited)
     assert fixed_point_quantize(2.5, 8, 0, rounding="nearest") == 2  # no fraction bits, which QPyTorch refuses
+    ends = np.array([-0.03, np.inf, -np.inf, np.nan], np.float32)
+    ends = fixed_point_quantize(ends, 5, 4, clamp=False, rounding="nearest")
+    np.testing.assert_array_equal(ends, [0, np.inf, -np.inf, np.nan])
+    assert not np.signbit(ends[0])
+
+
+def test_a_clamp_may_have_no_gradient() -> None:
+    for number in (FloatingPoint(5, 2), FixedPoint(5, 4)):
+        assert [number.spec("nearest", clipped=clipped).gradient.clipped for clipped in (False, True)] == [False, True]
 
 
 def test_blocks() -> None:

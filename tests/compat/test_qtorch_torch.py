@@ -145,14 +145,14 @@ def test_gradients_are_scaled_if_they_are_rounded() -> None:
 def test_the_optimizer() -> None:
     """Two steps of the recipe with e5m2 weights, gradients and an accumulator, by hand."""
     number, rounding = oracle.FloatSet(5, 2, 15, inf=False, nan="none"), ("nearest_away", "saturate")
-    wide = oracle.FloatSet(6, 9, 31, inf=False, nan="none")
+    wide, coarse = (oracle.FloatSet(6, man, 31, inf=False, nan="none") for man in (9, 1))
     weight = nn.Parameter(torch.tensor([1.0, -0.3, 0.7]))
-    low, high = (
-        quantizer(forward_number=n, forward_rounding="nearest") for n in (FloatingPoint(5, 2), FloatingPoint(6, 9))
+    low, high, rough = (
+        quantizer(forward_number=FloatingPoint(*n), forward_rounding="nearest") for n in ((5, 2), (6, 9), (6, 1))
     )
     inner = torch.optim.SGD([weight], lr=0.125, momentum=0.5)
     optimizer = OptimLP(
-        inner, weight_quant=low, grad_scaling=1 / 16, grad_quant=low, momentum_quant=high, acc_quant=high
+        inner, weight_quant=low, grad_scaling=1 / 16, grad_quant=low, momentum_quant=rough, acc_quant=high
     )
     accumulator, momentum = of(weight), np.zeros(3)
     for step in range(2):
@@ -160,7 +160,7 @@ def test_the_optimizer() -> None:
         g = exact.rounded(of(weight.grad) / 16, number, *rounding)
         momentum = momentum * 0.5 * (step > 0) + g
         accumulator = exact.rounded((accumulator - 0.125 * momentum).astype(np.float32), wide, *rounding)
-        momentum = exact.rounded(momentum, wide, *rounding)
+        momentum = exact.rounded(momentum, coarse, *rounding)
         optimizer.step()
         np.testing.assert_array_equal(of(weight), exact.rounded(accumulator, number, *rounding))
     assert optimizer.step(lambda: 3.0) == 3.0

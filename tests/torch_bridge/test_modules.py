@@ -67,7 +67,8 @@ def test_each_rounding_draws_for_itself():
     """Of each parameter, layer and call, of inputs, results and gradients: of halves, which become 0 or 1."""
     wide, eye = {name: nn.Linear(1, 64) for name in "ab"}, {name: nn.Linear(64, 64, bias=False) for name in "cdef"}
     for layer in wide.values():
-        nn.init.constant_(layer.weight, 0.5), nn.init.constant_(layer.bias, 0.5)
+        nn.init.constant_(layer.weight, 0.5)
+        nn.init.constant_(layer.bias, 0.5)
     for layer in eye.values():
         nn.init.eye_(layer.weight)
     half = "fixed8.0:stochastic"

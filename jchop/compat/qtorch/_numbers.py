@@ -42,7 +42,7 @@ def _multiples(frac_bits: int) -> FloatFormat:
 
     The smallest normal number has 53 bits down to 2^-frac_bits, and all larger numbers of a dtype are in the format.
     """
-    return FloatFormat(11, 52, bias=frac_bits - 51, nans="negative_zero", infinities=True)
+    return FloatFormat(11, 52, bias=frac_bits - 51, nans="negative_zero")
 
 
 @dataclass(frozen=True)
