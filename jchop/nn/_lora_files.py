@@ -8,6 +8,7 @@ import os
 import re
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from jchop._checks import brief
-from jchop._files import open_regular, write_atomically
+from jchop._files import new_file, one_writer, open_regular
 from jchop.nn._lora_rule import LoraRule
 from jchop.nn._nnx.layers import placed_layers
 from jchop.nn._nnx.lora import Adapted, is_linear, put, split_lora, weight_of
@@ -61,8 +62,8 @@ def save_lora(folder: str | os.PathLike[str], model: Any) -> None:
 
     Raises:
         ValueError: for a model without adapters, or with several rates of dropout or stacks of layers, which PEFT does
-            not have.
-        OSError: if a file cannot be written.
+            not have. For a folder that another call writes to.
+        OSError: if a file cannot be written; the old files stay.
 
     Example:
         >>> import tempfile, pathlib, jax.numpy as jnp, jchop as jc
@@ -102,11 +103,15 @@ def write_adapters(folder: str | os.PathLike[str], adapters: Mapping[str, Mappin
     whole = {name: f"^{re.escape(name)}" for name in rules}  # a name alone is a pattern of the ends of paths, too
     config["rank_pattern"] = {whole[name]: rule.rank for name, rule in rules.items() if rule.rank != rank}
     config["alpha_pattern"] = {whole[name]: value for name, value in alphas.items() if value != alpha}
+    text = json.dumps(config, indent=2) + "\n"
     target = Path(folder)
     target.mkdir(parents=True, exist_ok=True)
-    save_safetensors(target / _TENSORS, tensors, metadata={"format": "pt"})
-    text = json.dumps(config, indent=2) + "\n"
-    write_atomically(target / _CONFIG, lambda file: file.write(text.encode()))
+    lock = one_writer(target) if jax.process_count() == 1 else nullcontext()  # several processes write one file
+    with lock, new_file(target / _CONFIG) as file:
+        file.write(text.encode())
+        file.flush()
+        os.fsync(file.fileno())  # both files are whole before one of them has its name
+        save_safetensors(target / _TENSORS, tensors, metadata={"format": "pt"})
 
 
 def load_lora(
