@@ -9,7 +9,7 @@ import re
 import secrets
 import stat
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from io import BufferedReader
 from pathlib import Path
 from typing import IO
@@ -40,7 +40,7 @@ def open_regular(path: Path, name: str = "") -> BufferedReader:
         raise
 
 
-def write_atomically(path: Path, write: Callable[[IO[bytes]], object]) -> None:
+def write_atomically(path: Path, write: Callable[[IO[bytes]], object], most: int = 0o777) -> None:
     """Calls `write` on a new file in the folder of `path`, then renames it to `path`.
 
     Other programs see the old content or the new, never a part. After an error `path` keeps its old content, and the
@@ -53,22 +53,24 @@ def write_atomically(path: Path, write: Callable[[IO[bytes]], object]) -> None:
     Args:
         path: path of the file.
         write: function that is called with the new file, which is seekable and open for writing.
+        most: the permissions that it may have. Default: all.
 
     Raises:
         OSError: if the file cannot be written.
         ValueError: if `path` is a folder, a FIFO, a device or a socket.
     """
-    with new_file(path) as file:
+    with new_file(path, most=most) as file:
         write(file)
 
 
 @contextmanager
-def new_file(path: Path, token: str | None = None) -> Iterator[IO[bytes]]:
+def new_file(path: Path, token: str | None = None, most: int = 0o777) -> Iterator[IO[bytes]]:
     """The new file of `write_atomically`, which replaces `path` when the context ends without an error.
 
     Args:
         path: path of the file.
         token: of the name of the new file, which `part_of` has. Default: random.
+        most: as in `write_atomically`.
     """
     old = path.stat().st_mode if path.exists() else None
     if old is not None and not stat.S_ISREG(old):
@@ -87,7 +89,7 @@ def new_file(path: Path, token: str | None = None) -> Iterator[IO[bytes]]:
             _set_mode(descriptor, 0o600)
             yield file
             file.flush()
-            _set_mode(descriptor, mode & 0o777)
+            _set_mode(descriptor, mode & most)
             os.fsync(descriptor)
         part.replace(path)
     except OSError as error:
@@ -96,6 +98,54 @@ def new_file(path: Path, token: str | None = None) -> Iterator[IO[bytes]]:
         raise
     finally:
         part.unlink(missing_ok=True)
+
+
+@contextmanager
+def one_writer(folder: Path) -> Iterator[None]:
+    """Makes a folder, and keeps other writers out until the context ends, also if this process is killed.
+
+    After an error the folders that it has made are removed, if they are empty. File systems without locks, and Windows,
+    keep nobody out.
+
+    Raises:
+        OSError: if the folder cannot be made.
+        ValueError: if another process, or another thread, writes to the folder.
+    """
+    made = [place for place in (folder, *folder.parents) if not place.exists()]
+    folder.mkdir(parents=True, exist_ok=True)
+    try:
+        with _locked(folder):
+            yield
+    except BaseException:
+        with suppress(OSError):
+            for place in made:
+                place.rmdir()
+        raise
+
+
+@contextmanager
+def _locked(folder: Path) -> Iterator[None]:
+    if importlib.util.find_spec("fcntl") is None:
+        yield
+        return
+    from fcntl import LOCK_EX, LOCK_NB, flock
+
+    path = folder / ".jchop-lock"
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | _flags("O_NOFOLLOW", "O_CLOEXEC", "O_NONBLOCK"), 0o666)
+    try:
+        try:
+            flock(descriptor, LOCK_EX | LOCK_NB)
+            taken = not os.path.samestat(os.fstat(descriptor), os.stat(path))  # by one that had it, and removed it
+        except OSError as error:
+            taken = error.errno in (errno.EWOULDBLOCK, errno.EACCES, errno.ENOENT)
+        if taken:
+            raise ValueError(f"{folder} is being written by another call: wait for its end, or write to another folder")
+        try:
+            yield
+        finally:
+            path.unlink(missing_ok=True)
+    finally:
+        os.close(descriptor)
 
 
 _NO_SPACE = (errno.ENOSPC, errno.EFBIG, errno.EDQUOT)  # of a write, which names no file

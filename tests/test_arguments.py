@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from each_case import each
 
+import jchop as jc
 from jchop._arguments import as_operands, carrier_of, checked_keys, own_results, run, run_numpy, stream_offset
 from jchop._core.rounding.stream_offset import AT_START
 from jchop.spec import parse
@@ -88,3 +93,27 @@ def test_numpy_operands_are_constants_within_a_trace() -> None:
     assert type(seen[0]) is np.ndarray and seen[0] == 2
     with pytest.raises(TypeError, match="offset is traced but the operands are NumPy values"):
         jax.jit(lambda start: run_numpy(lambda: start, offset=((0, start), (4, 4))))(1)
+
+
+SGD, EYE, LONG = optax.sgd(1.0), np.eye(2, dtype=np.float32), 1 << 31
+
+
+@each(
+    "name, call",
+    [
+        ("growth_interval", lambda: jc.optim.dynamic_loss_scale(SGD, growth_interval=LONG)),
+        ("start", lambda: jc.optim.average_params(start=LONG)),
+        ("every", lambda: jc.optim.average_params(every=LONG)),
+        ("every", lambda: jc.optim.sparse_params(2, 4, every=LONG)),
+        ("every", lambda: jc.distributed.diloco(SGD, SGD, every=LONG)),
+        ("maxiter", lambda: jc.math.linalg.cg(EYE, EYE[0], "bfloat16", maxiter=LONG)),
+        ("maxiter", lambda: jc.math.linalg.gmres(EYE, EYE[0], "bfloat16", maxiter=LONG)),
+        ("iterations", lambda: jc.ptq.sign_round(iterations=LONG)),
+        ("iterations", lambda: jc.ptq.hqq(iterations=LONG)),
+        ("window", lambda: jc.KVCache.full((1, 4, 1, 2), dtype="float32").mask(window=LONG)),
+    ],
+)
+def test_counts_fit_in_32_bits(name: str, call: Callable[[], Any]) -> None:
+    """A program counts in int32, and a longer count is refused before it is traced."""
+    with pytest.raises(ValueError, match=rf"{name}=2147483648 must be an integer from [01] to 2147483647"):
+        call()

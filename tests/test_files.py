@@ -13,7 +13,7 @@ from typing import IO
 import pytest
 from each_case import each
 
-from jchop._files import open_regular, remove_parts, write_atomically
+from jchop._files import one_writer, open_regular, remove_parts, write_atomically
 
 ROOT = Path(__file__).resolve().parents[1]
 posix = pytest.mark.skipif(os.name != "posix", reason="permissions, links and FIFOs of POSIX")
@@ -184,3 +184,33 @@ def test_unfinished_files_of_some_names_are_removed(tmp_path: Path) -> None:
         (tmp_path / name).touch()
     remove_parts(tmp_path, [long, "config.json", "absent"])
     assert sorted(path.name for path in tmp_path.iterdir()) == sorted(others)
+
+
+@posix
+def test_one_writer_at_a_time(tmp_path: Path) -> None:
+    """A second one is refused, also a thread; what a killed one left behind is no writer."""
+    folder = tmp_path / "a/b"
+    (tmp_path / "a/b").mkdir(parents=True)
+    (folder / ".jchop-lock").touch()
+    refused = []
+
+    def second() -> None:
+        with pytest.raises(ValueError, match="b is being written by another call"), one_writer(folder):
+            raise AssertionError
+        refused.append(True)
+
+    with one_writer(folder):
+        thread = threading.Thread(target=second)
+        thread.start()
+        thread.join()
+        second()
+    with one_writer(folder):
+        assert len(refused) == 2
+    assert not list(folder.iterdir())
+    with pytest.raises(KeyError), one_writer(tmp_path / "c/d"):
+        raise KeyError
+    assert not (tmp_path / "c").exists()
+    (folder / ".jchop-lock").symlink_to(tmp_path / "else")
+    with pytest.raises(OSError), one_writer(folder):
+        raise AssertionError
+    assert not (tmp_path / "else").exists()

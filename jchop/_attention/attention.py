@@ -89,7 +89,7 @@ def dot_product_attention(
         )
     tokens = query.shape[1]
     check_bool("is_causal", is_causal)
-    if window is not None and check_int("window", window, 1) and not is_causal:
+    if window is not None and check_int("window", window, 1, (1 << 31) - 1) and not is_causal:
         raise ValueError(f"window={window} needs is_causal=True")
     if cache.window is not None:
         if not is_causal or (window or 1) > cache.window:

@@ -199,7 +199,7 @@ class KVCache:
             bool, shape (batch, 1, tokens, slots).
         """
         query = self.query_positions(positions, check_int("tokens", tokens, 1) if positions is None else None)
-        window = self.window if window is None else check_int("window", window, 1, self.window)
+        window = self.window if window is None else check_int("window", window, 1, self.window or (1 << 31) - 1)
         return visible(query, self.positions, is_causal, window)[:, None]
 
     # -- writing -------------------------------------------------------------------------------------------------------

@@ -11,12 +11,14 @@ import sys
 import traceback
 import zipfile
 from collections.abc import Callable, Iterator, Sequence
+from io import BufferedReader
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from jchop._checks import close_to
+from jchop._checks import brief, close_to
+from jchop._files import open_regular
 from jchop._program.source import is_library
 
 
@@ -101,21 +103,44 @@ def _place_of(error: Exception) -> str:
     return lines[-1] if lines else ""
 
 
+#: Compressed arrays in memory may take so many bytes, or else so many times the bytes of their file.
+_MOST_BYTES, _MOST_TIMES = 1 << 26, 64
+
+
 def load_arrays(argument: str, path: Path) -> dict[str, np.ndarray]:
     """The arrays of a .npz file by name; ValueError for another file, or one without arrays."""
-    try:
-        file = np.load(path, allow_pickle=False)
-        if not isinstance(file, np.lib.npyio.NpzFile):
-            raise ValueError("it is a single array")
-        with file:
-            found = {name: file[name] for name in file.files}
-    except (ValueError, EOFError, zipfile.BadZipFile) as error:
-        raise ValueError(
-            f"{argument} {path} must be a .npz file of arrays, as numpy.savez writes it: {error}"
-        ) from None
+    with open_regular(path, f"{argument} {path}") as file:
+        try:
+            _check_zip(file)
+            with np.load(file, allow_pickle=False) as arrays:
+                found = {name: arrays[name] for name in arrays.files}
+            if others := [name for name, array in found.items() if not isinstance(array, np.ndarray)]:
+                raise ValueError(f"{brief(others[0])} in it is no array")
+        except Exception as error:  # of damaged files zipfile, zlib and NumPy raise errors of any kind
+            told = str(error).splitlines()[0] if str(error) else type(error).__name__
+            raise ValueError(
+                f"{argument} {path} must be a .npz file of arrays, as numpy.savez writes it: {told}"
+            ) from None
     if not found:
         raise ValueError(f"{argument} {path} has no array")
     return found
+
+
+def _check_zip(file: BufferedReader) -> None:
+    """Refuses what is no archive of numpy.savez, and one whose arrays take memory out of proportion to the file."""
+    start = file.read(6)
+    file.seek(0)
+    if start == b"\x93NUMPY":
+        raise ValueError("it is a single array")
+    with zipfile.ZipFile(file) as archive:
+        members = archive.infolist()
+    for member in members:
+        if member.flag_bits & 1 or member.compress_type not in (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED):
+            raise ValueError(f"{brief(member.filename)} in it is encrypted, or compressed in another way than deflate")
+    size = sum(member.file_size for member in members)
+    if size > max(_MOST_BYTES, _MOST_TIMES * os.fstat(file.fileno()).st_size):
+        raise ValueError(f"its arrays take {size} bytes, over {_MOST_TIMES} times those of the file; use numpy.savez")
+    file.seek(0)
 
 
 def order_of(names: Sequence[str], function: Callable[..., Any], file: str, *, after: int = 0) -> list[str]:

@@ -174,7 +174,7 @@ def _in_npz(path: Path) -> str:
     try:
         with zipfile.ZipFile(path) as file:
             names = [name.removesuffix(".npy") for name in file.namelist()]
-    except zipfile.BadZipFile:
+    except (zipfile.BadZipFile, NotImplementedError):
         return "no arrays that numpy.load can read"
     more = f" and {len(names) - 3} more" if len(names) > 3 else ""
     return f"{'the array' if len(names) == 1 else 'the arrays'} {', '.join(map(repr, names[:3]))}{more}"

@@ -16,6 +16,7 @@ from jchop._products.layout import Layout
 from jchop._products.product import Dot, Ragged
 from jchop._settings import compiled
 from jchop.storage import QArray, dequantize
+from jchop.storage._array import refuse_parts
 from jchop.storage._decode import batch_axes, spec_of_part
 from jchop.storage._layout import OWN, WHOLE, kinds_of
 
@@ -46,6 +47,7 @@ def dot(x: Any, w: Any, *, dtype: Any = None) -> Array:
         Array([[382.98425, 133.98425]], dtype=float32)
     """
     for name, value, least in (("x", x, 1), ("w", w, 2)):
+        refuse_parts(name, value)
         if value.ndim < least or (name == "w" and value.ndim > least):
             raise ValueError(f"{name} has shape {tuple(value.shape)}; x must be (..., k) and w (k, n)")
     letters = "abcdefghij"[: x.ndim - 1]
@@ -135,6 +137,8 @@ def ragged_dot(x: Any, w: Any, group_sizes: Any, *, dtype: Any = None) -> Array:
 
 
 def _check_stored(x: Any, w: Any) -> None:
+    refuse_parts("x", x)
+    refuse_parts("w", w)
     if not isinstance(x, QArray) and not isinstance(w, QArray):
         raise TypeError(f"x is a {type(x).__name__} and w a {type(w).__name__}; one of them must be a QArray")
 

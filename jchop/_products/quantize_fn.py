@@ -27,6 +27,7 @@ from jchop._products.traced.resolved import Resolved, resolve, weight_rounding
 from jchop._products.weights import Held, Keys, is_packed, numbers_of
 from jchop._program.control import typed
 from jchop._program.run import interpret
+from jchop.storage._array import refuse_parts
 
 Array = jax.Array
 
@@ -429,6 +430,7 @@ class QuantizedFunction:
         found = self._programs.get(signature) if signature is not None else None
         if found is not None:
             return found
+        refuse_parts("params", call.params)
         classes = self.classes if self.classes is not None else call.classes
         found = resolve(self.fun, self.rules, call, classes, all_in_use=self.all_in_use)
         if signature is not None and found.keeps_constants:

@@ -73,7 +73,7 @@ def diloco(inner: Any, outer: Any, every: int) -> Transformation:
         >>> jax.vmap(train, axis_name="i")(jnp.array([[1.0], [3.0]])).tolist()
         [[-4.0], [-4.0]]
     """
-    check_int("every", every, 1)
+    check_int("every", every, 1, (1 << 31) - 1)
     for name, given in (("inner", inner), ("outer", outer)):
         if not (hasattr(given, "init") and hasattr(given, "update")):
             raise TypeError(f"{name}={given!r} must be an Optax transformation, with the functions init and update")

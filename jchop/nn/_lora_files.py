@@ -5,8 +5,10 @@ from __future__ import annotations
 import json
 import math
 import os
+import re
 from collections import Counter
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,7 +18,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from jchop._checks import brief
-from jchop._files import open_regular, write_atomically
+from jchop._files import new_file, one_writer, open_regular
 from jchop.nn._lora_rule import LoraRule
 from jchop.nn._nnx.layers import placed_layers
 from jchop.nn._nnx.lora import Adapted, is_linear, put, split_lora, weight_of
@@ -32,13 +34,27 @@ _TENSORS, _CONFIG = "adapter_model.safetensors", "adapter_config.json"
 _FRONT, _A, _B = "base_model.model.", ".lora_A.weight", ".lora_B.weight"
 #: The longest configuration, in bytes.
 _LONGEST = 1 << 20
+#: Fields that are read, and fields that leave the result as it is; all others must be off.
+_READ = ("peft_type", "r", "lora_alpha", "rank_pattern", "alpha_pattern", "lora_dropout", "use_rslora",
+         "init_lora_weights")  # fmt: skip
+_NEUTRAL = ("task_type", "base_model_name_or_path", "revision", "inference_mode", "auto_mapping", "peft_version",
+            "target_modules", "exclude_modules", "layers_to_transform", "layers_pattern", "fan_in_fan_out",
+            "eva_config", "corda_config", "loftq_config", "lora_ga_config", "qalora_group_size", "megatron_config",
+            "megatron_core", "runtime_config")  # fmt: skip
+#: The first values of adapters that leave the weights of the base as they are.
+_PLAIN_INITS = ("true", "false", "none", "gaussian", "eva", "orthogonal", "mica")
+_WAY_OUT = "merge the adapters in PEFT (merge_and_unload), and load the weights"
+#: What makes a regular expression match in several ways; escapes and sets of characters are read over.
+_MARKS = re.compile(r"\\.|\[\^?\]?(?:\\.|[^\]\\])*\]|\((?:\?[:=!]?)?|\)[*+{]?|[|?*+{]", re.DOTALL)
+#: The most steps of all patterns of a file.
+_MOST_STEPS = 1 << 27
 
 
 def save_lora(folder: str | os.PathLike[str], model: Any) -> None:
     """Writes the adapters of a model alone to a folder: ``adapter_model.safetensors`` and ``adapter_config.json``.
 
     The layout is PEFT's: ``base_model.model.PATH.lora_A.weight`` has the shape (rank, in), ``lora_B``
-    (out, rank), and ``adapter_config.json`` has ranks, alphas and the rate of dropout.
+    (out, rank), and ``adapter_config.json`` has ranks, alphas and the rate of dropout. PEFT computes the same factors.
 
     Args:
         folder: a folder, which is created.
@@ -46,8 +62,8 @@ def save_lora(folder: str | os.PathLike[str], model: Any) -> None:
 
     Raises:
         ValueError: for a model without adapters, or with several rates of dropout or stacks of layers, which PEFT does
-            not have.
-        OSError: if a file cannot be written.
+            not have. For a folder that another call writes to.
+        OSError: if a file cannot be written; the old files stay.
 
     Example:
         >>> import tempfile, pathlib, jax.numpy as jnp, jchop as jc
@@ -80,17 +96,22 @@ def write_adapters(folder: str | os.PathLike[str], adapters: Mapping[str, Mappin
     if len(rates) > 1:
         raise ValueError(f"the adapters have dropout of {sorted(rates)}, and a file of PEFT has one rate")
     rank = Counter(rule.rank for rule in rules.values()).most_common(1)[0][0]
-    alphas = {name: rule.factor * rule.rank for name, rule in rules.items()}
+    alphas = {name: float(rule.rank if rule.alpha is None else rule.alpha) for name, rule in rules.items()}
     alpha = Counter(alphas.values()).most_common(1)[0][0]
     config = {"peft_type": "LORA", "task_type": None, "base_model_name_or_path": None, "bias": "none"}
     config |= {"r": rank, "lora_alpha": alpha, "lora_dropout": rates.pop(), "target_modules": sorted(rules)}
-    config["rank_pattern"] = {name: rule.rank for name, rule in rules.items() if rule.rank != rank}
-    config["alpha_pattern"] = {name: value for name, value in alphas.items() if value != alpha}
+    whole = {name: f"^{re.escape(name)}" for name in rules}  # a name alone is a pattern of the ends of paths, too
+    config["rank_pattern"] = {whole[name]: rule.rank for name, rule in rules.items() if rule.rank != rank}
+    config["alpha_pattern"] = {whole[name]: value for name, value in alphas.items() if value != alpha}
+    text = json.dumps(config, indent=2) + "\n"
     target = Path(folder)
     target.mkdir(parents=True, exist_ok=True)
-    save_safetensors(target / _TENSORS, tensors, metadata={"format": "pt"})
-    text = json.dumps(config, indent=2) + "\n"
-    write_atomically(target / _CONFIG, lambda file: file.write(text.encode()))
+    lock = one_writer(target) if jax.process_count() == 1 else nullcontext()  # several processes write one file
+    with lock, new_file(target / _CONFIG) as file:
+        file.write(text.encode())
+        file.flush()
+        os.fsync(file.fileno())  # both files are whole before one of them has its name
+        save_safetensors(target / _TENSORS, tensors, metadata={"format": "pt"})
 
 
 def load_lora(
@@ -101,7 +122,10 @@ def load_lora(
     inputs: Inputs | None = None,
     fun: Any = None,
 ) -> Any:
-    """A copy of a model with the adapters of a folder of `save_lora` or PEFT.
+    """A copy of a model with the adapters of a folder of `save_lora` or PEFT: LoRA and rank-stabilized LoRA.
+
+    As in PEFT, a key of ``rank_pattern`` or ``alpha_pattern`` is a regular expression of the end of a path, and the
+    first one that matches decides.
 
     Args:
         folder: with ``adapter_model.safetensors`` and ``adapter_config.json``.
@@ -115,7 +139,8 @@ def load_lora(
         The model, as from `jchop.nn.add_lora`.
 
     Raises:
-        ValueError: for damaged files, names that are no linear layer of the model, or other shapes.
+        ValueError: for damaged files, names that are no linear layer of the model, or other shapes; for adapters that
+            compute something else, such as DoRA, or belong to a base that PEFT changes, such as PiSSA.
         OSError: if a file cannot be read.
 
     Example:
@@ -154,29 +179,79 @@ def read_adapters(
     source = Path(folder)
     config, tensors = _config(source / _CONFIG), load_safetensors(source / _TENSORS)
     known = {path.replace("/", "."): path for path in paths}
-    made = {}
+    found = {}
     for name in sorted({name.removeprefix(_FRONT).removesuffix(_A).removesuffix(_B) for name in tensors}):
         a, b = (tensors.get(f"{_FRONT}{name}{end}") for end in (_A, _B))
         if a is None or b is None or name not in known:
             raise ValueError(f"{source / _TENSORS}: {shown(name)} has no A and B, or is no linear layer of the model")
-        a, b = jnp.asarray(a).T, jnp.asarray(b).T
-        made[known[name]] = a, b, _rule(source, name, shape_of(known[name]), a, b, config)
-    return made
+        found[name] = jnp.asarray(a).T, jnp.asarray(b).T
+        _check_shapes(source, name, shape_of(known[name]), *found[name])
+    try:
+        return {known[name]: (*found[name], rule) for name, rule in _rules(config, found).items()}
+    except (ArithmeticError, TypeError, ValueError) as error:
+        raise ValueError(f"{source / _CONFIG}: {error}") from None
 
 
-def _rule(source: Path, name: str, shape: tuple[int, ...], a: Any, b: Any, config: dict[str, Any]) -> LoraRule:
+def _check_shapes(source: Path, name: str, shape: tuple[int, ...], a: Any, b: Any) -> None:
     sides = [(math.prod(shape[:i]), math.prod(shape[i:])) for i in range(1, len(shape))]
     if a.ndim != 2 or b.ndim != 2 or a.shape[1] != b.shape[0] or (a.shape[0], b.shape[1]) not in sides:
         raise ValueError(
             f"{source / _TENSORS}: A and B of {shown(name)} have shapes {list(a.shape)} and {list(b.shape)} "
             f"(transposed), and its weight {list(shape)}"
         )
-    patterns = config.get("alpha_pattern") or {}
-    alpha = patterns.get(name, config.get("lora_alpha", a.shape[1])) if isinstance(patterns, dict) else None
-    try:
-        return LoraRule(name or "*", a.shape[1], alpha, config.get("lora_dropout") or 0.0)
-    except (TypeError, ValueError) as error:
-        raise ValueError(f"{source / _CONFIG}: {error}") from None
+
+
+def _rules(config: dict[str, Any], adapters: Mapping[str, tuple[jax.Array, jax.Array]]) -> dict[str, LoraRule]:
+    """The rules of adapters by name; fields that a configuration has not are as PEFT has them."""
+    ranks, alphas = (
+        _by_pattern(field, config.get(field) or {}, config.get(whole, 8), list(adapters))
+        for field, whole in (("rank_pattern", "r"), ("alpha_pattern", "lora_alpha"))
+    )
+    rules = {}
+    for (name, (a, _)), rank, alpha in zip(adapters.items(), ranks, alphas, strict=True):
+        if rank != a.shape[1]:
+            raise ValueError(f"the rank of {shown(name)} is {shown(rank)}, and A of it has {a.shape[1]}")
+        if alpha is None:
+            raise ValueError(f"alpha of {shown(name)} is null, and must be a number")
+        if config.get("use_rslora"):
+            alpha = alpha * math.sqrt(rank)
+        rules[name] = LoraRule(name or "*", rank, alpha, config.get("lora_dropout") or 0.0)
+    return rules
+
+
+def _by_pattern(field: str, patterns: Any, value: Any, names: Sequence[str]) -> list[Any]:
+    """The value of the first pattern that matches each name, as PEFT matches them; `value` if none does."""
+    if not isinstance(patterns, dict):
+        raise ValueError(f"{field}={shown(patterns)} is no object")
+    longest, steps, keys = max(map(len, names), default=0), 0, []
+    for key, found in patterns.items():
+        steps += len(names) * (16 + _ways(key, longest)) + 64 * (256 + len(key))
+        if steps > _MOST_STEPS:
+            raise ValueError(f"{field} takes too long to match, at {shown(key)}: use whole paths as keys")
+        try:
+            keys.append((re.compile(rf"(.*\.)?({key})$"), found))
+        except (re.error, OverflowError, RecursionError) as error:
+            raise ValueError(f"{field} has the key {shown(key)}, which is no regular expression: {error}") from None
+    return [next((found for key, found in keys if key.match(name)), value) for name in names]
+
+
+def _ways(key: str, longest: int) -> int:
+    """A bound of the ways in which a pattern can match a text; groups that repeat have no bound of use."""
+    ways, branches = longest + 1, [1]
+    for mark in _MARKS.findall(key):
+        if mark[0] in "\\[":
+            continue
+        factor = 1
+        if mark[0] == "(" and mark != "(?":  # of flags and comments, which can hide what repeats
+            branches.append(1)
+        elif mark == "|":
+            branches[-1] += 1
+        elif mark == ")" and len(branches) > 1:
+            factor = branches.pop()
+        else:
+            factor = 2 if mark == "?" else longest + 1 if mark in "*+{" else _MOST_STEPS
+        ways = min(ways * factor, _MOST_STEPS)
+    return ways * branches[0]
 
 
 def _config(path: Path) -> dict[str, Any]:
@@ -186,6 +261,13 @@ def _config(path: Path) -> dict[str, Any]:
         config = document(data.decode("utf-8"))
     except ValueError as error:
         raise ValueError(f"{path} is not a configuration: {error}") from None
-    if config.get("peft_type") != "LORA" or config.get("use_dora") or config.get("use_rslora"):
-        raise ValueError(f"{path} is not of plain LoRA: peft_type={shown(config.get('peft_type'))}, or DoRA or rsLoRA")
+    switches = {key: value for key, value in config.items() if value and value != "none" and key not in _READ}
+    if other := sorted(switches.keys() - set(_NEUTRAL)):
+        raise ValueError(f"{path} is not of plain LoRA: {other[0]}={shown(switches[other[0]])}; {_WAY_OUT}")
+    if config.get("peft_type") != "LORA":
+        raise ValueError(f"{path} is not of plain LoRA: peft_type={shown(config.get('peft_type'))}; {_WAY_OUT}")
+    if str(init := config.get("init_lora_weights")).lower() not in _PLAIN_INITS:
+        raise ValueError(
+            f"{path} has init_lora_weights={shown(init)}, which changes the base or is not known; {_WAY_OUT}"
+        )
     return config

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -59,7 +60,8 @@ class LoraRule:
         check_pattern("path", self.path)
         check_int("rank", self.rank, 1)
         check_choice("init", self.init, tuple(INITS))
-        _check_number("alpha", 1.0 if self.alpha is None else self.alpha, "above 0", lambda v: 0 < v < math.inf)
+        alpha = 1.0 if self.alpha is None else self.alpha
+        _check_number("alpha", alpha, "above 0", lambda v: 0 < v <= sys.float_info.max)
         _check_number("dropout", self.dropout, "from 0 up to 1", lambda v: 0 <= v < 1)
 
     @property

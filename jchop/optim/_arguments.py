@@ -55,9 +55,12 @@ def check_number(name: str, value: Any, allowed: Range, *, schedule: bool = Fals
 
 
 def check_count(name: str, value: Any, low: int) -> Any:
-    """`value`, checked to be an integer >= `low`. If it is traced, only dtype and shape are checked."""
+    """`value`, checked to be an integer from `low` to 2^31 - 1, the most that a state counts.
+
+    If it is traced, only dtype and shape are checked.
+    """
     if not is_traced(value):
-        return check_int(name, value, low)
+        return check_int(name, value, low, (1 << 31) - 1)
     if not jnp.issubdtype(value.dtype, jnp.integer) or value.shape != ():
         raise TypeError(f"{name}={value!r} must be an integer >= {low}")
     return value

@@ -30,7 +30,10 @@ NO_PARAMS = "params=None, but this transformation needs the parameters: call tx.
 
 
 def transformation(init: Callable[..., Any], update: Callable[..., Any]) -> optax.GradientTransformationExtraArgs:
-    """The pair as an Optax transformation, whose state begins from numbers: packed parameters are refused."""
+    """The pair as an Optax transformation, whose state begins from numbers: packed parameters are refused.
+
+    A state that is a dict has lost its class, as in a checkpoint of orbax that was restored without a target.
+    """
 
     def begin(params: Any) -> Any:
         for path, leaf in jax.tree_util.tree_leaves_with_path(params, is_leaf=holds_codes):
@@ -41,7 +44,15 @@ def transformation(init: Callable[..., Any], update: Callable[..., Any]) -> opta
                 )
         return init(params)
 
-    return optax.GradientTransformationExtraArgs(begin, update)
+    def go_on(updates: Any, state: Any, params: Any = None, **extra: Any) -> Any:
+        if isinstance(state, dict):
+            raise TypeError(
+                f"state is a dict of {', '.join(map(str, state))}, as of a checkpoint that was restored without a "
+                "target: restore(path, jax.eval_shape(tx.init, params))"
+            )
+        return update(updates, state, params, **extra)
+
+    return optax.GradientTransformationExtraArgs(begin, go_on)
 
 
 def holds_codes(leaf: Any) -> bool:

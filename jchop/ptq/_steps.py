@@ -204,7 +204,7 @@ def sign_round(iterations: int = 200, *, rate: float = 0.5, momentum: float = 0.
         raise ValueError(f"rate={rate!r} must be above 0")
     if _number("momentum", momentum) >= 1:
         raise ValueError(f"momentum={momentum!r} must be a number from 0 to below 1")
-    return SignDescent(check_int("iterations", iterations, 1), float(rate), float(momentum))
+    return SignDescent(check_int("iterations", iterations, 1, (1 << 31) - 1), float(rate), float(momentum))
 
 
 def correct_error(strength: float = 0.5, *, damping: float = 0.01) -> Correction:

@@ -420,9 +420,33 @@ def check_qarray(
         TypeError: that has the value in one line, and of an array its dtype and shape.
     """
     if not isinstance(value, allowed):
+        refuse_parts(name, value)
         if hasattr(value, "dtype") and hasattr(value, "shape"):
             raise TypeError(f"{name} is {type(value).__name__} {value.dtype}{list(value.shape)}; it must be a {what}")
         raise TypeError(f"{name}={' '.join(repr(value).split()):.80} must be a {what}")
+
+
+#: Names of leaves that every QArray has.
+_PARTS = frozenset(("qvalue", "scale", "zero_point"))
+
+
+def refuse_parts(name: str, tree: Any) -> None:
+    """Refuses the leaves of a QArray in a dict, as orbax restores one without a target: they have no spec.
+
+    Raises:
+        TypeError: with the path of the first, and the call that restores it.
+    """
+
+    def are_parts(node: Any) -> bool:
+        return isinstance(node, dict) and node.keys() >= _PARTS
+
+    for path, leaf in jax.tree_util.tree_leaves_with_path(tree, is_leaf=are_parts):
+        if are_parts(leaf):
+            raise TypeError(
+                f"{name}{jax.tree_util.keystr(path)} is a dict of the leaves of a QArray, without its spec, as of a "
+                "checkpoint that was restored without a target: restore(path, jax.eval_shape(make)), where make() "
+                "gives what was saved"
+            )
 
 
 def _is_stored(value: object) -> bool:

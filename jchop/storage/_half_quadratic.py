@@ -117,7 +117,7 @@ def check_search(iterations: Any, norm: Any, weight: Any, growth: Any, whole_sta
     Raises:
         TypeError, ValueError: for one out of range.
     """
-    check_int("iterations", iterations, 1)
+    check_int("iterations", iterations, 1, (1 << 31) - 1)
     check_bool("whole_start", whole_start)
     return _between("norm", norm, 1.0), _between("weight", weight, math.inf), _between("growth", growth, math.inf)
 

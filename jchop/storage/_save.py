@@ -18,7 +18,7 @@ from jchop._checks import check_bool
 from jchop._files import path_of, write_atomically
 from jchop.formats import ScaledFormat
 from jchop.spec import parse
-from jchop.storage._array import QArray
+from jchop.storage._array import QArray, refuse_parts
 from jchop.storage._decode import check_parts
 from jchop.storage._files.json import Reader, read_object, shown, small, string
 from jchop.storage._files.parts import read_placed, spans_processes, write_together
@@ -344,6 +344,7 @@ def _is_key(leaf: Any) -> bool:
 
 def named_leaves(tree: Any, kinds: Any = QArray) -> list[tuple[str, tuple[Any, ...], Any]]:
     """The name, path and value of each leaf; what is of these classes is a leaf."""
+    refuse_parts("tree", tree)
     leaves = jax.tree_util.tree_flatten_with_path(tree, is_leaf=lambda node: isinstance(node, kinds))[0]
     if leaves and not leaves[0][0]:
         raise ValueError("a single array has no name; pass a dict: {'name': array}")

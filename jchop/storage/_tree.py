@@ -6,7 +6,7 @@ from typing import Any
 
 import jax
 
-from jchop.storage._array import QArray, Rearranged
+from jchop.storage._array import QArray, Rearranged, refuse_parts
 from jchop.storage._quantize import dequantize
 
 
@@ -20,12 +20,16 @@ def dequantize_params(params: Any) -> Any:
     Returns:
         A pytree of arrays.
 
+    Raises:
+        TypeError: for leaves of a QArray in a dict, as of a checkpoint that was restored without a target.
+
     Example:
         >>> import jax.numpy as jnp, jchop as jc
         >>> params = {"w": jc.quantize(jnp.ones((2, 4)), jc.int8(channel=0)), "b": jnp.zeros(4)}
         >>> jc.storage.dequantize_params(params)["w"].shape
         (2, 4)
     """
+    refuse_parts("params", params)
 
     def is_packed(leaf: Any) -> bool:
         return isinstance(leaf, QArray | Rearranged)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from flax import nnx
+from each_case import each
+from flax import linen, nnx
 from further import Further
 from layer_references import checked, products_of_size
 
@@ -165,6 +167,119 @@ def in_files(packed: Any, tmp_path: Path) -> None:
 def test_files_and_their_size(check: Any, request: Any) -> None:
     """A case for each of these checks; the first runs by default."""
     checked(check, request)
+
+
+class Small(nnx.Module):
+    """Four layers, two of them of one name."""
+
+    def __init__(self, rngs: nnx.Rngs) -> None:
+        self.up, self.gate_up = (nnx.Linear(8, 8, use_bias=False, rngs=rngs) for _ in range(2))
+        self.layers = nnx.List([nnx.Dict({name: nnx.Linear(8, 8, rngs=rngs) for name in ("up", "q_proj")})])
+
+
+SMALL = ("up", "gate_up", "layers/0/up", "layers/0/q_proj")
+
+
+def written(folder: Path, ranks: Any, **fields: Any) -> Path:
+    """A folder as PEFT writes it, with adapters of `Small`."""
+    folder.mkdir(exist_ok=True)
+    tensors = {}
+    for path, rank in zip(SMALL, ranks, strict=True):
+        name = "base_model.model." + path.replace("/", ".")
+        tensors |= {
+            f"{name}.lora_A.weight": np.ones((rank, 8), "f4"),
+            f"{name}.lora_B.weight": np.ones((8, rank), "f4"),
+        }
+    jc.save_safetensors(folder / "adapter_model.safetensors", tensors)
+    config = {"peft_type": "LORA", "r": 4, "lora_alpha": 8, "init_lora_weights": True, "bias": "none"} | fields
+    (folder / "adapter_config.json").write_text(json.dumps(config))
+    return folder
+
+
+def factors(folder: Path) -> list[float]:
+    adapters = split_lora(load_lora(folder, Small(nnx.Rngs(0))))[1]
+    return [adapters[path]["rule"].factor for path in SMALL]
+
+
+@each(
+    "wanted, ranks, fields",
+    [  # the factors of PEFT 0.21 (`get_pattern_key`, and the scaling of its layers)
+        ([2, 2, 2, 16], [4, 4, 4, 4], {"alpha_pattern": {"q_proj": 64}}),
+        ([1, 2, 1, 2], [4, 4, 4, 4], {"alpha_pattern": {"up": 4}}),
+        ([1, 2, 2, 2], [4, 4, 4, 4], {"alpha_pattern": {"^up": 4}}),
+        ([4, 4, 1, 4], [4, 4, 4, 4], {"alpha_pattern": {"layers.0.up": 4, ".*": 16}}),
+        ([4, 2, 4, 3], [4, 4, 4, 4], {"alpha_pattern": {r"(layers\.\d+\.)?up": 16, "[a-q]_pro(j|k)": 12}}),
+        ([2, 8, 2, 2], [4, 1, 4, 4], {"rank_pattern": {"(?!layers).*gate_up": 1}}),
+        ([8, 8, 8, 4], [1, 1, 1, 2], {"rank_pattern": {"q_proj": 2}, "r": 1}),
+        ([4, 4, 4, 8 / 3], [4, 4, 4, 9], {"use_rslora": True, "rank_pattern": {"q_proj": 9}}),
+        ([4, 4, 4, 32], [4, 4, 4, 4], {"use_rslora": True, "alpha_pattern": {"q_proj": 64}}),
+        ([2, 2, 2, 2], [4, 4, 4, 4], {"init_lora_weights": "gaussian", "target_modules": ["up"]}),
+    ],
+)  # fmt: skip
+def test_ranks_and_alphas_of_a_file_of_peft(wanted: Any, ranks: Any, fields: Any, tmp_path: Path) -> None:
+    """A key is a regular expression of the end of a path; what is written again is for PEFT the same."""
+    folder = written(tmp_path / "peft", ranks, **fields)
+    np.testing.assert_allclose(factors(folder), wanted, rtol=1e-15)
+    save_lora(tmp_path / "own", load_lora(folder, Small(nnx.Rngs(0))))
+    config = json.loads((tmp_path / "own/adapter_config.json").read_text())
+    for path, factor, rank in zip(SMALL, wanted, ranks, strict=True):
+        found = []
+        for field in ("rank", "alpha"):
+            keys = [key for key in config[f"{field}_pattern"] if re.match(rf"(.*\.)?({key})$", path.replace("/", "."))]
+            assert len(keys) < 2
+            found.append(
+                config[f"{field}_pattern"][keys[0]] if keys else config[{"rank": "r"}.get(field, "lora_alpha")]
+            )
+        assert found[0] == rank and found[1] / found[0] == pytest.approx(factor, rel=1e-15)
+
+
+def test_patterns_of_a_file_of_peft_in_other_faces(tmp_path: Path) -> None:
+    """Modules of Linen and parameters of a function get the same factors."""
+    folder, w, x = written(tmp_path / "peft", [4] * 4, alpha_pattern={"q_proj": 64}), jnp.ones((8, 8)), jnp.ones((1, 8))
+    products = lambda p, x: x @ p["up"] @ p["gate_up"] @ p["layers"][0]["up"] @ p["layers"][0]["q_proj"]  # noqa: E731
+    run = jc.quantize_fn(products, Rule(weight="int8"))
+    params = {"up": w, "gate_up": w, "layers": [{"up": w, "q_proj": w}]}
+    found = split_lora(load_lora(folder, params, fun=run, inputs=(x,)))[1]
+    assert [found[path]["rule"].factor for path in SMALL] == [2, 2, 2, 16]
+    linens = {"up": w, "gate_up": w, "layers": {"0": {"up": w, "q_proj": w}}}
+    variables = {"params": jax.tree.map(lambda leaf: {"kernel": leaf}, linens)}
+    adapted, _ = jc.nn.linen.load_lora(folder, linen.Dense(8), variables)
+    assert {path: rule.factor for path, rule in adapted.rules} == dict(zip(SMALL, (2, 2, 2, 16), strict=True))
+
+
+@each(
+    "said, fields",
+    [
+        ("init_lora_weights='pissa', which changes the base", {"init_lora_weights": "pissa"}),
+        ("init_lora_weights='pissa_niter_16'", {"init_lora_weights": "pissa_niter_16"}),
+        ("init_lora_weights='OLoRA'", {"init_lora_weights": "OLoRA"}),
+        ("init_lora_weights='corda'", {"init_lora_weights": "corda", "corda_config": {"corda_method": "ipm"}}),
+        ("init_lora_weights='loftq'", {"init_lora_weights": "loftq"}),
+        ("init_lora_weights='lora_ga'", {"init_lora_weights": "lora_ga"}),
+        ("init_lora_weights='new'", {"init_lora_weights": "new"}),
+        ("use_dora=True; merge the adapters in PEFT", {"use_dora": True}),
+        ("lora_bias=True", {"lora_bias": True}),
+        (r"modules_to_save=\['up'\]", {"modules_to_save": ["up"]}),
+        ("bias='all'", {"bias": "all"}),
+        ("alora_invocation_tokens", {"alora_invocation_tokens": [1]}),
+        ("use_something_new=True", {"use_something_new": True}),
+        ("the rank of 'gate_up' is 2, and A of it has 4", {"rank_pattern": {"gate_up": 2}}),
+        ("no regular expression", {"alpha_pattern": {"(up": 2}}),
+        (r"alpha_pattern=\['up'\] is no object", {"alpha_pattern": ["up"]}),
+        ("alpha of 'gate_up' is null", {"lora_alpha": None}),
+        ("alpha=1000+ must be a number above 0", {"lora_alpha": 10**400}),
+        ("too large", {"lora_alpha": 10**400, "use_rslora": True}),
+        ("takes too long to match", {"alpha_pattern": {"(u+)+!": 2}}),
+        ("takes too long to match", {"alpha_pattern": {"(u|u)(?#)*!": 2}}),
+        ("takes too long to match", {"alpha_pattern": {"(u|u)" * 40: 2}}),
+        ("takes too long to match", {"alpha_pattern": {".*" * 20 + "!": 2}}),
+        ("takes too long to match", {"alpha_pattern": {f"{i}": 2 for i in range(20000)}}),
+    ],
+)
+def test_files_of_peft_that_are_not_read(said: str, fields: Any, tmp_path: Path) -> None:
+    """Whatever else PEFT computes, or changes in the base, is an error; so are patterns that take long."""
+    with pytest.raises(ValueError, match=said):
+        load_lora(written(tmp_path / "peft", [4] * 4, **fields), Small(nnx.Rngs(0)))
 
 
 @further

@@ -110,7 +110,7 @@ def _solve(
         raise ValueError(f"x0 has shape {arrays['x0'].shape}; it must be that of b, {b.shape}")
     if "M" in arrays and square(arrays["M"], "M") != n:
         raise ValueError(f"M has shape {arrays['M'].shape}; it must be that of a, {(n, n)}")
-    turns = 10 * n if maxiter is None else check_int("maxiter", maxiter, 1)
+    turns = 10 * n if maxiter is None else check_int("maxiter", maxiter, 1, (1 << 31) - 1)
     cycle = 1 if restart is None else min(check_int("restart", restart, 1), n)
     constants: list[Any] = [_tolerance("tol", tol), _tolerance("atol", atol)]
     operators = []

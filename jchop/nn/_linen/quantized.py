@@ -26,7 +26,7 @@ from jchop.nn._linen.scales import begun, scale_name
 from jchop.nn._report import ModelReport
 from jchop.spec import Spec
 from jchop.storage import QArray, dequantize
-from jchop.storage._array import Rearranged
+from jchop.storage._array import Rearranged, refuse_parts
 from jchop.storage._layout import over_stack
 from jchop.storage._quantize import requantize
 
@@ -254,6 +254,7 @@ class Quantized:
 
 def unpacked(variables: Any) -> Any:
     """Variables as the module itself has them."""
+    refuse_parts("variables", variables)
 
     def of(leaf: Any) -> Any:
         return leaf.unpack() if isinstance(leaf, Packed) else dequantize(leaf) if isinstance(leaf, QArray) else leaf

@@ -90,10 +90,11 @@ def _absmax(parts: Parts, state: dict[str, Any]) -> np.ndarray:
         size = field(state, "nested_blocksize", int, 256)
         ok = absmax.dtype == _BYTE and nested.dtype == np.float32 and size > 0
         check(ok and nested.size == -(-absmax.size // size), "nested_absmax does not fit the blocks of absmax")
-        offset = np.float32(field(state, "nested_offset", (int, float), 0.0))
+        offset = field(state, "nested_offset", (int, float), 0.0)
+        check(abs(offset) <= float(np.finfo(np.float32).max), f"nested_offset={shown(offset)} is no number of float32")
         with np.errstate(over="ignore", invalid="ignore"):
             factors = np.repeat(nested.reshape(-1), min(size, absmax.size))[: absmax.size]
-            absmax = table[absmax] * factors + offset
+            absmax = table[absmax] * factors + np.float32(offset)
     check(bool(np.isfinite(absmax).all()), "a scale is infinite or NaN")
     return absmax
 

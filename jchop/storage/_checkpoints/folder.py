@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
+import itertools
 import json
 import math
+import os
 import shutil
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
@@ -14,8 +15,9 @@ from typing import IO, Any
 
 import numpy as np
 
-from jchop._files import open_regular, remove_parts, write_atomically
+from jchop._files import one_writer, open_regular, remove_parts, write_atomically
 from jchop.storage._checkpoints.written import Job, Record, config_of, metadata_of, tensors_of
+from jchop.storage._files.json import document
 from jchop.storage._files.safetensors import Entry, TensorWriter, lay_out
 from jchop.storage._files.shards import CONFIG, INDEX, JOURNAL, SINGLE
 
@@ -45,7 +47,7 @@ def write_folder(
         config: fields of ``config.json``.
         exact: whether every number must stay the same.
         shard_bytes: bytes of arrays in one file.
-        run: a text that differs if the arrays do.
+        run: a text that differs if the arrays do; without one, no run goes on, and nothing is left of one that fails.
         others: files that are copied into the folder, unless it has one of that name.
         progress: function of a name, the bytes that are done, and the total.
 
@@ -53,47 +55,49 @@ def write_folder(
         Whether files of an unfinished run were kept.
 
     Raises:
-        ValueError: for arrays without a form in the layout, or a folder with other tensors.
+        ValueError: for arrays without a form in the layout, or a folder with other tensors or another writer.
     """
     plan = _plan(jobs, shard_bytes)
-    digest = hashlib.sha256(
-        json.dumps([run, layout, exact, [[job.name for job in part] for part in plan]]).encode()
-    ).hexdigest()
+    facts = [run, layout, exact, [[job.name for job in part] for part in plan]]
     names = [SINGLE] if len(plan) == 1 else [_shard(number, len(plan)) for number in range(len(plan))]
-    made = [place for place in (target, *target.parents) if not place.exists()]
-    done = _begin(target, digest)
-    remove_parts(target, [*names, JOURNAL, INDEX, CONFIG, *(path.name for path in others)])
-    kept, finished, total = bool(done), 0, sum(job.nbytes for job in jobs)
-    record, homes, size = Record(), {}, 0
-    for number, (name, part) in enumerate(zip(names, plan, strict=True)):
-        if number == len(done):
-            try:
-                done.append(_write(target / name, part, layout, exact, shard_bytes, _after(progress, finished, total)))
-            except BaseException:
-                if not done and not (target / name).exists():  # nothing to go on from
-                    _undo(target, made)
-                raise
-            _write_json(target / JOURNAL, {"run": digest, "done": done})
-        finished += sum(job.nbytes for job in part)
-        progress(name, finished, total)
-        record.rows |= done[number]["rows"]
-        record.plain |= done[number]["plain"]
-        homes |= dict.fromkeys(done[number]["tensors"], name)
-        size += done[number]["size"]
-    try:
-        written = config_of(layout, config, record)
-    except ValueError:  # another run of the same arrays would end here, too
-        for name in names:
-            (target / name).unlink(missing_ok=True)
-        _undo(target, made)
-        raise
-    if len(plan) > 1:
-        _write_json(target / INDEX, {"metadata": {"total_size": size}, "weight_map": homes})
+    finished, total = 0, sum(job.nbytes for job in jobs)
+    with one_writer(target):
+        done = _begin(target, facts, names if run else [])
+        remove_parts(target, [*names, JOURNAL, INDEX, CONFIG, *(path.name for path in others)])
+        kept = bool(done)
+        try:
+            for number, (name, part) in enumerate(zip(names, plan, strict=True)):
+                if number == len(done):
+                    tell = _after(progress, finished, total)
+                    done.append(_write(target / name, part, layout, exact, shard_bytes, tell))
+                    _write_journal(target, facts, done)
+                finished += sum(job.nbytes for job in part)
+                progress(name, finished, total)
+            _finish(target, names, done, layout, config)
+            _copy(others, target)
+        except BaseException as error:
+            if not run or not done or isinstance(error, ValueError):  # no run goes on, or it would end here, too
+                for name in (*names, INDEX, JOURNAL):
+                    (target / name).unlink(missing_ok=True)
+            raise
+        (target / JOURNAL).unlink()  # the last step: without it the same call goes on
+    return kept
+
+
+def _finish(
+    target: Path, names: Sequence[str], done: Sequence[Mapping[str, Any]], layout: str, config: Mapping[str, Any]
+) -> None:
+    """Writes the index and the configuration."""
+    record = Record()
+    for one in done:
+        record.rows |= one["rows"]
+        record.plain |= one["plain"]
+    written = config_of(layout, config, record)
+    if len(names) > 1:
+        homes = {tensor: name for name, one in zip(names, done, strict=True) for tensor in one["tensors"]}
+        _write_json(target / INDEX, {"metadata": {"total_size": sum(one["size"] for one in done)}, "weight_map": homes})
     if written:
         _write_json(target / CONFIG, written)
-    _copy(others, target)
-    (target / JOURNAL).unlink()  # the last step: without it the same call goes on
-    return kept
 
 
 def _shard(number: int, count: int) -> str:
@@ -104,7 +108,8 @@ def _copy(others: Sequence[Path], target: Path) -> None:
     for path in others:
         if not (target / path.name).exists():
             with open_regular(path) as file:
-                write_atomically(target / path.name, lambda out, file=file: shutil.copyfileobj(file, out))
+                mode = os.fstat(file.fileno()).st_mode & 0o777
+                write_atomically(target / path.name, lambda out, file=file: shutil.copyfileobj(file, out), mode)
 
 
 def write_file(jobs: Sequence[Job], target: Path, layout: str, *, exact: bool, progress: Progress) -> None:
@@ -124,16 +129,16 @@ def _plan(jobs: Sequence[Job], shard_bytes: int) -> list[list[Job]]:
     return plan
 
 
-def _begin(target: Path, digest: str) -> list[dict[str, Any]]:
-    """The finished files of an unfinished run of the same arrays; makes the folder."""
-    target.mkdir(parents=True, exist_ok=True)
+def _begin(target: Path, facts: Any, names: Sequence[str]) -> list[dict[str, Any]]:
+    """The facts of the finished files, of such names, of an unfinished run of the same arrays."""
     journal = target / JOURNAL
     if journal.exists():
         with open_regular(journal) as file:
             try:
-                found = json.loads(file.read())
-                if found["run"] == digest:
-                    return list(found["done"])
+                found = document(file.read().decode("utf-8"))
+                if found["run"] == _digest(facts, found["done"]):
+                    there = zip(names, found["done"], strict=False)
+                    return [one for _, one in itertools.takewhile(lambda pair: (target / pair[0]).exists(), there)]
             except (ValueError, KeyError, TypeError):
                 pass
         raise ValueError(
@@ -141,16 +146,16 @@ def _begin(target: Path, digest: str) -> list[dict[str, Any]]:
         )
     if taken := sorted(path.name for path in target.iterdir() if path.suffix == ".safetensors" or path.name == INDEX):
         raise ValueError(f"{target} has tensors already ({taken[0]}); write to a new folder")
-    _write_json(journal, {"run": digest, "done": []})
+    _write_journal(target, facts, [])
     return []
 
 
-def _undo(target: Path, made: Sequence[Path]) -> None:
-    """Removes the journal, and the folders that this run made, unless they have other files."""
-    (target / JOURNAL).unlink(missing_ok=True)
-    with contextlib.suppress(OSError):
-        for place in made:
-            place.rmdir()
+def _write_journal(target: Path, facts: Any, done: Sequence[Any]) -> None:
+    _write_json(target / JOURNAL, {"run": _digest(facts, done), "done": done})
+
+
+def _digest(*facts: Any) -> str:
+    return hashlib.sha256(json.dumps(facts).encode()).hexdigest()
 
 
 def _after(progress: Progress, before: int, total: int) -> Callable[[str, int], None]:

@@ -162,15 +162,14 @@ class _Tensors(Checkpoint):
             return self._source.read(name)
         parts = {part: self._source.read(tensor) for part, tensor in weight.names.items()}
         with _named(self._source.path, name):
-            module = LAYOUTS[self.layout].owner(name)
-            return weight.row.read(parts, {**weight.facts, "exact": exact, "module": module})
+            return weight.row.read(parts, weight.facts.new_child({"exact": exact}))
 
     def close(self) -> None:
         self._source.close()
 
 
 class _named:
-    """Names the file and the array in a ValueError."""
+    """Names the file and the array in a ValueError, as which numbers and arrays that are too large are raised, too."""
 
     def __init__(self, path: Path, name: str | None) -> None:
         self._place = f"{path}: " + ("" if name is None else f"{shown(name)}: ")
@@ -179,5 +178,5 @@ class _named:
         return None
 
     def __exit__(self, kind: Any, error: BaseException | None, at: Any) -> None:
-        if isinstance(error, ValueError) and not str(error).startswith(self._place):
-            raise ValueError(self._place + str(error)) from None
+        if isinstance(error, ValueError | ArithmeticError | MemoryError) and not str(error).startswith(self._place):
+            raise ValueError(self._place + (str(error) or "it does not fit in memory")) from None

@@ -91,8 +91,8 @@ def save_checkpoint(
         TypeError: for a leaf that is not an array, or traced arrays.
         ValueError: for an array that the layout cannot hold; the message has specs that it can, or layouts that hold
             a parameter which `jchop.quantize_fn(...).pack` stored in another shape. For a folder that has tensors
-            already.
-        OSError: if a file cannot be written.
+            already, or that another call writes to.
+        OSError: if a file cannot be written; then no file is left.
 
     Example:
         >>> import tempfile, pathlib, jax.numpy as jnp, jchop as jc
@@ -173,6 +173,7 @@ def convert(
 ) -> bool:
     """Writes a checkpoint in another layout, array by array; other files of a folder (tokenizer) are copied.
 
+    A copied file has no more permissions than the file that it is a copy of.
     A killed conversion to a folder goes on after its last finished file, if it is called again with the same arguments.
 
     Args:
@@ -188,6 +189,9 @@ def convert(
 
     Returns:
         Whether files of an unfinished run were kept.
+
+    Raises:
+        ValueError: as of `load_checkpoint` and `save_checkpoint`, and for other files that are links out of the folder.
     """
     if source.resolve() == target.resolve():
         raise ValueError(f"{target} is the checkpoint that is read; write to another place")
@@ -217,8 +221,21 @@ _WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", "
 
 
 def _others(source: Path) -> list[Path]:
-    """The other files of a folder, such as the tokenizer."""
+    """The other files of a folder, such as the tokenizer.
+
+    Raises:
+        ValueError: if one of them, or the configuration, is a link out of the folder. Links of snapshots in the cache
+            of Hugging Face may lead to its blobs.
+    """
     if not source.is_dir():
         return []
+    home = source.resolve()
+    homes = (home, home.parents[1] / "blobs") if home.parent.name == "snapshots" else (home,)
     files = [path for path in sorted(source.iterdir()) if path.is_file() and path.suffix not in _WEIGHTS]
-    return [path for path in files if not path.name.startswith(".") and path.name not in (INDEX, CONFIG)]
+    files = [path for path in files if not path.name.startswith(".") and path.name != INDEX]
+    for path in files:
+        if not any(path.resolve().is_relative_to(place) for place in homes):
+            raise ValueError(
+                f"{path} is a link to a file outside of the folder: put the file in its place, or remove it"
+            )
+    return [path for path in files if path.name != CONFIG]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections import ChainMap
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -26,7 +27,7 @@ class Weight:
 
     row: Row
     names: dict[str, str]
-    facts: Facts
+    facts: ChainMap[str, Any]
     shape: tuple[int, ...]
 
 
@@ -77,7 +78,7 @@ class Layout:
     def has_pair(self, entries: Mapping[str, Entry]) -> bool:
         """Whether a weight has all the tensors of a row."""
         owners = self.owners(entries)
-        return any({owner + part for part in row.parts} <= set(entries) for owner in owners for row in self.rows)
+        return any(all(owner + part in entries for part in row.parts) for owner in owners for row in self.rows)
 
     def find(self, source: Shards) -> dict[str, Weight]:
         """The weights of a source by name.
@@ -89,9 +90,9 @@ class Layout:
         _check_config(self.name, config)
         self._check_others(entries, {(self.stem("") + row.anchor).strip(".") for row in self.rows})
         _check_pairs(entries, self.name)
-        found = {}
+        found, own = {}, _own_facts(config)
         for owner in self.owners(entries):
-            facts = _record(source, owner) if self.records else config
+            facts = ChainMap(_record(source, owner)) if self.records else ChainMap(own(owner), config)
             found[self.name_of(owner)] = _with_shape(self._weight(owner, entries, facts), source, entries)
         used = {name for weight in found.values() for name in weight.names.values()}
         lost = [name for name in entries if self.records and name.endswith("_qdata") and name not in used]
@@ -109,7 +110,7 @@ class Layout:
             if other is not None:
                 raise ValueError(f"tensor {shown(name)} is of the layout {other}, not {self.name}; {_WAY_OUT}")
 
-    def _weight(self, module: str, entries: Mapping[str, Entry], facts: Facts) -> Weight:
+    def _weight(self, module: str, entries: Mapping[str, Entry], facts: ChainMap[str, Any]) -> Weight:
         stem = self.stem(module)
         for row in self.rows:
             if self.records and row.name != facts.get("_type"):
@@ -119,7 +120,7 @@ class Layout:
                 continue
             shape = row.look({part: entries[name] for part, name in names.items()})
             if shape is not None:
-                return Weight(row, names, facts.get("_data", {}) if self.records else facts, shape)
+                return Weight(row, names, ChainMap(facts["_data"]) if self.records else facts, shape)
         near = sorted(name for name in entries if name.startswith(stem))[:5]
         texts = ", ".join(f"{name} {entries[name].dtype}{list(entries[name].shape)}" for name in near)
         raise ValueError(f"the tensors {texts} form no weight of the layout {self.name}; {_WAY_OUT}")
@@ -239,6 +240,32 @@ def _check_config(layout: str, config: Facts) -> None:
             raise ValueError(f"{CONFIG} has {name}={shown(found)}, and read are {', '.join(values)}; {_WAY_OUT}")
 
 
+#: The most different groups of weights whose modules no group names.
+_MOST_GROUPS = 256
+
+
+def _own_facts(config: Facts) -> Callable[[str], dict[str, Any]]:
+    """Gives the name of a module and its groups: those that name it in their targets, else one of each kind.
+
+    What each module takes from a configuration then does not grow with the configuration.
+    """
+    named: dict[str, dict[str, Any]] = {}
+    kinds: dict[str, Any] = {}
+    for key, group in field(config, "config_groups", dict, {}).items():
+        if isinstance(group, dict):
+            weights = {"weights": group.get("weights")}
+            kinds.setdefault(json.dumps(weights), weights)
+            for name in field(group, "targets", list, []):
+                named.setdefault(str(name), {})[key] = {"targets": [name]} | weights
+
+    def own(module: str) -> dict[str, Any]:
+        if module not in named and len(kinds) > _MOST_GROUPS:
+            raise ValueError(f"{CONFIG} has {len(kinds)} different groups, and none of them names {shown(module)}")
+        return {"module": module, "config_groups": named.get(module, kinds)}
+
+    return own
+
+
 def beside_weights(config: Facts) -> list[str]:
     """The fields of a configuration that say more than how weights are stored, and that no layout writes."""
     found = field(config, CONFIG, dict, {})
@@ -257,10 +284,9 @@ def _record(source: Shards, module: str) -> dict[str, Any]:
         record = document(text)
     except ValueError as error:
         raise ValueError(f"the record of {shown(name)} in the metadata is not JSON: {error}") from None
-    if record.get("_type") not in torchao.ROWS:
+    if str(record.get("_type")) not in torchao.ROWS:
         raise ValueError(f"{shown(name)} is a {shown(record.get('_type'))}; read are {', '.join(torchao.ROWS)}")
-    field(record, "_data", dict, {})
-    return record
+    return record | {"_data": field(record, "_data", dict, {})}
 
 
 # -- configurations that are written -----------------------------------------------------------------------------------

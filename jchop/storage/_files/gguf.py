@@ -70,10 +70,15 @@ class GGUFFile:
         """The bytes of a tensor.
 
         Raises:
-            ValueError: if the file has become shorter.
+            ValueError: if the file has become shorter, or the tensor does not fit in memory.
         """
         blob = self.tensors[name]
-        data = np.empty(blob.nbytes, np.uint8)
+        try:
+            data = np.empty(blob.nbytes, np.uint8)
+        except MemoryError:
+            raise ValueError(
+                f"{self.path}: tensor {shown(name)} of {blob.nbytes} bytes does not fit in memory"
+            ) from None
         self._file.seek(self._data + blob.start)
         if self._file.readinto(data.data) != blob.nbytes:
             raise ValueError(f"{self.path} ends within tensor {shown(name)}")

@@ -58,6 +58,8 @@ class Shards:
         self._index: dict[str, str] = {}
         if not path.is_dir():
             return [path]
+        if (path / JOURNAL).exists():
+            raise _no_model(path, "it is of an unfinished run of jchop: repeat its command")
         if not (path / INDEX).exists():
             return [path / SINGLE] if (path / SINGLE).exists() else _without_index(path)
         self._index = _index(path / INDEX)
@@ -113,8 +115,6 @@ def _without_index(folder: Path) -> list[Path]:
         FileNotFoundError: if there are none, or some are missing; the message has a way out.
     """
     names = sorted(path.name for path in folder.iterdir())
-    if JOURNAL in names:
-        raise _no_model(folder, "it is of an unfinished run of jchop: repeat its command")
     files = [name for name in names if name.endswith(".safetensors")]
     found = [_SHARD.fullmatch(name) for name in files]
     kinds = {(one[1], one[3]) for one in found if one}
