@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -91,6 +91,7 @@ class Tape(Beside):
         if step.name == "select_n" and self.loops:
             # Turns follow the emulated program, and so do choices in a loop, as of a solver that rejects a step.
             args = [(low := self.followed(args[0]), low), *args[1:]]
+        args = self._with_lost(step, seeds, args)
         out = [Node(pair) for pair in super()._step(step, seeds, args)]
         if step.kind not in SILENT or any(step.rounds):  # of a move, a constant operand may be rounded
             low = [pair[0] for pair in args]
@@ -112,6 +113,23 @@ class Tape(Beside):
         """The emulated condition; notes whether the carrier's differs."""
         self.parted = self.parted or not is_unchanged(*pair)
         return pair[0]
+
+    def _with_lost(self, step: Step, seeds: Seeds | None, args: list[Pair]) -> list[Pair]:
+        """The operands of arithmetic; a literal whose rounding overflows or gives zero has a share of its own."""
+        if step.kind in SILENT:  # whose share is that of its literals
+            return args
+        args = list(args)
+        for i, low, _ in self.lost_literals(step, seeds, args):
+            own = self.lost.setdefault(id(step), replace(step, kind="constant"))
+            self.sources[id(own)] = self.sources.get(id(step), step.place)
+            node = Node((low, args[i][1]))
+            node.made = _difference(*node)
+            self._record(own, [args[i]], [node], lambda cotangents: cotangents)
+            args[i] = node
+        return args
+
+    def _look_at_literals(self, step: Step, seeds: Seeds | None, args: list[Pair]) -> None:
+        """Nothing is measured."""
 
     def _look(self, step: Step, low: list[Any], results: list[Any], reference: list[Any]) -> None:
         """Nothing is measured: the errors are recorded."""
@@ -219,10 +237,14 @@ class Tape(Beside):
         raise ValueError(f"{why}, {_NO_PARTS}; it may have parts at other arguments")
 
     def _name(self, step: Any) -> str:
-        return f"{step.name} ({self.sources.get(id(step), step.place)})" if isinstance(step, Step) else str(step)
+        if not isinstance(step, Step):
+            return str(step)
+        name = step.kind if step.kind == "constant" else step.name
+        return f"{name} ({self.sources.get(id(step), step.place)})"
 
     def _pulled(self, step: Step, axes: Axes, args: list[Pair], out: list[Node], cotangents: list[Any]) -> list[Any]:
-        moved = [i for i, v in enumerate(step.eqn.invars) if is_number(v.aval) and not isinstance(v, Literal)]
+        fixed = [isinstance(v, Literal) and not isinstance(x, Node) for v, x in zip(step.eqn.invars, args, strict=True)]
+        moved = [i for i, v in enumerate(step.eqn.invars) if is_number(v.aval) and not fixed[i]]
         result: list[Any] = [None] * len(args)
         if any(is_reference(v.aval) for v in step.eqn.invars):
             raise NotImplementedError(
