@@ -15,8 +15,8 @@ from jax import lax
 
 import jchop as jc
 
-MANY = jnp.full(70_000, 1e-3)
-SOME = jnp.full((3, 300), 0.125)  # 300 is no number of e4m3fn
+MANY = np.full(70_000, 1e-3, np.float32)
+SOME = np.full((3, 300), 0.125, np.float32)  # 300 is no number of e4m3fn
 
 
 def halves(x: Any) -> np.ndarray:
@@ -99,7 +99,7 @@ def test_a_divisor_that_is_no_count_is_rounded() -> None:
 
 # -- limits ------------------------------------------------------------------------------------------------------------
 
-MASK = jnp.array([[True, False], [False, False]])
+MASK = np.array([[True, False], [False, False]])
 #: Masks of numbers at the carrier's end.
 MASKS = {
     "finfo.min": lambda s: jnp.where(MASK, s, jnp.finfo(s.dtype).min),
