@@ -143,7 +143,7 @@ class Beside:
         return self.run(program.plan, seeds, pairs[: len(values)], pairs[len(values) :])
 
     def _step(self, step: Step, seeds: Seeds | None, args: list[Pair]) -> list[Pair]:
-        walk = _WALKS.get(step.name, Beside._call if step.inner else None) if step.kind == "control" else None
+        walk = self.walk_of(step)
         self._look_at_literals(step, seeds, args)
         if walk is not None:
             return walk(self, step, seeds, self.rounded_operands(step, seeds, args))
@@ -158,6 +158,10 @@ class Beside:
             self._look(step, low, results, reference)
         self.order += 1
         return list(zip(results, reference, strict=True))
+
+    def walk_of(self, step: Step) -> Callable[..., list[Pair]] | None:
+        """The way through the programs of an equation; None for one that is run as a whole."""
+        return _WALKS.get(step.name, Beside._call if step.inner else None) if step.kind == "control" else None
 
     def _look(self, step: Step, low: list[Any], results: list[Any], reference: list[Any]) -> None:
         silent = step.kind in SILENT

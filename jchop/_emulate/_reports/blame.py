@@ -27,6 +27,7 @@ from jchop._emulate._reports.tape import Share, Tape
 from jchop._emulate._step import Step
 from jchop._emulate._trace import Program, trace
 from jchop._program.control import as_jax
+from jchop._program.opened import is_unit
 from jchop._program.run import interpret
 from jchop._program.seeds import Seeds
 from jchop._program.source import here
@@ -343,7 +344,8 @@ def _rows(steps: Iterable[tuple[Step, int, str]], shares: dict[Any, Share], erro
     groups: dict[tuple[str, str, str, str], list[Share]] = {}
     for step, _, source in steps:
         if id(step) in shares:
-            name = "constant" if step.kind in SILENT else label_of(step)  # a move rounds nothing else
+            moves = step.kind in SILENT and not is_unit(step)  # which round nothing else
+            name = "constant" if moves else label_of(step)
             groups.setdefault((step.scope, name, spec_of(step), source), []).append(shares[id(step)])
     for (scope, name, spec, source), members in groups.items():
         yield _row(scope, name, spec, len(members), members, source, error)

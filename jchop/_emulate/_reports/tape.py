@@ -19,6 +19,7 @@ from jchop._emulate._reports.beside import CHOOSING, ELEMENTWISE, SILENT, Beside
 from jchop._emulate._reports.shards import Axes, at_row, bound, untyped
 from jchop._emulate._step import Step
 from jchop._program.control import as_jax
+from jchop._program.opened import is_unit
 from jchop._program.seeds import Seeds
 from jchop._program.step import is_reference
 from jchop._settings import compiled
@@ -86,14 +87,14 @@ class Tape(Beside):
         return node
 
     def _step(self, step: Step, seeds: Seeds | None, args: list[Pair]) -> list[Pair]:
-        if step.kind == "control" and (step.inner or step.name in ("cond", "scan", "while")):
+        if self.walk_of(step) is not None:
             return super()._step(step, seeds, args)
         if step.name == "select_n" and self.loops:
             # Turns follow the emulated program, and so do choices in a loop, as of a solver that rejects a step.
             args = [(low := self.followed(args[0]), low), *args[1:]]
         args = self._with_lost(step, seeds, args)
         out = [Node(pair) for pair in super()._step(step, seeds, args)]
-        if step.kind not in SILENT or any(step.rounds):  # of a move, a constant operand may be rounded
+        if step.kind not in SILENT or is_unit(step) or any(step.rounds):  # of a move, a constant operand may be rounded
             low = [pair[0] for pair in args]
             exact = self.reference.bind(untyped(step, self.axes), low, self.axes, rounds=False)
             for v, node, same in zip(step.eqn.outvars, out, exact, strict=True):
@@ -102,6 +103,10 @@ class Tape(Beside):
         axes = self.axes
         self._record(step, args, out, lambda cotangents: self._pulled(step, axes, args, out, cotangents))
         return list(out)
+
+    def walk_of(self, step: Step) -> Any:
+        """The way through the programs of an equation; None for foreign code, which has no derivative inside."""
+        return None if is_unit(step) else super().walk_of(step)
 
     def check_long(self) -> None:
         """Called when a `while` loop has made many turns."""
