@@ -42,7 +42,7 @@ def as_array(name: str, value: Any) -> Array | np.ndarray:
     """A JAX array unchanged; any other value as a NumPy array in the machine's byte order.
 
     Raises:
-        TypeError: for a tensor of torch, a QArray or a dict.
+        TypeError: for a tensor of torch, a QArray, a sparse array or a dict.
     """
     if isinstance(value, Array):
         return value
@@ -65,6 +65,11 @@ def _check_kind(name: str, value: Any) -> None:
         )
     if hasattr(value, "qvalue"):
         raise TypeError(f"{name} is a QArray of codes; pass its numbers, jchop.dequantize({name})")
+    if hasattr(value, "todense"):
+        raise TypeError(
+            f"{name} is a sparse {type(value).__name__}, not an array; pass its numbers, {name}.data, or "
+            f"{name}.todense()"
+        )
     if isinstance(value, Mapping):
         raise TypeError(
             f"{name} is a {type(value).__name__}, not an array; jax.tree.map calls a function for each leaf"
@@ -88,6 +93,8 @@ def carrier_of(dtype: Any, name: str = "x", *, complex_too: bool = True) -> Carr
 def _advice(name: str, dtype: Any) -> str:
     if not (is_whole(dtype) or jnp.issubdtype(dtype, jnp.inexact)):
         return "Pass a number or an array of floats"
+    if jnp.issubdtype(dtype, jnp.complexfloating):
+        return f"jchop.emulate(fun, spec) computes with complex numbers; here pass {name}.real and {name}.imag"
     number = f", or float({name}) if it is a Python number" if is_whole(dtype) else ""
     return f"Convert it first, for example {name}.astype('float32'){number}"
 

@@ -47,7 +47,12 @@ def negative(x: Value) -> Value:
 
 
 def floor_divide(x: Value, y: Value, down: bool = False) -> Value:
+    """As NumPy's: NaN for infinite x unless y is zero, and -1 for numbers of other signs of which y is infinite."""
+    if x in arithmetic.INFINITE and not arithmetic.is_zero(y):
+        return Special.NAN
     quotient = arithmetic.divide(x, y)
+    if y in arithmetic.INFINITE and x is not Special.NAN and not arithmetic.is_zero(x):
+        return Fraction(-1) if arithmetic.is_negative(x) != arithmetic.is_negative(y) else quotient
     if isinstance(quotient, Special):
         return quotient
     return Fraction(math.floor(quotient)) if quotient else quotient

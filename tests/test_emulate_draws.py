@@ -313,3 +313,26 @@ def more_of_draws(check: Callable[[], None]) -> None:
 
 
 test_further = further.test()
+
+
+#: Draws in the body of a loop whose derivative splits their calls.
+IN_LOOPS = {
+    "uniform": lambda key, w: random.uniform(key),
+    "uniform with an end": lambda key, w: random.uniform(key, minval=w),
+    "truncated normal": lambda key, w: random.truncated_normal(key, -w, w),
+    "normal": lambda key, w: random.normal(key) + 1,
+}
+
+
+@pytest.mark.parametrize(
+    "name", [name if name == "uniform" else pytest.param(name, marks=pytest.mark.slow) for name in IN_LOOPS]
+)
+def test_derivatives_of_loops_that_draw(name: str) -> None:
+    """Also if the parts of a draw before and after its bits are calls of their own."""
+
+    def fun(w: jax.Array) -> jax.Array:
+        step = lambda s, key: (s * w * IN_LOOPS[name](key, w), s)  # noqa: E731
+        return lax.scan(step, jnp.ones(()), random.split(random.key(0), 2))[0]
+
+    w = jnp.float32(0.4)
+    np.testing.assert_allclose(jc.emulate(jax.grad(fun), "bfloat16")(w), jax.grad(fun)(w), rtol=0.02)

@@ -238,6 +238,23 @@ def other_complex_operations_are_the_carriers_by_parts(rng: np.random.Generator)
     assert not np.array_equal(drawn.real, drawn.imag)
 
 
+@pytest.mark.parametrize(
+    "spec", ["binary16", *(pytest.param(spec, marks=pytest.mark.slow) for spec in ("bfloat16", "e5m2:up"))]
+)
+def test_complex_programs_are_lowered_to_few_lines(spec: str) -> None:
+    """Equal operations are one function, which is called: at most 12 lines for one of the program."""
+
+    def fun(x: jax.Array, y: jax.Array) -> jax.Array:
+        for i in range(20):
+            x = x * y - (y if i % 2 else x)
+        return x
+
+    x = jnp.ones(8, jnp.complex64)
+    low = jc.emulate(fun, spec, key=KEY)
+    lines, plain = (jax.jit(f).lower(x, x).as_text().count("\n") for f in (low, fun))
+    assert lines <= 12 * plain
+
+
 @pytest.mark.smoke
 def test_sums_of_complex_numbers_are_sums_of_their_parts() -> None:
     """In the order of the accumulator; of products four sums of products."""

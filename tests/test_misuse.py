@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.experimental.sparse import BCOO
 
 import jchop as jc
 import jchop.matlab
@@ -30,6 +31,7 @@ HQQ = "uint4(group=2,zero_point=float)"
 math, linalg = jc.math, jc.math.linalg
 REDUCED = (math.sum, math.mean, math.var, math.std, math.norm, math.prod)
 RUNNING = (math.cumsum, math.cumprod)
+CUMULATIVE = (math.cumsum, math.cumprod)
 MASKING = (math.sum, math.mean, math.var, math.std, math.prod, math.logsumexp)
 
 
@@ -39,6 +41,10 @@ def key() -> jax.Array:
 
 def stored() -> jc.QArray:
     return jc.quantize(X, "int8(channel=0)")
+
+
+def sparse() -> BCOO:
+    return BCOO.fromdense(jnp.eye(2))
 
 
 def lu_solve(p: Any, wrap: Callable[[Any], Any] = np.asarray) -> Any:
@@ -76,6 +82,9 @@ ELEMENTS: list[Row] = [
     (lambda: jc.round_to_format(None, "e5m2"), "x has dtype object.*Pass a number or an array of floats"),
     (lambda: jc.round_to_format("1", "e5m2"), "x has dtype <U1.*Pass a number or an array of floats"),
     (lambda: jc.round_to_format({"a": X}, "e5m2"), "x is a dict.*jax.tree.map"),
+    (lambda: jc.round_to_format(sparse(), "e5m2"), r"x is a sparse BCOO.*x\.data, or x\.todense\(\)"),
+    (lambda: jc.quantize(sparse(), "int8"), r"x is a sparse BCOO.*x\.data, or x\.todense\(\)"),
+    (lambda: jc.quantize(X * 1j, "int8"), r"x has dtype complex64.*x\.real and x\.imag"),
     (lambda: jc.round_to_format(stored(), "e5m2"), r"x is a QArray.*jchop\.dequantize\(x\)"),
     (lambda: jc.round_to_format(X, "e5m2", 0), "key=0 must be a typed key"),
     (lambda: jc.round_to_format(X, OFFSET, jax.random.key_data(key())), "key=an array of dtype uint32"),
@@ -145,6 +154,12 @@ MATH: list[Row] = [
     (lambda: math.ldexp(X, np.ma.masked_array([1, 2, 3, 4], [0, 1, 0, 0]), "bfloat16"), "n is a masked array"),
     (lambda: math.add(X, np.array(["1"]), "bfloat16"), "y has dtype <U1"),
     (lambda: math.add(X, np.ones(4, object), "bfloat16"), "y has dtype object"),
+    *((lambda f=f: f(X, "bfloat16", axis=(0, 1)), r"axis=\(0, 1\) must be an integer from -2") for f in CUMULATIVE),
+    *((lambda f=f: f(X, "bfloat16", axis=()), r"axis=\(\) must be an integer from -2") for f in CUMULATIVE),
+    *((lambda f=f: f(X * 1j, "bfloat16"), r"complex64.*jchop\.emulate\(fun, spec\).*x\.real") for f in CUMULATIVE),
+    (lambda: math.add(1.0, X * 1j, "bfloat16"), r"y has dtype complex64.*jchop\.emulate\(fun, spec\)"),
+    (lambda: math.matmul(X * 1j, X, "bfloat16"), r"a has dtype complex64.*jchop\.emulate\(fun, spec\)"),
+    (lambda: math.sin(sparse(), "bfloat16"), r"x is a sparse BCOO.*x\.data, or x\.todense\(\)"),
     *((lambda f=f: f(X, "bfloat16", where=X), "where has dtype float32") for f in (*MASKING, math.max, math.softmax)),
     *((lambda f=f: f(X, "bfloat16", where=np.ones(3, bool)), "where has shape") for f in MASKING),
     *((lambda f=f: f(X, "bfloat16", initial=X), "initial has shape") for f in (math.sum, math.prod, math.max)),

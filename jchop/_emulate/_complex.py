@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -14,9 +13,11 @@ from jax import lax
 
 from jchop._core.arithmetic.operations import draws, operation
 from jchop._emulate._accumulate import accumulated
+from jchop._emulate._perform import Task, perform
 from jchop._emulate._step import Step
 from jchop._program.bind import bind, straight_through
-from jchop._program.seeds import Seeds
+from jchop._program.seeds import Draw, Seeds
+from jchop._settings import compiled
 from jchop.spec import Spec
 
 Array = jax.Array
@@ -27,9 +28,22 @@ __all__ = ["by_parts", "summed_by_parts"]
 
 def by_parts(step: Step, seeds: Seeds | None, args: list[Any]) -> list[Any]:
     """The result of an equation with complex operands or a complex result; derivatives are the carrier's."""
-    own = partial(bind, step.eqn.primitive, step.eqn.params)
+    spec, name = step.choice.spec, step.name
+    assert spec is not None
     arrays = list(jnp.broadcast_arrays(*map(jnp.asarray, args)))
-    return [straight_through(partial(_run, step), lambda *args: own(*args)[0], arrays, seeds)]
+    drawn: list[Draw] = []
+    if seeds is not None and draws(spec):
+        part = jax.eval_shape(lambda x: x.real, arrays[0])
+        drawn = [seeds.draw(part, step.number + 4 + i) for i in range(_OPERATIONS.get(name, 0))]
+    params = tuple(sorted(step.eqn.params.items()))
+    return [_by_parts(step.eqn.primitive, params, spec, step.apart, arrays, drawn)]
+
+
+@partial(compiled, static_argnums=(0, 1, 2, 3))
+def _by_parts(primitive: Any, params: Any, spec: Spec, apart: bool, arrays: list[Array], drawn: list[Draw]) -> Array:
+    """A function of the program that all equations with equal facts call."""
+    run = partial(_run, primitive.name, spec, apart)
+    return straight_through(run, lambda *args: bind(primitive, dict(params), *args)[0], arrays, drawn)
 
 
 def summed_by_parts(step: Step, seeds: Seeds | None, args: list[Any]) -> list[Any]:
@@ -78,27 +92,25 @@ _NO_PARTS = ("reduce_prod", "cumprod", "scatter-mul")
 
 
 class _Arithmetic:
-    """Operations rounded to one spec. Each call takes the next draw number."""
+    """Operations rounded to one spec. Each call takes the next draw."""
 
-    def __init__(self, spec: Spec, seeds: Seeds | None, number: int) -> None:
-        self.spec = spec
-        self._words: Callable[[Array], Array | None] = partial(_next_word, spec, seeds, itertools.count(number))
+    def __init__(self, spec: Spec, apart: bool, drawn: Sequence[Draw]) -> None:
+        self.spec, self.apart, self._drawn = spec, apart, iter(drawn)
 
     def do(self, name: str, x: Array, y: Array) -> Array:
         """An operation on parts."""
-        return operation(name, [x, y], self.spec, self._words(x))
+        task = Task(_PRIMITIVES[name], (), "exact", self.spec, (self.spec, self.spec), self.apart)
+        return perform(task, [x, y], [next(self._drawn)] if draws(self.spec) else [])[0]
 
 
-def _next_word(spec: Spec, seeds: Seeds | None, numbers: Iterator[int], like: Array) -> Array | None:
-    number = next(numbers)
-    return seeds.words(like, number) if draws(spec) and seeds is not None else None
+_PRIMITIVES = {"add": lax.add_p, "mul": lax.mul_p}
+#: The numbers of operations on parts.
+_OPERATIONS = {"add": 2, "add_any": 2, "sub": 2, "mul": 6, "square": 6}
 
 
-def _run(step: Step, args: list[Array], seeds: Seeds | None) -> Array:
-    assert step.choice.spec is not None
-    now = _Arithmetic(step.choice.spec, seeds, step.number + 4)
+def _run(name: str, spec: Spec, apart: bool, args: list[Array], drawn: list[Draw]) -> Array:
     parts = [(lax.real(x), lax.imag(x)) if jnp.iscomplexobj(x) else (x, x) for x in args]
-    result = _RUNS[step.name](now, *parts)
+    result = _RUNS[name](_Arithmetic(spec, apart, drawn), *parts)
     return lax.complex(*result) if isinstance(result, tuple) else result
 
 
@@ -107,13 +119,13 @@ def _add(now: _Arithmetic, x: Pair, y: Pair) -> Pair:
 
 
 def _sub(now: _Arithmetic, x: Pair, y: Pair) -> Pair:
-    return now.do("sub", x[0], y[0]), now.do("sub", x[1], y[1])
+    return now.do("add", x[0], -y[0]), now.do("add", x[1], -y[1])  # which is how a difference is computed
 
 
 def _mul(now: _Arithmetic, x: Pair, y: Pair) -> Pair:
     """Four products and two sums."""
     (a, b), (c, d) = x, y
-    real = now.do("sub", now.do("mul", a, c), now.do("mul", b, d))
+    real = now.do("add", now.do("mul", a, c), -now.do("mul", b, d))
     return real, now.do("add", now.do("mul", a, d), now.do("mul", b, c))
 
 

@@ -93,15 +93,18 @@ def drawn(step: Step, seeds: Seeds | None, args: list[Any]) -> list[Any]:
     limits = None if spec is None else _limits_of(step, args)
     if spec is None or limits is None:
         return results
-    return [_kept_within(x, spec, limits) for x in results]
+    return [_kept_within(results[0], spec, limits), *results[1:]]  # then what a derivative needs
 
 
 def _limits_of(step: Step, args: list[Any]) -> tuple[Array, Array] | None:
     """The least and the largest result that a draw may have, in the carrier; None for a draw without excluded ends."""
-    if step.eqn.params.get("name") in _GROWING:
+    if step.eqn.params.get("name") in _GROWING and any(map(_is_key, step.eqn.invars)):  # else a part before the draw
         run = partial(_with_bits, jaxpr_of(step.eqn.params["jaxpr"]), args)
-        least, largest = lax.stop_gradient((run(0), run(-1)))
-        return least, jnp.where(_among(largest, args[-1]), lax.nextafter(largest, least), largest)
+        least, largest = (lax.stop_gradient(run(bits)[0]) for bits in (0, -1))
+        # The end is the last operand, or that of a program's derivative: the operands are the least and the length.
+        ends = [args[-1], *([args[-2] + args[-1]] if len(args) > 2 else [])]
+        among = jnp.any(jnp.stack([_among(largest, end) for end in ends]), 0)
+        return least, jnp.where(among, lax.nextafter(largest, least), largest)
     if step.name == "rng_uniform":
         least, end = args
         return least, lax.nextafter(end, least)
@@ -116,8 +119,8 @@ def _among(x: Array, end: Any) -> Array:
     return sum((x == end.reshape(shape) for shape in fits), jnp.zeros(x.shape, bool))
 
 
-def _with_bits(program: tuple[Any, tuple[Any, ...]], args: list[Any], bits: int) -> Array:
-    """The result of a program if every random bit is the given one."""
+def _with_bits(program: tuple[Any, tuple[Any, ...]], args: list[Any], bits: int) -> list[Array]:
+    """The results of a program if every random bit is the given one."""
     jaxpr, consts = program
     env: dict[Any, Any] = dict(zip((*jaxpr.constvars, *jaxpr.invars), (*consts, *args), strict=True))
     for eqn in jaxpr.eqns:
@@ -126,12 +129,11 @@ def _with_bits(program: tuple[Any, tuple[Any, ...]], args: list[Any], bits: int)
             (v,) = eqn.outvars
             out = [jnp.full(v.aval.shape, bits, jnp.int32).astype(v.aval.dtype)]
         elif "jaxpr" in eqn.params and any(map(_is_key, eqn.invars)):
-            out = [_with_bits(jaxpr_of(eqn.params["jaxpr"]), values, bits)]
+            out = _with_bits(jaxpr_of(eqn.params["jaxpr"]), values, bits)
         else:
             out = bind(eqn.primitive, eqn.params, *values)
         env.update(zip(eqn.outvars, out, strict=True))
-    (result,) = jaxpr.outvars
-    return env[result]
+    return [v.val if isinstance(v, Literal) else env[v] for v in jaxpr.outvars]
 
 
 def _kept_within(x: Array, spec: Spec, limits: tuple[Array, Array]) -> Array:

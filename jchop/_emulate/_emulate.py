@@ -55,8 +55,9 @@ def emulate(
     carrier's result once more. So do calls of `jax.random`; their results are never an excluded end of the interval.
     Sums along axes, products of matrices, convolutions, cumulative sums and products, and scatters that add, subtract
     or multiply follow `accumulate`. Operations that only move or choose values (slices, transposes, sorting, max ...)
-    round nothing. Integers and booleans do not change. A function of jchop is one operation. Operations within calls,
-    loops, branches, remat, shard_map and functions with custom derivative rules are rounded, too.
+    round nothing. Integers, booleans and the counts of means do not change; constants at limits of the carrier become
+    those of the format. A function of jchop is one operation. Operations within calls, loops, branches, remat,
+    shard_map and functions with custom derivative rules are rounded, too.
 
     ``jax.grad(emulate(fun, spec))`` differentiates in the carrier, at the rounded values, with the identity as the
     derivative of rounding (straight-through). ``emulate(jax.grad(fun), spec)`` computes the derivative in the

@@ -88,6 +88,30 @@ def holds_all(spec: Spec | None, value: Any) -> bool:
     return _holds(spec, number) if number else _holds_zero(spec.format, number)  # a cache takes -0 for 0
 
 
+def at_limits(value: Any, spec: Spec) -> Any:
+    """An array, with limits of the format in place of numbers that stand for limits of the dtype.
+
+    A number of at least half the dtype's largest that lies beyond the format's becomes the same part of the format's.
+    The dtype's smallest normal or subnormal number becomes the format's. All others are unchanged.
+    """
+    fmt, own, x = spec.format, jnp.finfo(value.dtype), np.asarray(value).astype(np.float64)
+    size, most = np.abs(x), float(own.max)
+    far = np.isfinite(x) & (size >= most / 2)
+    normal, least = (size == float(one) for one in (own.smallest_normal, own.smallest_subnormal))
+    if not np.any(far | normal | least):
+        return value
+    end, smallest = np.where(x < 0, *map(abs, ends_of(fmt))), float(fmt.smallest or 0)
+    first = float(fmt.smallest_normal) if isinstance(fmt, FloatFormat) else smallest
+    found = [far & (size > end), normal & (size < first), least & (size < smallest)]
+    return np.copysign(np.select(found, [size / most * end, first, smallest], size), x).astype(value.dtype)
+
+
+def ends_of(fmt: ElementFormat) -> tuple[float, float]:
+    """The lowest and the largest finite value; infinite beyond the range of float64."""
+    low, high = (float(end) if abs(end) < 1 << 1024 else math.copysign(math.inf, end) for end in (fmt.min, fmt.max))
+    return low, high
+
+
 def _holds_zero(fmt: ElementFormat, zero: float) -> bool:
     has = not isinstance(fmt, FloatFormat) or fmt.zero
     return has and (math.copysign(1.0, zero) > 0 or fmt.has_negative_zero)

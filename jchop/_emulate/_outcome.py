@@ -29,7 +29,8 @@ def _results(step: Step, known: Known) -> tuple[Known, ...]:
 
 def _rounded_operands(step: Step, spec: Spec | None) -> Step:
     numbers = [is_number(v.aval) for v in step.eqn.invars]
-    rounds = tuple(n and not within(k, spec) for n, k in zip(numbers, step.known, strict=True))
+    rounds = [n and not within(k, spec) for n, k in zip(numbers, step.known, strict=True)]
+    rounds = tuple(r and i not in step.counts for i, r in enumerate(rounds))
     known = tuple(spec if r else k for r, k in zip(rounds, step.known, strict=True))
     return replace(step, rounds=rounds, known=known)
 
@@ -107,8 +108,13 @@ def _rounded_constants(step: Step) -> Step:
     """Constants are rounded also if they are only moved. Infinite constants are not rounded: they are bounds."""
     spec = step.choice.spec
     rounds = tuple(
-        spec is not None and isinstance(v, Literal) and is_number(v.aval) and k is None and bool(np.isfinite(v.val))
-        for v, k in zip(step.eqn.invars, step.known, strict=True)
+        spec is not None
+        and isinstance(v, Literal)
+        and is_number(v.aval)
+        and k is None
+        and bool(np.isfinite(v.val))
+        and i not in step.counts
+        for i, (v, k) in enumerate(zip(step.eqn.invars, step.known, strict=True))
     )
     for v, r in zip(step.eqn.invars, rounds, strict=True):
         if r:

@@ -13,13 +13,25 @@ from jax import lax
 from jax.extend.core import Literal
 
 from jchop._core.arithmetic.ranges import wraps
+from jchop._emulate._counts import Counts
 from jchop._emulate._draws import draws_of
 from jchop._emulate._interpret import run_step
-from jchop._emulate._known import CARRIER_DTYPES, Known, common, holds_all, is_complex, is_narrow, is_number
+from jchop._emulate._known import (
+    CARRIER_DTYPES,
+    Known,
+    at_limits,
+    common,
+    holds_all,
+    is_complex,
+    is_float,
+    is_narrow,
+    is_number,
+)
 from jchop._emulate._outcome import OUTCOMES, errors_at
 from jchop._emulate._rules import COMPLEX, Choice, Settings, kind_of
 from jchop._emulate._step import Draw, Step
 from jchop._program import planner
+from jchop._program.bind import constant_of
 from jchop._program.seeds import Seeds
 from jchop._program.step import Plan, count_equations, is_own, is_own_result, jaxpr_of, scope_of
 from jchop.spec import Spec
@@ -35,6 +47,7 @@ class Planner(planner.Planner):
         self.settings = settings
         self.used: set[str] = set()
         self._draws: dict[int, Draw] = {}
+        self._counts = Counts()
         self._apart: bool | None = None  # until the whole program is seen
 
     def plan(
@@ -45,6 +58,7 @@ class Planner(planner.Planner):
             self._apart = count_equations(closed) >= _MANY
         computed = _with_computed_results(closed)
         self._draws |= draws_of(computed.jaxpr)
+        self._counts.add(jaxpr_of(closed)[0])
         return super().plan(computed, known, scope, constants)
 
     def read(self, v: Any, env: dict[Any, Known]) -> Known:
@@ -63,17 +77,23 @@ class Planner(planner.Planner):
         if is_own_result(eqn, scope):
             choice = self.settings.choose(name, scope, self.used)
             return OUTCOMES["result"](made(kind="result", choice=choice, known=(None,)))
+        own = made(kind="own", choice=Choice(None, None), known=(None,) * len(eqn.invars), out=nothing)
         if is_own(scope):
-            return made(kind="own", choice=Choice(None, None), known=(None,) * len(eqn.invars), out=nothing)
+            return own
         draw = self._draws.get(id(eqn))
         if draw is not None:
             scope = scope_of(scope, "", eqn.params.get("name"))
             made = partial(made, scope=scope)
         choice = self.settings.choose(name, scope, self.used)
+        if id(eqn) in self._counts.made and choice.function is None:
+            return own
+        made = partial(made, counts=self._counts.operands.get(id(eqn), ()))
+        eqn = _at_limits(eqn, choice.spec)
         known = tuple(_known_of(v, env, choice.spec) for v in eqn.invars)
+        made = partial(made, eqn=eqn, choice=choice, known=known)
         if draw is not None:
-            return OUTCOMES["draw"](made(kind="draw", choice=choice, known=known, draw=draw))
-        step = made(kind=kind_of(eqn.primitive), choice=choice, known=known)
+            return OUTCOMES["draw"](made(kind="draw", draw=draw))
+        step = made(kind=kind_of(eqn.primitive))
         if choice.function is not None:
             return OUTCOMES["carried"](replace(step, kind="carried"))
         if step.kind == "alone":
@@ -186,6 +206,18 @@ def _copy(literal: Literal) -> Any:
     aval: Any = literal.aval
     (eqn,) = jax.make_jaxpr(lax.optimization_barrier)(jax.ShapeDtypeStruct(aval.shape, aval.dtype)).eqns
     return eqn.replace(invars=[literal])
+
+
+def _at_limits(eqn: Any, spec: Spec | None) -> Any:
+    """An equation whose literals at limits of the carrier are at those of the format."""
+    literals = [isinstance(v, Literal) and is_float(v.aval) for v in eqn.invars]
+    if spec is None or not any(literals):
+        return eqn
+    pairs = [(v, constant_of(v) if found else None) for v, found in zip(eqn.invars, literals, strict=True)]
+    moved = [(v, x, None if x is None else at_limits(x, spec)) for v, x in pairs]
+    if all(old is new for _, old, new in moved):
+        return eqn
+    return eqn.replace(invars=[v if old is new else Literal(new, v.aval) for v, old, new in moved])
 
 
 def _known_of(v: Any, env: dict[Any, Known], spec: Spec | None) -> Known:

@@ -38,12 +38,14 @@ class Step(step.Step):
     Args:
         choice: its arithmetic.
         rounds: which operands are rounded first.
+        counts: the places of operands that are counts, which are not rounded.
         draw: its place in a call of `jax.random`.
         apart: whether it is compiled apart from its neighbours, for every size.
     """
 
     choice: Choice
     rounds: tuple[bool, ...] = ()
+    counts: tuple[int, ...] = ()
     known: tuple[Known, ...] = ()  # of the operands, after their rounding
     out: tuple[Known, ...] = ()
     draw: Draw | None = None

@@ -13,7 +13,7 @@ from jax.core import Tracer
 
 from jchop._arguments import is_tensor
 from jchop._emulate._interpret import Eager
-from jchop._emulate._known import is_number
+from jchop._emulate._known import at_limits, is_float, is_number
 from jchop._emulate._plan import Planner
 from jchop._emulate._rules import KINDS, Function, Settings
 from jchop._paths import matches_path, nearest_paths
@@ -142,7 +142,15 @@ class Programs:
         stored = [is_stored(unit) for unit in units for _ in jax.tree.leaves(unit)]
         rounds = tuple(not s for s, m in zip(stored, moved, strict=True) if m)
         traced = any(isinstance(x, Tracer) for x in (*values, *consts))
-        return replace(self._program(jaxpr, consts, rounds, jax.tree.structure(shapes), traced), values=values)
+        program = self._program(jaxpr, consts, rounds, jax.tree.structure(shapes), traced)
+        return replace(program, values=values, plan=replace(program.plan, consts=self._entering(program)))
+
+    def _entering(self, program: Program) -> tuple[Any, ...]:
+        """The constants; those that are rounded on entry with the format's limits in place of the carrier's."""
+        consts = program.plan.consts
+        rounds = program.rounds[len(program.rounds) - len(consts) :]
+        known = [r and is_float(x) and not isinstance(x, Tracer) for r, x in zip(rounds, consts, strict=True)]
+        return tuple(_at_limits(x, self.settings.spec) if k else x for k, x in zip(known, consts, strict=True))
 
     def _traced_with(self, tree: Any, moved: tuple[bool, ...], others: tuple[Any, ...]) -> tuple[Any, _Traced]:
         """A key and the function of the moved leaves; the earlier one if it read nothing that has changed."""
@@ -204,6 +212,13 @@ class Programs:
         plan = planner.plan(jaxpr, known[: len(free)], constants=known[len(free) :])
         _check_rules(self.settings, planner.used, plan)
         return Program(plan, (), rounds, tree, Eager(self.settings.max_turns), jaxpr)
+
+
+def _at_limits(x: Any, spec: Any) -> Any:
+    if isinstance(x, Array) and not x.is_fully_addressable:
+        return x
+    new = at_limits(x, spec)
+    return jax.device_put(new, x.sharding) if isinstance(x, Array) and new is not x else new
 
 
 def _is_equal(one: Any, other: Any) -> bool:

@@ -17,7 +17,17 @@ from jax.sharding import PartitionSpec
 from jchop._core.xla_cpu import entry_of, is_short_float
 from jchop._program.bind import bind, with_derivative_of
 from jchop._program.seeds import Seeds
-from jchop._program.step import CUSTOM_CALLS, HIGH_CALLS, PLAIN_CALLS, REMAT_CALLS, Step, carry_count, is_reference
+from jchop._program.step import (
+    BATCHED_CALLS,
+    CUSTOM_CALLS,
+    HIGH_CALLS,
+    PLAIN_CALLS,
+    REMAT_CALLS,
+    Plan,
+    Step,
+    carry_count,
+    is_reference,
+)
 from jchop._program.stopped import warn_of_stop
 
 Array = jax.Array
@@ -83,24 +93,37 @@ def _custom(step: Step, seeds: Seeds | None, args: list[Any], interpret: Interpr
 def run_opened(step: Step, seeds: Seeds | None, args: list[Any], interpret: Interpret) -> list[Any]:
     """A primitive by its implementation, which is a program; the derivative is the primitive's own, in the carrier.
 
-    A function with its own rule for batches has it also under `jax.vmap`.
+    What has its own rule for batches has it also under `jax.vmap`.
     """
     if step.later is None or not any(isinstance(x, Tracer) for x in jax.tree.leaves((seeds, args))):
         return _custom(step, seeds, args, interpret)
-    leaves, tree = jax.tree.flatten((seeds, args))
+    if step.name in BATCHED_CALLS:
+        return _with_rule(step, interpret, lambda seeds, args: _custom(step, seeds, args, interpret), seeds, args)
+
+    # The derivative outside: JAX has none in reverse mode for a function with a rule for batches.
+    def inner(plan: Plan, *given: Any) -> list[Any]:
+        return _with_rule(step, interpret, partial(interpret, plan), *given)
+
+    return _custom(step, seeds, args, inner)
+
+
+def _with_rule(
+    step: Step, interpret: Interpret, run: Callable[..., list[Any]], seeds: Seeds | None, args: Sequence[Any]
+) -> list[Any]:
+    """``run(seeds, args)``, in a batch the rule of the step."""
+    leaves, tree = jax.tree.flatten((seeds, list(args)))
 
     def alone(*leaves: Any) -> list[Any]:
-        seeds, args = jax.tree.unflatten(tree, leaves)
-        return _custom(step, seeds, args, interpret)
+        return run(*jax.tree.unflatten(tree, leaves))
 
     def batch(size: int, batched: Sequence[bool], *leaves: Any) -> tuple[list[Any], list[bool]]:
         if any(batched) and not any(batched[len(leaves) - len(args) :]):  # the seeds alone
             return jax.vmap(alone, [0 if b else None for b in batched])(*leaves), [True] * len(step.eqn.outvars)
         return _batch(step, interpret, size, *(jax.tree.unflatten(tree, each) for each in (batched, leaves)))
 
-    run = jax.custom_batching.custom_vmap(alone)  # of leaves, as JAX's derivative of it does not take None
-    run.def_vmap(batch)
-    return run(*leaves)
+    call = jax.custom_batching.custom_vmap(alone)  # of leaves, as JAX's derivative of it does not take None
+    call.def_vmap(batch)
+    return call(*leaves)
 
 
 def _batch(step: Step, interpret: Interpret, size: int, batched: Any, given: Any) -> tuple[list[Any], list[bool]]:
@@ -109,6 +132,11 @@ def _batch(step: Step, interpret: Interpret, size: int, batched: Any, given: Any
     seeds = jax.tree.map(lambda x, b: x[0] if b else x, seeds, rows)  # one program rounds the whole batch
 
     def rule(*values: Any) -> list[Any]:
+        if step.name not in BATCHED_CALLS:
+            kept[:] = [True] * len(step.eqn.outvars)
+            return jax.vmap(partial(bind, step.eqn.primitive, step.eqn.params), [0 if b else None for b in flags])(
+                *values
+            )
         trees = (list(jax.tree.unflatten(step.eqn.params["in_tree"], each)) for each in (flags, values))
         out, kept[:] = map(jax.tree.leaves, step.eqn.params["rule"](size, next(trees), *next(trees)))
         return out

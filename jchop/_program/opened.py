@@ -2,29 +2,66 @@
 
 from __future__ import annotations
 
+import inspect
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
 import jax
+from jax.interpreters import batching, mlir
 
-__all__ = ["program_of"]
+from jchop._program.step import CONTROL, Plan, Step
+
+__all__ = ["has_batches", "is_unit", "program_of"]
+
+#: Calls of code that JAX cannot differentiate, and may not take apart for batches.
+_FOREIGN = frozenset(("pure_callback", "io_callback", "ffi_call"))
 
 
 def program_of(eqn: Any) -> Any:
     """The program of the implementation of an equation's primitive; None if it cannot be traced."""
     primitive = eqn.primitive
-    if primitive.impl is None or _is_compiled(primitive.impl):
-        return None
     params = primitive.get_bind_params(eqn.params)
-    try:
-        closed = jax.make_jaxpr(lambda *args: primitive.impl(*args, **params))(*(v.aval for v in eqn.invars))
-    except Exception:  # any error of another package that needs numbers
-        return None
-    same = [v.aval.shape for v in closed.jaxpr.outvars] == [v.aval.shape for v in eqn.outvars]
-    return closed if same and all(one.primitive is not primitive for one in closed.jaxpr.eqns) else None
+    for function in _implementations(primitive):
+        try:
+            closed = jax.make_jaxpr(lambda *args, f=function: f(*args, **params))(*(v.aval for v in eqn.invars))
+        except Exception:  # any error of another package that needs numbers
+            continue
+        same = [v.aval.shape for v in closed.jaxpr.outvars] == [v.aval.shape for v in eqn.outvars]
+        if same and all(one.primitive is not primitive for one in closed.jaxpr.eqns):
+            return closed
+    return None
 
 
-def _is_compiled(impl: Any) -> bool:
-    """Whether the implementation is JAX's own, which compiles the primitive."""
-    function = impl.func if isinstance(impl, partial) else impl
-    return getattr(function, "__module__", "") == "jax._src.dispatch"
+def _implementations(primitive: Any) -> Iterator[Callable[..., Any]]:
+    """The functions that compute a primitive: its own, and what it is lowered to if that is a function of JAX."""
+    if primitive.impl is not None and not _is_of(primitive.impl, "jax._src.dispatch"):
+        yield primitive.impl
+    platform = getattr(mlir, "_platform_specific_lowerings", {}).get(jax.default_backend(), {})
+    for rules in (platform, getattr(mlir, "_lowerings", {})):
+        rule: Any = getattr(rules.get(primitive), "rule", rules.get(primitive))
+        if getattr(rule, "__qualname__", "").startswith("lower_fun."):
+            function = inspect.getclosurevars(rule).nonlocals["fun"]
+            if not _is_of(function, "jax"):
+                yield function
+
+
+def _is_of(function: Any, package: str) -> bool:
+    """Whether a function is defined in a module or package."""
+    function = function.func if isinstance(function, partial) else function
+    return f"{getattr(function, '__module__', '')}.".startswith(f"{package}.")
+
+
+def has_batches(primitive: Any, plan: Plan) -> bool:
+    """Whether a primitive with this program keeps its own rule for batches: it calls foreign code and has a rule."""
+    tables = (getattr(batching, name, None) for name in ("fancy_primitive_batchers", "primitive_batchers"))
+    return _calls_foreign(plan) and any(isinstance(table, dict) and primitive in table for table in tables)
+
+
+def is_unit(step: Step) -> bool:
+    """Whether a step is a primitive of another package that calls foreign code; its derivative is its own."""
+    return step.kind == "control" and step.name not in CONTROL and any(map(_calls_foreign, step.inner))
+
+
+def _calls_foreign(plan: Plan) -> bool:
+    return any(step.name in _FOREIGN for step in plan.walk())

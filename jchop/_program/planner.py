@@ -15,7 +15,7 @@ from typing import Any
 import jax
 from jax.extend.core import Literal
 
-from jchop._program.opened import program_of
+from jchop._program.opened import has_batches, program_of
 from jchop._program.step import BATCHED_CALLS, CALLS, HIGH_CALLS, Plan, carry_count, is_own, jaxpr_of, scope_of
 
 __all__ = ["Planner", "taken_by_others"]
@@ -99,7 +99,8 @@ class Planner:
 
     def _opened(self, step: Any) -> Any:
         inner = self.plan(self.opened(step.eqn), step.known, step.scope)
-        later = partial(self.later, known=step.known, scope=step.scope) if step.name in BATCHED_CALLS else None
+        keeps = step.name in BATCHED_CALLS or has_batches(step.eqn.primitive, inner)
+        later = partial(self.later, known=step.known, scope=step.scope) if keeps else None
         return replace(step, inner=(inner,), out=inner.out, later=later)
 
     def _solve(self, step: Any) -> Any:

@@ -28,6 +28,7 @@ __all__ = [
     "is_own_result",
     "is_reference",
     "jaxpr_of",
+    "programs_of",
     "scope_of",
 ]
 
@@ -123,12 +124,14 @@ def jaxpr_of(value: Any) -> tuple[Any, tuple[Any, ...]]:
 def count_equations(closed: Any) -> int:
     """The number of equations of a jaxpr, including the equations of programs that they hold."""
     eqns = jaxpr_of(closed)[0].eqns
-    inner = (value for eqn in eqns for param in eqn.params.values() for value in _listed(param))
-    return len(eqns) + sum(count_equations(value) for value in inner if hasattr(jaxpr_of(value)[0], "eqns"))
+    return len(eqns) + sum(count_equations(inner) for eqn in eqns for inner in programs_of(eqn))
 
 
-def _listed(value: Any) -> Sequence[Any]:
-    return value if isinstance(value, tuple | list) else (value,)
+def programs_of(eqn: Any) -> Iterator[Any]:
+    """The jaxprs, without their constants, among the parameters of an equation."""
+    for param in eqn.params.values():
+        inner = (jaxpr_of(value)[0] for value in (param if isinstance(param, tuple | list) else (param,)))
+        yield from (jaxpr for jaxpr in inner if hasattr(jaxpr, "eqns"))
 
 
 def carry_count(params: dict[str, Any]) -> tuple[int, int]:

@@ -101,7 +101,7 @@ mod = binary("mod", jnp.mod, "x - floor(x / y) y, of the sign of y", ("-5.5, 2.0
 floor_divide = binary(
     "floor_divide",
     jnp.floor_divide,
-    "floor(x / y) of the exact quotient",
+    "floor(x / y) of the exact quotient; NaN if x is infinite, as in NumPy",
     ("-5.5, 2.0", "-3.0"),
     exact=_exact.floor_divide,
 )

@@ -86,9 +86,13 @@ def _remainder(x: Array, y: Array, carrier: Carrier) -> Array:
 
 
 def floor_divide(operands: _Operands, spec: Spec, word: Array | None) -> Array:
-    """The floor of the quotient."""
+    """The floor of the quotient. With infinities NumPy's (x - mod(x, y)) / y, which is NaN or, of other signs, -1."""
     x, y = operands
     carrier = _of(x)
+    (x_sign, size), (y_sign, divisor) = _bits.split(x, carrier), _bits.split(y, carrier)
+    below = (x_sign != y_sign) & (size > 0) & (size < carrier.inf) & (divisor == carrier.inf)
+    x = jnp.where(below, -1, jnp.where((size == carrier.inf) & (divisor > 0), jnp.nan, x))
+    y = jnp.where(below, 1, y)
     return round_exact(_floor(double_word.divide(x, y, carrier, carrier.work_width), carrier), spec, carrier, word)
 
 

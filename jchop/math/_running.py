@@ -26,6 +26,7 @@ from jchop.math._parts import (
     as_initial,
     as_mask,
     as_rows,
+    check_axis,
     fold,
     mask_rows,
     reduced_in_auto_mesh,
@@ -176,7 +177,7 @@ def _stepped(kind: str, x: Any, spec: SpecLike, key: Any, axis: int | None) -> A
     spec = as_spec(spec)
     (array,) = as_operands("x", (x,))
     _check(spec, array)
-    axes = None if axis is None else as_axes(axis, array.ndim)
+    axes = None if axis is None else (check_axis(axis, array.ndim),)
     return run(partial(_steps, kind, spec, axes), (array,), checked_key(key, draws(spec), spec))
 
 

@@ -6,15 +6,12 @@ from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from typing import Any, Literal, TypeVar
 
-import jax
-import jax.core
-import jax.numpy as jnp
 from flax import nnx
 
 from jchop._checks import brief
 from jchop._products.rule import StreamOffset
 from jchop._products.scale_from import is_tensor_scaled
-from jchop._products.scales.observers import Observer, observer_of
+from jchop._products.scales.observers import Observer, check_seen, observer_of
 from jchop._products.traced.call import numbered
 from jchop.nn._nnx.hooks import Product, site_in
 from jchop.nn._nnx.layers import layers_of
@@ -51,7 +48,7 @@ def calibrate(
             the fraction of that range, in hundredths, with the least square error of rounding to nearest. Or the range
             of all batches: ``"entropy"``, up to the magnitude at which a histogram of 2048 bins loses the least
             information (Kullback-Leibler) when it is rounded to the integers of the format, as in TensorRT. Numbers
-            that are not finite are ignored.
+            that are not finite are ignored, with a `RuntimeWarning`.
         combine: the combined range of all batches: ``"widest"`` (default), or the ``"mean"`` of both ends (not for
             entropy).
         run: function that calls the model on a batch. Default ``model(batch)``; for a module of Equinox that takes one
@@ -118,9 +115,7 @@ def check_calls(batches: Any, run: Any, progress: Any) -> None:
 
 def _see(observer: Observer, place: StreamOffset, x: Any) -> None:
     """Note an input of a layer that has a range."""
-    found = jnp.isfinite(x).any()  # in a trace a tracer, though x may be an array
-    if not isinstance(found, jax.core.Tracer) and not bool(found):
-        raise ValueError(f"batches give the {place} an input of shape {x.shape} without a finite number")
+    check_seen(x, str(place))
     observer.see(x)
 
 

@@ -44,9 +44,10 @@ def check_carrier(name: str, value: object, *, complex_too: bool = True) -> None
     assert isinstance(value, Tensor)
     allowed = [dtype for dtype in CARRIERS if complex_too or not dtype.is_complex]
     if value.dtype not in allowed:
+        parts = f"Pass its parts, {name}.real and {name}.imag"
+        how = parts if value.is_complex() else "Convert it first, for example x.float()"
         raise TypeError(
-            f"{name} has dtype {value.dtype}, which is not a carrier; allowed: {', '.join(map(str, allowed))}. "
-            "Convert it first, for example x.float()"
+            f"{name} has dtype {value.dtype}, which is not a carrier; allowed: {', '.join(map(str, allowed))}. {how}"
         )
 
 

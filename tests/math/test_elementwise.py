@@ -375,6 +375,18 @@ def test_a_quotient_of_any_size_is_rounded_down_once() -> None:
         np.testing.assert_array_equal(got, [3, -4, 2.0**80, -(2.0**80), last, last - 514])
 
 
+def test_quotients_rounded_down_of_infinities_are_those_of_numpy() -> None:
+    """NaN for infinities unless they are divided by zero, and -1 below zero, in formats that hold these."""
+    numbers = np.array([np.inf, -np.inf, np.nan, 0.0, -0.0, 1.5, -1.5, 1e-40, -1e-40], np.float32)
+    x, y = (a.ravel() for a in np.meshgrid(numbers, numbers))
+    with np.errstate(all="ignore"):
+        want = np.floor_divide(x, y)
+    got = jc.math.floor_divide(x, y, "bfloat16")
+    np.testing.assert_array_equal(got, want)
+    number = ~np.isnan(want)
+    np.testing.assert_array_equal(np.signbit(got[number]), np.signbit(want[number]))
+
+
 def test_the_derivatives_of_a_fused_sum() -> None:
     slopes = jax.grad(lambda x, y, z: jc.math.fma(x, y, z, "e5m7"), (0, 1, 2))(*map(jnp.float32, (2, 3, 5)))
     assert list(map(float, slopes)) == [3, 2, 1]

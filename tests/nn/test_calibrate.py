@@ -108,12 +108,22 @@ def test_what_is_not_finite_does_not_count(method: str) -> None:
     x = np.random.default_rng(4).normal(size=(4096, 4)).astype(np.float32)
     faulty = np.where(np.arange(x.size).reshape(x.shape) % 4001 == 7, np.nan, x)
     faulty[1000, 2] = np.inf
-    found, wanted = (
-        range_of(jc.nn.calibrate(layer(), [jnp.asarray(b)], method=method))
-        for b in (faulty, np.where(np.isfinite(faulty), faulty, 0))
-    )
+    with pytest.warns(RuntimeWarning, match="batches give the .* 6 NaN or infinities among 16384 numbers"):
+        found = range_of(jc.nn.calibrate(layer(), [jnp.asarray(faulty)], method=method))
+    wanted = range_of(jc.nn.calibrate(layer(), [jnp.nan_to_num(faulty, nan=0, posinf=0)], method=method))
     np.testing.assert_array_equal(found, wanted)
     assert found[0] < -2.5 and found[1] > 2.5
+
+
+def test_a_program_warns_of_what_is_not_finite() -> None:
+    """By the name of the product, and refuses inputs without a finite number."""
+    low = jc.quantize_fn(lambda p, x: x @ p["w"], jc.Rule(activation="int8"))
+    params, x = {"w": jnp.ones((2, 2))}, np.array([[1.0, np.inf]], np.float32)
+    with pytest.warns(RuntimeWarning, match="product of 'w_activation_range'.* 1 NaN or infinities among 2 numbers"):
+        fixed = low.calibrate(params, [x])
+    assert fixed.stats["w_activation_range"].tolist() == [0.0, 1.0]
+    with pytest.raises(ValueError, match=r"product of 'w_activation_range'.* shape \(1, 2\) without a finite number"):
+        low.calibrate(params, [x * np.inf])
 
 
 def test_zeros_do_not_shorten_the_range_of_least_entropy() -> None:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -81,6 +81,7 @@ class Beside:
         found: the measure of each step, by its id.
         notes: sentences about loops that were stopped.
         entries: of each argument and constant its name, whether it is rounded, its size and its measure.
+        lost: the roundings of literals that overflow or become zero, as a step of their own, by the id of their step.
     """
 
     reference: Reference
@@ -89,6 +90,7 @@ class Beside:
     found: dict[int, Measure] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
     entries: list[tuple[str, bool, int, Measure]] = field(default_factory=list)
+    lost: dict[int, Step] = field(default_factory=dict)
     turn: tuple[int, ...] = ()
     order: int = 0
     axes: Axes = ()  # of the mesh, which values have first
@@ -141,9 +143,9 @@ class Beside:
         return self.run(program.plan, seeds, pairs[: len(values)], pairs[len(values) :])
 
     def _step(self, step: Step, seeds: Seeds | None, args: list[Pair]) -> list[Pair]:
-        walk = _WALKS.get(step.name, Beside._call if step.inner else None) if step.kind == "control" else None
+        walk = self.walk_of(step)
+        self._look_at_literals(step, seeds, args)
         if walk is not None:
-            self._look_at_constants(step)
             return walk(self, step, seeds, self.rounded_operands(step, seeds, args))
         low, wide = ([pair[i] for pair in args] for i in (0, 1))
         step = untyped(step, self.axes)
@@ -156,6 +158,10 @@ class Beside:
             self._look(step, low, results, reference)
         self.order += 1
         return list(zip(results, reference, strict=True))
+
+    def walk_of(self, step: Step) -> Callable[..., list[Pair]] | None:
+        """The way through the programs of an equation; None for one that is run as a whole."""
+        return _WALKS.get(step.name, Beside._call if step.inner else None) if step.kind == "control" else None
 
     def _look(self, step: Step, low: list[Any], results: list[Any], reference: list[Any]) -> None:
         silent = step.kind in SILENT
@@ -185,12 +191,37 @@ class Beside:
             self.found.setdefault(id(step), Measure()).add(seen)
             self._check_stop(step, seen, result, operands, f"{step.name} of {{given}} is {{result}}")
 
-    def _look_at_constants(self, step: Step) -> None:
-        """Counts infinities and NaN among the literals of a program."""
-        for v in step.eqn.invars:
+    def _look_at_literals(self, step: Step, seeds: Seeds | None, args: list[Pair]) -> None:
+        """Counts the literals that overflow or become zero, and those of calls and loops that are not finite."""
+        first = id(step) not in self.lost
+        for i, low, seen in self.lost_literals(step, seeds, args):
+            own = self.lost.setdefault(id(step), replace(step, kind="constant"))
+            if first:  # a literal of a loop is one constant
+                self.found.setdefault(id(own), Measure()).add(seen)
+            self._check_stop(step, seen, low, [args[i][0]], "constant, {given}, is {result}")
+        for v in step.eqn.invars if step.kind == "control" else ():
             if isinstance(v, Literal) and is_number(v.aval) and not np.all(np.isfinite(v.val)):
                 seen = measured(v.val, v.val, v.val, [], turn=self.turn, order=self.order)
                 self.found.setdefault(id(step), Measure()).add(seen)
+
+    def lost_literals(self, step: Step, seeds: Seeds | None, args: list[Pair]) -> Iterator[tuple[int, Any, Measure]]:
+        """The literals whose rounding overflows or gives zero: the place, the rounded value and its measure."""
+        places = [i for i, v in enumerate(step.eqn.invars) if step.rounds[i] and isinstance(v, Literal)]
+        low = self.rounded(step, seeds, args) if places else []
+        for i in places:
+            whole, spec = args[i][0], step.choice.spec
+            seen = measured(
+                low[i], whole, whole, [whole], turn=self.turn, order=self.order, elementwise=True, spec=spec
+            )
+            if seen.overflows or seen.underflows:
+                yield i, low[i], seen
+
+    def with_lost(self, steps: Iterable[tuple[Step, int, str]]) -> Iterator[tuple[Step, int, str]]:
+        """The steps of `walk`, each after the rounding of its lost literals."""
+        for step, times, source in steps:
+            if id(step) in self.lost:
+                yield self.lost[id(step)], 1, source
+            yield step, times, source
 
     def _check_stop(self, step: Step | None, seen: Measure, result: Any, operands: list[Any], text: str) -> None:
         for what, event in seen.events():

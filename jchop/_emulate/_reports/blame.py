@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import os
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, fields
 from functools import partial
 from types import MethodType
@@ -27,6 +27,7 @@ from jchop._emulate._reports.tape import Share, Tape
 from jchop._emulate._step import Step
 from jchop._emulate._trace import Program, trace
 from jchop._program.control import as_jax
+from jchop._program.opened import is_unit
 from jchop._program.run import interpret
 from jchop._program.seeds import Seeds
 from jchop._program.source import here
@@ -48,7 +49,8 @@ class BlameRow:
     Args:
         scope: the path of `jax.named_scope` and `jax.jit` names; empty outside of all.
         primitive: its name; ``"argument [0]['w']"`` for an argument that is rounded on entry; ``"constant"`` for a
-            constant that is rounded on entry, or where it is moved or enters a call, branch or loop.
+            constant that is rounded on entry, where it is moved or enters a call, branch or loop, or where it overflows
+            or becomes zero. Another constant of an operation belongs to the operation.
         spec: the rounding of the results, as text.
         equations: their number in the program.
         results: the count of results, in all turns of loops.
@@ -202,15 +204,15 @@ def blame(
     outer = here()
     start = home(low.fun, outer)
     # Of a constant result, `emulate` makes an equation in this call.
-    steps = [(step, start if source == outer else source) for step, _, source in walk(program.plan, 1, outer)]
-    tape.sources.update((id(step), source) for step, source in steps)
+    walked = [(step, times, start if at == outer else at) for step, times, at in walk(program.plan, 1, outer)]
+    tape.sources.update((id(step), source) for step, _, source in walked)
     seeds = low.seeds(key, args, kwargs)
     results = _run(low, program, tape, names_of(args, kwargs), seeds, most is not None)
     error, value, reference, cotangents = _seeded(program, results, output)
     shares = tape.shares(results, cotangents)
     for note in dict.fromkeys(tape.notes):
         warnings.warn(note, RuntimeWarning, stacklevel=2)
-    rows = [*_given_rows(shares, str(low.settings.spec), start, error), *_rows(steps, shares, error)]
+    rows = [*_given_rows(shares, str(low.settings.spec), start, error), *_rows(tape.with_lost(walked), shares, error)]
     rows.sort(key=lambda row: -abs(row.contribution))
     unexplained = error - math.fsum(row.contribution for row in rows)
     notes = (*dict.fromkeys(tape.notes), *_notes(tape.parted, error, value, unexplained, rows))
@@ -338,11 +340,12 @@ def _given_rows(shares: dict[Any, Share], spec: str, source: str, error: float) 
             yield _row("", name, spec, 1, [share], source, error)
 
 
-def _rows(steps: Sequence[tuple[Step, str]], shares: dict[Any, Share], error: float) -> Iterator[BlameRow]:
+def _rows(steps: Iterable[tuple[Step, int, str]], shares: dict[Any, Share], error: float) -> Iterator[BlameRow]:
     groups: dict[tuple[str, str, str, str], list[Share]] = {}
-    for step, source in steps:
+    for step, _, source in steps:
         if id(step) in shares:
-            name = "constant" if step.kind in SILENT else label_of(step)  # a move rounds nothing else
+            moves = step.kind in SILENT and not is_unit(step)  # which round nothing else
+            name = "constant" if moves else label_of(step)
             groups.setdefault((step.scope, name, spec_of(step), source), []).append(shares[id(step)])
     for (scope, name, spec, source), members in groups.items():
         yield _row(scope, name, spec, len(members), members, source, error)

@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from jchop._emulate._known import ends_of
 from jchop._emulate._rules import EVENTS
 from jchop.formats import FloatFormat, UniformFormat
 from jchop.spec import Spec
@@ -167,7 +168,7 @@ def _beyond(exact: np.ndarray, spec: Spec | None) -> Any:
         half = math.ldexp(1.0, fmt.emax - fmt.frac_bits - 1)
     elif isinstance(fmt, UniformFormat):
         half = math.ldexp(1.0, -fmt.frac_bits - 1)
-    low, high = (float(end) if abs(end) < 1 << 1024 else math.copysign(math.inf, end) for end in (fmt.min, fmt.max))
+    low, high = ends_of(fmt)
     below = 0.0 if isinstance(fmt, FloatFormat) and not fmt.signed else half
     return (exact > high + half) | (exact < low - below)
 

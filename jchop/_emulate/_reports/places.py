@@ -57,7 +57,10 @@ def walk(plan: Plan, times: int, outer: str) -> Iterator[tuple[Step, int, str]]:
 
 
 def label_of(step: Step) -> str:
-    """The primitive's name; ``"jchop"`` for a function of jchop; the function's name for a call of `jax.random`."""
-    if step.kind == "result":
-        return "jchop"
+    """The primitive's name; ``"jchop"`` for a function of jchop; the function's name for a call of `jax.random`.
+
+    ``"constant"`` for the rounding of literals.
+    """
+    if step.kind in ("result", "constant"):
+        return {"result": "jchop"}.get(step.kind, step.kind)
     return step.eqn.params.get("name", step.name) if step.draw is not None else step.name

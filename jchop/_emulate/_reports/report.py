@@ -6,7 +6,7 @@ import json
 import math
 import os
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, fields
 from types import MethodType
 from typing import Any, Literal
@@ -271,7 +271,7 @@ def report(
         warnings.warn(note, RuntimeWarning, stacklevel=2)
     notes = (*dict.fromkeys(beside.notes), *_notes(steps, beside), *_left_wide(steps))
     given = _given(beside, spec, home(fun.fun, outer))
-    rows = (*given, *_rows(steps, beside.found))
+    rows = (*given, *_rows(beside.with_lost(steps), beside.found))
     return Report(rows, True, beside.reference.text, notes, stopped)
 
 
@@ -299,7 +299,7 @@ def _left_wide(steps: Sequence[tuple[Step, int, str]]) -> Iterator[str]:
         yield f"left in the carrier: {', '.join(f'{name} ({n})' for name, n in counts.items())}"
 
 
-def _rows(steps: Sequence[tuple[Step, int, str]], found: dict[int, Measure]) -> Iterator[Row]:
+def _rows(steps: Iterable[tuple[Step, int, str]], found: dict[int, Measure]) -> Iterator[Row]:
     groups: dict[tuple[str, str, str, str, str], list[tuple[Step, int]]] = {}
     for step, times, source in steps:
         if step.kind in SILENT and id(step) not in found:
@@ -316,4 +316,6 @@ def _rows(steps: Sequence[tuple[Step, int, str]], found: dict[int, Measure]) -> 
 
 
 def _size(step: Step) -> int:
+    if step.kind == "constant":
+        return 1
     return sum(int(np.prod(v.aval.shape)) for v in step.eqn.outvars if is_number(v.aval))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -19,6 +19,7 @@ from jchop._emulate._reports.beside import CHOOSING, ELEMENTWISE, SILENT, Beside
 from jchop._emulate._reports.shards import Axes, at_row, bound, untyped
 from jchop._emulate._step import Step
 from jchop._program.control import as_jax
+from jchop._program.opened import is_unit
 from jchop._program.seeds import Seeds
 from jchop._program.step import is_reference
 from jchop._settings import compiled
@@ -86,13 +87,14 @@ class Tape(Beside):
         return node
 
     def _step(self, step: Step, seeds: Seeds | None, args: list[Pair]) -> list[Pair]:
-        if step.kind == "control" and (step.inner or step.name in ("cond", "scan", "while")):
+        if self.walk_of(step) is not None:
             return super()._step(step, seeds, args)
         if step.name == "select_n" and self.loops:
             # Turns follow the emulated program, and so do choices in a loop, as of a solver that rejects a step.
             args = [(low := self.followed(args[0]), low), *args[1:]]
+        args = self._with_lost(step, seeds, args)
         out = [Node(pair) for pair in super()._step(step, seeds, args)]
-        if step.kind not in SILENT or any(step.rounds):  # of a move, a constant operand may be rounded
+        if step.kind not in SILENT or is_unit(step) or any(step.rounds):  # of a move, a constant operand may be rounded
             low = [pair[0] for pair in args]
             exact = self.reference.bind(untyped(step, self.axes), low, self.axes, rounds=False)
             for v, node, same in zip(step.eqn.outvars, out, exact, strict=True):
@@ -101,6 +103,10 @@ class Tape(Beside):
         axes = self.axes
         self._record(step, args, out, lambda cotangents: self._pulled(step, axes, args, out, cotangents))
         return list(out)
+
+    def walk_of(self, step: Step) -> Any:
+        """The way through the programs of an equation; None for foreign code, which has no derivative inside."""
+        return None if is_unit(step) else super().walk_of(step)
 
     def check_long(self) -> None:
         """Called when a `while` loop has made many turns."""
@@ -112,6 +118,23 @@ class Tape(Beside):
         """The emulated condition; notes whether the carrier's differs."""
         self.parted = self.parted or not is_unchanged(*pair)
         return pair[0]
+
+    def _with_lost(self, step: Step, seeds: Seeds | None, args: list[Pair]) -> list[Pair]:
+        """The operands of arithmetic; a literal whose rounding overflows or gives zero has a share of its own."""
+        if step.kind in SILENT:  # whose share is that of its literals
+            return args
+        args = list(args)
+        for i, low, _ in self.lost_literals(step, seeds, args):
+            own = self.lost.setdefault(id(step), replace(step, kind="constant"))
+            self.sources[id(own)] = self.sources.get(id(step), step.place)
+            node = Node((low, args[i][1]))
+            node.made = _difference(*node)
+            self._record(own, [args[i]], [node], lambda cotangents: cotangents)
+            args[i] = node
+        return args
+
+    def _look_at_literals(self, step: Step, seeds: Seeds | None, args: list[Pair]) -> None:
+        """Nothing is measured."""
 
     def _look(self, step: Step, low: list[Any], results: list[Any], reference: list[Any]) -> None:
         """Nothing is measured: the errors are recorded."""
@@ -219,10 +242,14 @@ class Tape(Beside):
         raise ValueError(f"{why}, {_NO_PARTS}; it may have parts at other arguments")
 
     def _name(self, step: Any) -> str:
-        return f"{step.name} ({self.sources.get(id(step), step.place)})" if isinstance(step, Step) else str(step)
+        if not isinstance(step, Step):
+            return str(step)
+        name = step.kind if step.kind == "constant" else step.name
+        return f"{name} ({self.sources.get(id(step), step.place)})"
 
     def _pulled(self, step: Step, axes: Axes, args: list[Pair], out: list[Node], cotangents: list[Any]) -> list[Any]:
-        moved = [i for i, v in enumerate(step.eqn.invars) if is_number(v.aval) and not isinstance(v, Literal)]
+        fixed = [isinstance(v, Literal) and not isinstance(x, Node) for v, x in zip(step.eqn.invars, args, strict=True)]
+        moved = [i for i, v in enumerate(step.eqn.invars) if is_number(v.aval) and not fixed[i]]
         result: list[Any] = [None] * len(args)
         if any(is_reference(v.aval) for v in step.eqn.invars):
             raise NotImplementedError(

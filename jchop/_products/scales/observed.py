@@ -12,7 +12,7 @@ import numpy as np
 
 from jchop._products.scale_from import DelayedScaling
 from jchop._products.scales.formulas import step_of
-from jchop._products.scales.observers import Observer, observer_of
+from jchop._products.scales.observers import Observer, check_seen, observer_of
 from jchop._products.scales.sites import SCALE, Scales, Site
 
 Array = jax.Array
@@ -59,7 +59,8 @@ class Observed:
                         "calibrate of a program runs on data, and cannot be part of a traced function, as under "
                         "jax.jit or nnx.eval_shape"
                     )
-                if bool(jnp.isfinite(x).any()):  # else a branch was not taken
+                if not bool(jnp.isnan(x).all()):  # else a branch was not taken
+                    check_seen(x, f"product of {site.name!r}")
                     observers.setdefault(index, self._make(site.spec)).see(x)
 
     def into(self, scales: Scales) -> Scales:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import warnings
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -23,7 +24,7 @@ from jchop.spec import Spec
 
 Array = jax.Array
 
-__all__ = ["Observer", "observer_of"]
+__all__ = ["Observer", "check_seen", "observer_of"]
 
 _PERCENTILE = re.compile(r"percentile\(([0-9]{1,3}(?:\.[0-9]{1,99})?)\)")
 #: So many ranges are tried, each a share of that of the data; as torchao does.
@@ -40,6 +41,23 @@ class Observer(Protocol):
     def range(self) -> Array | None:
         """The range of all recorded inputs; None if there are none."""
         ...
+
+
+def check_seen(x: Array, place: str) -> None:
+    """Refuses data of which no number is finite, and warns of numbers that do not count; a tracer is let through.
+
+    Args:
+        x: the input of a layer or product in one batch.
+        place: the layer or product, for the message.
+    """
+    finite = jnp.isfinite(x).sum()  # in a trace a tracer, though x may be an array
+    if isinstance(finite, jax.core.Tracer) or int(finite) == x.size > 0:
+        return
+    if not finite:
+        raise ValueError(f"batches give the {place} an input of shape {x.shape} without a finite number")
+    lost = x.size - int(finite)
+    text = f"batches give the {place} {lost} NaN or infinities among {x.size} numbers; its range leaves them out"
+    warnings.warn(text, RuntimeWarning, stacklevel=2)
 
 
 class _OfBatches:
