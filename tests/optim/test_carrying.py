@@ -50,6 +50,31 @@ def test_what_error_feedback_sends_sums_to_what_came(spec: str, rng: np.random.G
     assert float(jnp.abs(state.error).max()) < 4
 
 
+@pytest.mark.parametrize(
+    ("make", "spec"),
+    [
+        (optim.error_feedback, "fixed2.3"),
+        *(
+            pytest.param(make, spec, marks=pytest.mark.slow)
+            for make, specs in (
+                (optim.error_feedback, ("e4m3fn", "int8(group=4)")),
+                (optim.compensate, ("fixed2.3", "e4m3:saturate", "int8(group=4)")),
+            )
+            for spec in specs
+        ),
+    ],
+)
+def test_numbers_that_are_not_finite_leave_no_error(make: Any, spec: str) -> None:
+    """The error of a number stays what it was in a step that gives no finite one; others are as ever."""
+    sound = jnp.asarray([[0.3, 0.2], [0.0, 0.1], [0.3, 0.2]])
+    for fault in (jnp.inf, -jnp.inf, jnp.nan):
+        wanted, found = (
+            scan(make(spec), grads, jnp.zeros(2))[2] for grads in (sound[:1], sound[:2].at[1, 0].set(fault))
+        )
+        before, after = wanted[0], found[0]
+        assert before[0] != 0 and after[0] == before[0] and jnp.isfinite(after[1]), (fault, before, after)
+
+
 def test_compensation_follows_kahan_exactly(rng: np.random.Generator) -> None:
     """Against exact arithmetic: y = u + c, t = round(p + y), c = y - (t - p), with c rounded to bfloat16."""
     grads = np.float32(rng.integers(-8, 40, (60, 4)) / 2.0**14)
