@@ -73,10 +73,13 @@ def error_feedback(spec: _Spec, key: Array | None = None) -> optax.GradientTrans
 
     def update(updates: Any, state: ErrorFeedbackState, params: Any = None, **extra: Any) -> Any:
         del params, extra
-        for u in jax.tree.leaves(updates):
+
+        def leaf(key: Array | None, u: Any, c: Array) -> Array:
             require_held("spec", spec, "updates", u)
+            return round_leaf(key, c, spec)
+
         wanted = jax.tree.map(lambda u, e: u.astype(e.dtype) + e, updates, state.error)
-        following, sent = map_drawing(lambda key, c: round_leaf(key, c, spec), state.key, wanted)
+        following, sent = map_drawing(leaf, state.key, updates, wanted)
         # The barrier keeps the compiler from contracting a product in `q` with the subtraction.
         error = jax.tree.map(
             lambda c, q, e: finite_or(c - jax.lax.optimization_barrier(q), e), wanted, sent, state.error

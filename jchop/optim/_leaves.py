@@ -69,7 +69,7 @@ def map_drawing(
     """The next step's key, and `function(key, leaf, ...)` for every leaf, each with a separate key.
 
     Raises:
-        ValueError: that of `function`, after the path of the leaf.
+        TypeError, ValueError: that of `function`, after the path of the leaf.
     """
     leaves, structure = jax.tree_util.tree_flatten_with_path(tree, is_leaf=is_leaf)
     others = [structure.flatten_up_to(other) for other in rest]
@@ -78,8 +78,11 @@ def map_drawing(
     for own, (path, leaf), *parts in zip(keys, leaves, *others, strict=True):
         try:
             results.append(function(own, leaf, *parts))
-        except ValueError as error:
-            raise ValueError(
+        except (TypeError, ValueError) as error:
+            kind = type(error)
+            if kind not in (TypeError, ValueError):  # errors of JAX have arguments of their own
+                raise
+            raise kind(
                 f"{path_text(path) or 'the array'}: {error}; to leave it out, use optax.masked, or for an array of a "
                 "packed state a rule of None"
             ) from error
