@@ -220,6 +220,8 @@ def _stays_finite(old: Any, new: Any) -> Array:
         return stays_finite(new, old)
     new = new.astype(codes_of(old).dtype)  # as the next step unpacks it
     finite = all_of(finite_leaves(new, stored=True))
+    if not _may_hold_nan(codes_of(old).spec):
+        return finite
     of_both = partial(_varying_as, new, old)
     return jax.lax.cond(finite, lambda: of_both(jnp.asarray(True)), lambda: stays_finite(new, unpack_tree(old)))
 
@@ -235,6 +237,12 @@ def _repack_if(key: Array | None, old: Any, new: Any, sound: Array) -> Any:
         return new
     of_both = partial(_varying_as, new, old)
     return jax.lax.cond(sound, lambda: of_both(repack(key, old, new)), lambda: of_both(old))
+
+
+def _may_hold_nan(spec: Spec) -> bool:
+    """Whether packed numbers may be NaN or infinite; if not, those of a state are finite, and need not be unpacked."""
+    element, fmt = spec.element, spec.scaled
+    return element.has_nan or element.has_inf or (fmt is not None and fmt.nan_block)
 
 
 def _varying_as(new: Any, old: Any, tree: Any) -> Any:
