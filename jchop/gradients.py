@@ -303,9 +303,11 @@ def _batch_linear(axis: Any, args: Any, dims: Any, *, there: Any, back: Any) -> 
     if dims[0] is None:  # the cotangent has a row for each row of the residuals
         args[0], dims[0] = jnp.broadcast_to(args[0], (axis.size, *args[0].shape)), 0
     to_first = jnp.moveaxis(args[0], dims[0], 0)
-    mapped = [jax.vmap(jaxpr_as_fun(each), in_axes=(0, *dims[1:]), **how) for each in (there, back)]
-    out = linear_with_transpose(*(lambda *values, f=f: f(*values)[0] for f in mapped), to_first, *args[1:])
-    return out, 0
+
+    def mapped(program: Any) -> Callable[..., Any]:
+        return jax.vmap(lambda *values: jaxpr_as_fun(program)(*values)[0], in_axes=(0, *dims[1:]), **how)
+
+    return linear_with_transpose(mapped(there), mapped(back), to_first, *args[1:]), 0
 
 
 _linear_p.def_impl(_run_linear)

@@ -85,9 +85,9 @@ move_linearly = CustomJvp(_move_linearly, nondiff_argnums=(0, 1, 2))
 def _move_jvp(there: _Moves, back: _Moves, wire: Wire, primals: Any, tangents: Any) -> tuple[Array, Array]:
     x, key = primals
     over = _backward(wire) if x.size else None
-    exactly = partial(there, _Exact(wire.axes), key=None)
     pulled = None if over is None else lambda g, key: back(over, vary(g, wire.axes), key)
-    return move_linearly(there, back, wire, x, key), _moved(exactly, pulled, tangents[0], key)
+    moved = _moved(lambda t: there(_Exact(wire.axes), t, None), pulled, tangents[0], key)
+    return move_linearly(there, back, wire, x, key), moved
 
 
 def _pieces(x: Array, axis: int, tiled: bool, count: int) -> Array:

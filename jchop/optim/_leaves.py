@@ -10,7 +10,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import optax
-from jax.extend.core import nonempty_axis_env_DO_NOT_USE
+from jax.extend.core import nonempty_axis_env_DO_NOT_USE  # pyright: ignore[reportPrivateImportUsage]
 
 from jchop._arguments import checked_keys
 from jchop._bits import CARRIERS
