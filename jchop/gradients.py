@@ -21,7 +21,7 @@ from jax.extend.core import Primitive, jaxpr_as_fun
 from jax.interpreters import ad, batching, mlir
 from jax.interpreters import partial_eval as pe
 
-__all__ = ["CustomJvp", "moved_by", "on_cotangent", "with_rule"]
+__all__ = ["CustomJvp", "linear_with_transpose", "moved_by", "on_cotangent", "with_rule"]
 
 Array = jax.Array
 
@@ -192,12 +192,10 @@ def _jvp_with_rule(primals: Any, tangents: Any, *, program: Any, rule: Callable[
 
 def _batch_with_rule(axis: Any, args: Any, dims: Any, *, program: Any, rule: Callable[..., Any]) -> Any:
     """The operation for each element of a batch; the batch axis keeps its name if the operation uses it."""
-    if all(dim is None for dim in dims):
+    args, dims, how = _batch_of(axis, args, dims, program.effects)
+    if how is None:
         out = _with_rule_p.bind(*args, program=program, rule=rule)
         return out, [None] * len(out)
-    uses = any(getattr(effect, "name", None) == axis.name for effect in program.effects)
-    how: Any = {"axis_size": axis.size, "axis_name": axis.name if uses else None, "spmd_axis_name": axis.spmd_name}
-    dims = list(dims)
     mapped = jax.make_jaxpr(jax.vmap(jaxpr_as_fun(program), in_axes=tuple(dims), **how))(*args)
 
     def mapped_rule(primals: list[Any], tangents: list[Any]) -> tuple[Any, list[Any]]:
@@ -206,6 +204,18 @@ def _batch_with_rule(axis: Any, args: Any, dims: Any, *, program: Any, rule: Cal
 
     out = _with_rule_p.bind(*args, program=mapped, rule=mapped_rule)
     return out, [0] * len(out)
+
+
+def _batch_of(axis: Any, args: Sequence[Any], dims: Sequence[Any], effects: Any) -> tuple[list[Any], list[Any], Any]:
+    """Operands, their batch axes, and the other arguments of `jax.vmap`; None in place of these if it is not needed."""
+    args, dims = list(args), list(dims)
+    uses = any(getattr(effect, "name", None) == axis.name for effect in effects)
+    if all(dim is None for dim in dims):
+        if not uses:
+            return args, dims, None
+        args[0], dims[0] = jnp.broadcast_to(args[0], (axis.size, *jnp.shape(args[0]))), 0  # equal on all ranks
+    how = {"axis_size": axis.size, "axis_name": axis.name if uses else None, "spmd_axis_name": axis.spmd_name}
+    return args, dims, how
 
 
 def _transpose_with_rule(cotangents: Any, *values: Any, program: Any, rule: Callable[..., Any]) -> list[Any]:
@@ -240,3 +250,70 @@ ad.primitive_jvps[_with_rule_p] = _jvp_with_rule
 ad.primitive_transposes[_with_rule_p] = _transpose_with_rule
 batching.fancy_primitive_batchers[_with_rule_p] = _batch_with_rule
 mlir.register_lowering(_with_rule_p, mlir.lower_fun(_run, multiple_results=True))
+
+
+# -- linear functions with another transpose ---------------------------------------------------------------------------
+
+
+def linear_with_transpose(
+    fun: Callable[..., Array], transpose: Callable[..., Array], tangent: Array, *residuals: Any
+) -> Array:
+    """``fun(tangent, *residuals)``, linear in `tangent`.
+
+    Its transpose maps a cotangent g to ``transpose(g, *residuals)``. Both may use named axes, as collectives do.
+    `on_cotangent` is shorter if `fun` is the identity.
+
+    Args:
+        fun: a function of arrays, which gives one; it may not close over tracers.
+        transpose: likewise; its result has the type of `tangent`.
+        tangent: the tangent of a value.
+        residuals: further arrays for both functions, without derivatives.
+    """
+    there = jax.make_jaxpr(fun)(tangent, *residuals)
+    back = jax.make_jaxpr(transpose)(*there.out_avals, *residuals)
+    return _linear_p.bind(tangent, *residuals, there=there, back=back)
+
+
+_linear_p = Primitive("jchop_linear")
+
+
+def _run_linear(*values: Any, there: Any, **_: Any) -> Any:
+    return jaxpr_as_fun(there)(*values)[0]
+
+
+def _jvp_linear(primals: Any, tangents: Any, **static: Any) -> Any:
+    moved = tangents[0]
+    out = _linear_p.bind(*primals, **static)
+    if type(moved) is ad.Zero:
+        return out, ad.Zero(jax.typeof(out).to_tangent_aval())
+    return out, _linear_p.bind(moved, *primals[1:], **static)
+
+
+def _transpose_linear(cotangent: Any, tangent: Any, *residuals: Any, there: Any, back: Any) -> list[Any]:
+    nothing = [None] * len(residuals)
+    if type(cotangent) is ad.Zero:
+        return [ad.Zero(tangent.aval), *nothing]
+    return [_linear_p.bind(cotangent, *residuals, there=back, back=there), *nothing]
+
+
+def _batch_linear(axis: Any, args: Any, dims: Any, *, there: Any, back: Any) -> Any:
+    args, dims, how = _batch_of(axis, args, dims, there.effects | back.effects)
+    if how is None:
+        return _linear_p.bind(*args, there=there, back=back), None
+    if dims[0] is None:  # the cotangent has a row for each row of the residuals
+        args[0], dims[0] = jnp.broadcast_to(args[0], (axis.size, *args[0].shape)), 0
+    to_first = jnp.moveaxis(args[0], dims[0], 0)
+
+    def mapped(program: Any) -> Callable[..., Any]:
+        return jax.vmap(lambda *values: jaxpr_as_fun(program)(*values)[0], in_axes=(0, *dims[1:]), **how)
+
+    return linear_with_transpose(mapped(there), mapped(back), to_first, *args[1:]), 0
+
+
+_linear_p.def_impl(_run_linear)
+_linear_p.to_lojax = _run_linear
+_linear_p.def_effectful_abstract_eval(lambda *avals, there, back: (there.out_avals[0], there.effects | back.effects))
+ad.primitive_jvps[_linear_p] = _jvp_linear
+ad.primitive_transposes[_linear_p] = _transpose_linear
+batching.fancy_primitive_batchers[_linear_p] = _batch_linear
+mlir.register_lowering(_linear_p, mlir.lower_fun(_run_linear, multiple_results=False))

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax import lax
 
 from jchop._bits import varying
@@ -67,6 +68,40 @@ def as_axes(axis_name: AxisName) -> Axes:
                 "jax.shard_map over the axis, or use jchop.distributed.sharded_psum"
             ) from None
     return Axes(names, tuple(sizes))
+
+
+def _is_taken_apart(axes: Axes) -> bool:
+    """Whether some of several axes are those of `jax.vmap`, whose collectives take one axis at a time."""
+    return len(axes.names) > 1 and not set(axes.names) <= set(jax.sharding.get_abstract_mesh().axis_names)
+
+
+def all_gather(x: Array, axes: Axes, axis: int = 0, *, tiled: bool = False, to: str = "varying") -> Array:
+    """`jax.lax.all_gather` over all axes."""
+    if not _is_taken_apart(axes):
+        return lax.all_gather(x, axes.name, axis=axis, tiled=tiled, to=to)
+    x = x if tiled else lax.expand_dims(x, [axis])
+    for name in reversed(axes.names):
+        x = lax.all_gather(x, name, axis=axis, tiled=True, to=to)
+    return x
+
+
+def psum_scatter(x: Array, axes: Axes, axis: int, tiled: bool) -> Array:
+    """`jax.lax.psum_scatter` over all axes."""
+    if not _is_taken_apart(axes):
+        return lax.psum_scatter(x, axes.name, scatter_dimension=axis, tiled=tiled)
+    for name in axes.names:
+        x = lax.psum_scatter(x, name, scatter_dimension=axis, tiled=True)
+    return x if tiled else lax.squeeze(x, [axis])
+
+
+def ppermute(x: Array, axes: Axes, perm: tuple[tuple[int, int], ...]) -> Array:
+    """`jax.lax.ppermute` over all axes. In `jax.vmap` it takes one axis, and pairs with every rank."""
+    mapped = not set(axes.names) <= set(jax.sharding.get_abstract_mesh().axis_names)
+    if not mapped or (len(axes.names) == 1 and len(perm) == axes.size):
+        return lax.ppermute(x, axes.name, perm)
+    sources = {target: source for source, target in perm}
+    of_rank = jnp.asarray([sources.get(rank, axes.size) for rank in range(axes.size)])[axes.rank]
+    return all_gather(x, axes).at[of_rank].get(mode="fill", fill_value=0)
 
 
 def axes_are_tracked(axes: Axes) -> bool:

@@ -259,7 +259,7 @@ def ppermute(
         axis_name: as in `psum`.
         spec: as in `psum`.
         key: as in `psum`.
-        perm: pairs (source rank, target rank), each source and each target once at most. `jax.vmap` needs all of them.
+        perm: pairs (source rank, target rank), each source and each target once at most.
 
     Returns:
         Arrays like `x`.

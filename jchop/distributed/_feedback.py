@@ -15,7 +15,7 @@ from jchop._core.arithmetic.operations import operation_carrier
 from jchop._settings import own_settings, split
 from jchop.accumulation import MatmulSpec
 from jchop.distributed._algorithms import TWO_SHOT
-from jchop.distributed._axes import AxisName, vary
+from jchop.distributed._axes import Axes, AxisName, vary
 from jchop.distributed._collectives import BUCKET, checked
 from jchop.distributed._messages import Phase, encode, fold, move, numbers, sum_in_order
 from jchop.distributed._pieces import Cut, is_flat, plan_cut
@@ -56,6 +56,9 @@ def psum_with_feedback(
     the last sum: c = x + e, q = round(c), and the new error is c - q. Over many steps the sum of all results differs
     from the sum of all updates by one error of every rank and one of the owner. So formats of one bit train. Without
     errors a step is `psum` with ``algorithm="two_shot"``.
+
+    If a number is not finite on any rank, or in a sum, all results of the step are NaN on every rank, in any format,
+    and the errors stay as they were: a step to be skipped, as by `jchop.optim.skip_nonfinite`.
 
     Both functions run inside `jax.shard_map`. The state differs between ranks: with a leading axis for the ranks it
     passes in and out of `jax.shard_map` by ``PartitionSpec(axis_name)``.
@@ -123,10 +126,21 @@ def psum_with_feedback(
         with own_settings():
             following, own = (None, None) if drawn is None else split(drawn)
             results = in_buckets(updates, own, step, size)
-        return results, FeedbackState(tuple(sent for sent, _ in kept), tuple(total for _, total in kept), following)
+            sent, total = zip(*kept, strict=True) if kept else ((), ())
+            new, old = (sent, total), (state.sent, state.total)
+            sound = _all_finite(wire.axes, new)
+            sent, total = jax.tree.map(lambda new, old: jnp.where(sound, new, old), new, old)
+            results = jax.tree.map(lambda y: jnp.where(sound, y, jnp.nan) if jnp.size(y) else y, results)
+        return results, FeedbackState(sent, total, following)
 
     checked_key(key, spec.rounding.stochastic, spec)
     return Transformation(init, update)
+
+
+def _all_finite(axes: Axes, errors: Any) -> Array:
+    """Whether all new errors are finite on every rank: those of numbers that are not, or of sums, are not."""
+    finite = [jnp.isfinite(error).all() for error in jax.tree.leaves(errors)]
+    return lax.pmin(jnp.stack(finite).all().astype(jnp.int32), axes.name) > 0 if finite else jnp.asarray(True)
 
 
 def _cut(v: Array, wire: Wire) -> Cut:

@@ -12,10 +12,11 @@ import jax.numpy as jnp
 from jax import lax
 
 from jchop._settings import own_settings
-from jchop.distributed._axes import Axes, axes_are_tracked, vary
+from jchop.distributed._axes import Axes, all_gather, axes_are_tracked, ppermute, psum_scatter, vary
 from jchop.distributed._messages import Phase, fold
 from jchop.distributed._pieces import plan_cut
 from jchop.distributed._reduce import Wire, exchange, gather, permute, reduce_scatter
+from jchop.gradients import CustomJvp, linear_with_transpose
 
 Array = jax.Array
 
@@ -23,28 +24,34 @@ Array = jax.Array
 # -- sums on every rank -----------------------------------------------------------------------------------------------
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(0,))
-def sum_everywhere(wire: Wire, x: Array, key: Array | None) -> Array:
+def _sum_everywhere(wire: Wire, x: Array, key: Array | None) -> Array:
     cut = plan_cut(x.shape, wire.spec, wire.axes.size) if x.ndim else plan_cut((1,), wire.spec, wire.axes.size)
     own = reduce_scatter(wire, cut.pieces(x.reshape(cut.shape)), key)
     return cut.joined(gather(wire, own, key, x.dtype, to="invarying")).reshape(x.shape)
 
 
-def _psum_fwd(wire: Wire, x: Array, key: Array | None) -> tuple[Array, Array | None]:
-    return sum_everywhere(wire, x, key), key
+sum_everywhere = CustomJvp(_sum_everywhere, nondiff_argnums=(0,))
 
 
-def _psum_bwd(wire: Wire, key: Array | None, cotangent: Array) -> tuple[Array, None]:
-    with own_settings():
-        if axes_are_tracked(wire.axes):
-            return vary(cotangent, wire.axes), None
-        back = _backward(wire)
-        if back is None:
-            return lax.psum(cotangent, wire.axes.name), None
-        return sum_everywhere(back, cotangent, fold(key, Phase.BACKWARD)), None
+@sum_everywhere.defjvp
+def _sum_jvp(wire: Wire, primals: tuple[Any, ...], tangents: tuple[Any, ...]) -> tuple[Array, Array]:
+    x, key = primals
+    back = None if axes_are_tracked(wire.axes) else _backward(wire)
+    pulled = None if back is None else partial(sum_everywhere, back)
+    return sum_everywhere(wire, x, key), _moved(lambda t: lax.psum(t, wire.axes.name), pulled, tangents[0], key)
 
 
-sum_everywhere.defvjp(_psum_fwd, _psum_bwd)
+def _moved(there: Callable[..., Array], back: Callable[..., Array] | None, tangent: Array, key: Array | None) -> Array:
+    """A tangent moved as floats by a linear function; its cotangent in codes, if there is another way back for it."""
+    if back is None:
+        return there(tangent)
+    keys = [] if key is None else [fold(key, Phase.BACKWARD)]
+
+    def pulled(cotangent: Array, *keys: Array) -> Array:
+        with own_settings():
+            return back(cotangent, *(keys or [None]))
+
+    return linear_with_transpose(lambda tangent, *keys: there(tangent), pulled, tangent, *keys)
 
 
 def _backward(wire: Wire) -> Wire | None:
@@ -58,7 +65,7 @@ def _backward(wire: Wire) -> Wire | None:
 
 @dataclass(frozen=True)
 class _Exact:
-    """A collective of floats, for cotangents without a spec."""
+    """A collective of floats, for tangents, and for cotangents without a spec."""
 
     axes: Axes
 
@@ -66,24 +73,21 @@ class _Exact:
 _Moves = Callable[[Any, Array, Any], Array]
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
-def move_linearly(there: _Moves, back: _Moves, wire: Wire, x: Array, key: Array | None) -> Array:
+def _move_linearly(there: _Moves, back: _Moves, wire: Wire, x: Array, key: Array | None) -> Array:
     """`x` moved by `there`, in codes; cotangents are moved by `back`. Arrays without elements move as they are."""
     return there(wire if x.size else _Exact(wire.axes), x, key)
 
 
-def _move_fwd(there: _Moves, back: _Moves, wire: Wire, x: Array, key: Array | None) -> tuple[Array, Array | None]:
-    return move_linearly(there, back, wire, x, key), key
+move_linearly = CustomJvp(_move_linearly, nondiff_argnums=(0, 1, 2))
 
 
-def _move_bwd(there: _Moves, back: _Moves, wire: Wire, key: Array | None, cotangent: Array) -> tuple[Array, None]:
-    with own_settings():
-        over = _backward(wire) if cotangent.size else None
-        cotangent = vary(cotangent, wire.axes)
-        return back(_Exact(wire.axes) if over is None else over, cotangent, fold(key, Phase.BACKWARD)), None
-
-
-move_linearly.defvjp(_move_fwd, _move_bwd)
+@move_linearly.defjvp
+def _move_jvp(there: _Moves, back: _Moves, wire: Wire, primals: Any, tangents: Any) -> tuple[Array, Array]:
+    x, key = primals
+    over = _backward(wire) if x.size else None
+    pulled = None if over is None else lambda g, key: back(over, vary(g, wire.axes), key)
+    moved = _moved(lambda t: there(_Exact(wire.axes), t, None), pulled, tangents[0], key)
+    return move_linearly(there, back, wire, x, key), moved
 
 
 def _pieces(x: Array, axis: int, tiled: bool, count: int) -> Array:
@@ -102,14 +106,14 @@ def _placed(pieces: Array, axis: int, tiled: bool) -> Array:
 
 def scattered(axis: int, tiled: bool, part: tuple[int, ...], wire: Wire | _Exact, x: Array, key: Any) -> Array:
     if isinstance(wire, _Exact):
-        return lax.psum_scatter(x, wire.axes.name, scatter_dimension=axis, tiled=tiled)
+        return psum_scatter(x, wire.axes, axis, tiled)
     own = reduce_scatter(wire, _pieces(x, axis, tiled, wire.axes.size), key)
     return own.astype(x.dtype).reshape(part)
 
 
 def gathered(axis: int, tiled: bool, wire: Wire | _Exact, x: Array, key: Any) -> Array:
     if isinstance(wire, _Exact):
-        return lax.all_gather(x, wire.axes.name, axis=axis, tiled=tiled)
+        return all_gather(x, wire.axes, axis, tiled=tiled)
     return _placed(gather(wire, x, key, x.dtype, to="varying"), axis, tiled)
 
 
@@ -120,4 +124,4 @@ def exchanged(split: int, concat: int, tiled: bool, wire: Wire | _Exact, x: Arra
 
 
 def permuted(perm: tuple[tuple[int, int], ...], wire: Wire | _Exact, x: Array, key: Any) -> Array:
-    return lax.ppermute(x, wire.axes.name, perm) if isinstance(wire, _Exact) else permute(wire, x, key, perm)
+    return ppermute(x, wire.axes, perm) if isinstance(wire, _Exact) else permute(wire, x, key, perm)

@@ -12,7 +12,7 @@ from jax import lax
 from jchop._core.arithmetic.operations import operation_carrier
 from jchop.accumulation import MatmulSpec
 from jchop.distributed._algorithms import Algorithm, stages_of
-from jchop.distributed._axes import Axes, axes_are_tracked
+from jchop.distributed._axes import Axes, all_gather, axes_are_tracked, ppermute
 from jchop.distributed._messages import Phase, check_places, encode, fold, move, numbers, sum_in_order
 from jchop.spec import Spec
 from jchop.storage import QArray
@@ -76,7 +76,7 @@ def _ring(wire: Wire, pieces: Array, key: Array | None) -> Array:
     """The partial sum of piece p starts at rank p + 1, and each rank adds its numbers; rank p has the last word."""
     axes, count = wire.axes, wire.axes.size
     wide = operation_carrier(pieces.dtype).name
-    following = [(rank, (rank + 1) % count) for rank in range(count)]
+    following = tuple((rank, (rank + 1) % count) for rank in range(count))
 
     def own(place: Array) -> Array:
         return lax.dynamic_index_in_dim(pieces, place, 0, keepdims=False).astype(wide)
@@ -84,7 +84,7 @@ def _ring(wire: Wire, pieces: Array, key: Array | None) -> Array:
     def hop(partial_sum: Array, turn: Array) -> tuple[Array, None]:
         sent = (axes.rank + 2 * count - turn - 1) % count
         q = encode(partial_sum[None], wire.spec, fold(key, Phase.SEND, turn, axes.rank), sent[None])
-        q = move(q, lambda leaf: lax.ppermute(leaf, axes.name, following))
+        q = move(q, lambda leaf: ppermute(leaf, axes, following))
         place = (axes.rank + 2 * count - turn - 2) % count
         arrived = jnp.stack([numbers(q, wide)[0], own(place)])[:, None]
         drawn = fold(key, Phase.SUM, turn, axes.rank)
@@ -119,7 +119,7 @@ def gather_codes(wire: Wire, q: QArray, *, to: str) -> QArray:
     stages = stages_of(wire.algorithm, axes) or (axes,)
     to = to if axes_are_tracked(axes) else "varying"
     for stage in reversed(stages):
-        q = move(q, lambda leaf, name=stage.name: lax.all_gather(leaf, name, to=to))
+        q = move(q, lambda leaf, over=stage: all_gather(leaf, over, to=to))
     if len(stages) > 1:
         order = [stages.index(Axes((n,), (s,))) for n, s in zip(axes.names, axes.sizes, strict=True)]
         q = move(q, lambda leaf: _flat(leaf, order))
@@ -144,7 +144,7 @@ def permute(wire: Wire, x: Array, key: Array | None, perm: tuple[tuple[int, int]
     """`x` of the rank that sends to this one; zeros on a rank that none sends to."""
     check_places(wire.spec, wire.axes.size, x.size)
     q = encode(x[None], wire.spec, fold(key, Phase.SEND, 0), wire.axes.rank[None])
-    arrived = numbers(move(q, lambda leaf: lax.ppermute(leaf, wire.axes.name, perm)), x.dtype)[0]
+    arrived = numbers(move(q, lambda leaf: ppermute(leaf, wire.axes, perm)), x.dtype)[0]
     targets = {target for _, target in perm}
     if len(targets) == wire.axes.size:
         return arrived

@@ -13,7 +13,7 @@ from jax.sharding import PartitionSpec as P
 from jchop._checks import check_int
 from jchop._core.rounding.codes import packed_size
 from jchop._core.xla_cpu import compute_after, entry_of
-from jchop.distributed._axes import AxisName, as_axes
+from jchop.distributed._axes import Axes, AxisName, all_gather, as_axes
 from jchop.distributed._messages import move
 from jchop.formats import ScaledFormat
 from jchop.storage import QArray
@@ -75,7 +75,7 @@ def unshard(
         tree = _entry(tree, entry)
     if axis_name is not None:
         axes = as_axes(axis_name)
-        return jax.tree.map(lambda leaf: _gathered(leaf, axes.name, axis), tree, is_leaf=_is_stored)
+        return jax.tree.map(lambda leaf: _gathered(leaf, axes, axis), tree, is_leaf=_is_stored)
     mesh = jax.sharding.get_abstract_mesh()
     if mesh.empty:
         raise ValueError("axis_name=None, and there is no mesh: call it under jax.set_mesh(mesh)")
@@ -110,13 +110,13 @@ def _is_stored(leaf: Any) -> bool:
     return isinstance(leaf, QArray)
 
 
-def _gathered(leaf: Any, name: Any, axis: int) -> Any:
+def _gathered(leaf: Any, axes: Axes, axis: int) -> Any:
     at = check_int("axis", axis, -len(leaf.shape), len(leaf.shape) - 1) % len(leaf.shape)
     if not isinstance(leaf, QArray):
-        return lax.all_gather(leaf, name, axis=at, tiled=True)
+        return all_gather(leaf, axes, at, tiled=True)
     size, length, unit, fmt = leaf.length, leaf.shape[at], group_length(leaf, at), leaf.spec.scaled
     if at == leaf.ndim - 1:
-        element, ranks = leaf.spec.element, lax.axis_size(name)
+        element, ranks = leaf.spec.element, axes.size
         rows, bits = (leaf.qvalue, element.bits) if leaf.places is None else (leaf.places, 1)
         held = packed_size(length, bits) if is_packed(element) or leaf.places is not None else length
         if rows.shape[-1] != held:  # jax.shard_map cuts leaves, and a QArray keeps the length of its whole last axis
@@ -129,7 +129,7 @@ def _gathered(leaf: Any, name: Any, axis: int) -> Any:
         raise ValueError(f"axis={axis}: parts of length {length} cut groups of {unit} of {str(leaf.spec)!r}")
 
     def of(part: Array) -> Array:
-        return lax.all_gather(part, name, axis=at, tiled=True)
+        return all_gather(part, axes, at, tiled=True)
 
     scale, zero_point = leaf.scale, leaf.zero_point
     formats = [] if fmt is None else [fmt, fmt.scale]

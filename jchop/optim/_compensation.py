@@ -11,6 +11,7 @@ import optax
 from jchop.formats import ElementFormat, ScaledFormat
 from jchop.optim._leaves import (
     NO_PARAMS,
+    finite_or,
     first_key,
     landing,
     map_drawing,
@@ -38,7 +39,7 @@ def error_feedback(spec: _Spec, key: Array | None = None) -> optax.GradientTrans
     """Updates rounded to `spec`, after the previous rounding errors are added.
 
     With the error e of the step before: c = u + e, q = round(c), and the new error is c - q. Over many steps the sum of
-    all q differs from the sum of all u by one error only.
+    all q differs from the sum of all u by one error only. Where the new error is not finite, the old one stays.
 
     Args:
         spec: a `Spec`, a format, or text; also formats so coarse that single updates mean little (signs, 1 or 2 bits).
@@ -72,12 +73,17 @@ def error_feedback(spec: _Spec, key: Array | None = None) -> optax.GradientTrans
 
     def update(updates: Any, state: ErrorFeedbackState, params: Any = None, **extra: Any) -> Any:
         del params, extra
-        for u in jax.tree.leaves(updates):
+
+        def leaf(key: Array | None, u: Any, c: Array) -> Array:
             require_held("spec", spec, "updates", u)
+            return round_leaf(key, c, spec)
+
         wanted = jax.tree.map(lambda u, e: u.astype(e.dtype) + e, updates, state.error)
-        following, sent = map_drawing(lambda key, c: round_leaf(key, c, spec), state.key, wanted)
+        following, sent = map_drawing(leaf, state.key, updates, wanted)
         # The barrier keeps the compiler from contracting a product in `q` with the subtraction.
-        error = jax.tree.map(lambda c, q: c - jax.lax.optimization_barrier(q), wanted, sent)
+        error = jax.tree.map(
+            lambda c, q, e: finite_or(c - jax.lax.optimization_barrier(q), e), wanted, sent, state.error
+        )
         sent = jax.tree.map(lambda q, u: q.astype(u.dtype), sent, updates)
         return sent, ErrorFeedbackState(error, following)
 
@@ -98,7 +104,7 @@ def compensate(
 
     With the error c so far: y = u + c, t = round(p + y), and the new c is y - (t - p); the parameter becomes t. Small
     updates add up in c until they move the parameter, without randomness. The cost is a second array like the
-    parameters.
+    parameters. Where the new c is not finite, the old one stays.
 
     Args:
         spec: a `Spec`, a format, or text; the parameters' dtype must hold every value of it.
@@ -147,7 +153,7 @@ def compensate(
             if rest is not None:
                 require_held("compensation", rest, "params", lost)
                 kept = round_leaf(for_lost, kept, rest)
-            return landing(p, target), kept.astype(lost.dtype)
+            return landing(p, target), finite_or(kept.astype(lost.dtype), lost)
 
         following, pairs = map_drawing(leaf, state.key, updates, params, state.lost)
         emitted, lost = jax.tree.transpose(jax.tree.structure(updates), jax.tree.structure((0, 0)), pairs)

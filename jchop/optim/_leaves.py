@@ -10,6 +10,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import optax
+from jax.extend.core import nonempty_axis_env_DO_NOT_USE  # pyright: ignore[reportPrivateImportUsage]
 
 from jchop._arguments import checked_keys
 from jchop._bits import CARRIERS
@@ -79,7 +80,7 @@ def map_drawing(
     """The next step's key, and `function(key, leaf, ...)` for every leaf, each with a separate key.
 
     Raises:
-        ValueError: that of `function`, after the path of the leaf.
+        TypeError, ValueError: that of `function`, after the path of the leaf.
     """
     leaves, structure = jax.tree_util.tree_flatten_with_path(tree, is_leaf=is_leaf)
     others = [structure.flatten_up_to(other) for other in rest]
@@ -88,8 +89,11 @@ def map_drawing(
     for own, (path, leaf), *parts in zip(keys, leaves, *others, strict=True):
         try:
             results.append(function(own, leaf, *parts))
-        except ValueError as error:
-            raise ValueError(
+        except (TypeError, ValueError) as error:
+            kind = type(error)
+            if kind not in (TypeError, ValueError):  # errors of JAX have arguments of their own
+                raise
+            raise kind(
                 f"{path_text(path) or 'the array'}: {error}; to leave it out, use optax.masked, or for an array of a "
                 "packed state a rule of None"
             ) from error
@@ -208,6 +212,18 @@ def all_of(conditions: Iterable[Array]) -> Array:
     return _conjunction(*known) if len(known) > 1 else (known or [jnp.asarray(True)])[0]
 
 
+def agreed(sound: Array, update: Callable[..., Any], *given: Any, **extra: Any) -> Array:
+    """Whether `sound` holds on every rank that exchanges numbers with this one in ``update(*given, **extra)``.
+
+    Ranks that decide alone would have different parameters after a step that only some of them skip.
+    """
+    if not nonempty_axis_env_DO_NOT_USE():
+        return sound
+    effects = jax.make_jaxpr(lambda: update(*given, **extra))().effects
+    names = {name for effect in effects if (name := getattr(effect, "name", None)) is not None}
+    return jax.lax.pmin(sound.astype(jnp.int32), tuple(sorted(names, key=str))) > 0 if names else sound
+
+
 @compiled
 def _conjunction(*conditions: Array) -> Array:
     return materialize_per_group(reduce(and_, conditions))
@@ -236,6 +252,11 @@ def stays_finite(new: Any, old: Any) -> Array:
 @compiled
 def _keeps_finite(new: Any, old: Any) -> Array:
     return jnp.all(jnp.isfinite(new) | ~jnp.isfinite(old))
+
+
+def finite_or(new: Array, old: Array) -> Array:
+    """The new error of a rounding; the old one where that is not finite, which all later steps would else add."""
+    return jnp.where(jnp.isfinite(new), new, old)
 
 
 def select(taken: Array, new: Any, old: Any) -> Any:

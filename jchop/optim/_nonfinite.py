@@ -10,6 +10,7 @@ import optax
 
 from jchop.optim._arguments import ABOVE_ZERO, GROWS, NORMAL, as_transformation, check_count, check_number, is_traced
 from jchop.optim._leaves import (
+    agreed,
     all_finite,
     is_float,
     select,
@@ -70,7 +71,7 @@ def skip_nonfinite(inner: optax.GradientTransformation) -> optax.GradientTransfo
 
     It checks the gradients, and the updates and the new state of `inner` (the square of a gradient of 1e20 overflows,
     though the gradient does not). `optax.apply_if_finite` checks only gradients, and stops skipping after some steps;
-    this transformation always skips.
+    this transformation always skips. Ranks that exchange numbers in `inner` skip a step together.
 
     Args:
         inner: any Optax transformation.
@@ -93,6 +94,7 @@ def skip_nonfinite(inner: optax.GradientTransformation) -> optax.GradientTransfo
     def update(updates: Any, state: SkipState, params: Any = None, **extra: Any) -> tuple[Any, SkipState]:
         made, inner_state = inner.update(updates, state.inner_state, params, **extra)
         sound = all_finite((updates, made)) & stays_finite(inner_state, state.inner_state)
+        sound = agreed(sound, inner.update, updates, state.inner_state, params, **extra)
         kept = SkipState(select(sound, inner_state, state.inner_state), counted(state.skipped, sound))
         return zeros_unless(sound, made), kept
 
@@ -178,6 +180,7 @@ def dynamic_loss_scale(
         made, inner_state = inner.update(gradients, state.inner_state, params, **extra)
         usable = jnp.isfinite(state.scale) & (state.scale > 0)
         sound = usable & all_finite((updates, made)) & stays_finite(inner_state, state.inner_state)
+        sound = agreed(sound, inner.update, gradients, state.inner_state, params, **extra)
         steady = jnp.where(sound, state.steady + 1, 0)
         grown = steady >= growth_interval
         scale = jnp.where(sound, jnp.where(grown, state.scale * factor, state.scale), state.scale / factor)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import jax
@@ -13,11 +14,13 @@ import optax
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from jchop._bits import varying_like
 from jchop._checks import check_choice
 from jchop._settings import compiled
 from jchop.optim._arguments import as_transformation, check_size
 from jchop.optim._chunks import Chunks, chunks_of, collect, joined
 from jchop.optim._leaves import (
+    agreed,
     all_of,
     finite_leaves,
     first_key,
@@ -138,6 +141,7 @@ def quantize_state(
             made, packed, sound = _step_in_chunks(advance, keys, (updates, state.inner_state, params), leaves_out, cut)
         if not leaves_out:
             return made, bundle(structure.unflatten(packed), following, state.skips)
+        sound = agreed(sound, advance, updates, state.inner_state, params)
         kept = structure.unflatten(select(sound, packed, before))
         skips = {name: counted(skipped, sound) for name, skipped in state.skips.items()}
         return zeros_unless(sound, made), bundle(kept, following, skips)
@@ -216,7 +220,10 @@ def _stays_finite(old: Any, new: Any) -> Array:
         return stays_finite(new, old)
     new = new.astype(codes_of(old).dtype)  # as the next step unpacks it
     finite = all_of(finite_leaves(new, stored=True))
-    return jax.lax.cond(finite, lambda: jnp.asarray(True), lambda: stays_finite(new, unpack_tree(old)))
+    if not _may_hold_nan(codes_of(old).spec):
+        return finite
+    of_both = partial(_varying_as, new, old)
+    return jax.lax.cond(finite, lambda: of_both(jnp.asarray(True)), lambda: stays_finite(new, unpack_tree(old)))
 
 
 @compiled
@@ -226,7 +233,21 @@ def _repack_if(key: Array | None, old: Any, new: Any, sound: Array) -> Any:
     The operands and results of a branch are computed once. Without the branch, the compiler computes the new numbers
     again for each use: the tests, the scales, the codes and the update.
     """
-    return jax.lax.cond(sound, lambda: repack(key, old, new), lambda: old) if is_packed(old) else new
+    if not is_packed(old):
+        return new
+    of_both = partial(_varying_as, new, old)
+    return jax.lax.cond(sound, lambda: of_both(repack(key, old, new)), lambda: of_both(old))
+
+
+def _may_hold_nan(spec: Spec) -> bool:
+    """Whether packed numbers may be NaN or infinite; if not, those of a state are finite, and need not be unpacked."""
+    element, fmt = spec.element, spec.scaled
+    return element.has_nan or element.has_inf or (fmt is not None and fmt.nan_block)
+
+
+def _varying_as(new: Any, old: Any, tree: Any) -> Any:
+    """A tree with the type that branches have in common: it varies over the axes of a mesh where either array does."""
+    return jax.tree.map(lambda x: varying_like(x, *jax.tree.leaves((new, old))), tree)
 
 
 def _saying_nan(spec: Spec) -> Spec:

@@ -33,6 +33,8 @@ class OptimLP(Optimizer):
     moments of the parameters' shapes, and has all its state in `state_dict`. Learning rate schedulers work as usual. A
     closure is evaluated at rounded parameters.
 
+    A parameter without a gradient is frozen: neither it nor its moments change.
+
     Step n draws for parameter i from the key of the seed with n, i and the role folded in: 0 for the gradient, 1 for
     the accumulator, 2 for the weight, from 3 on for the moments in order.
 
@@ -117,13 +119,10 @@ class OptimLP(Optimizer):
             yield from group["params"]
 
     def _leaf(self, index: int, p: torch.nn.Parameter) -> _Leaf:
-        if _WEIGHT in self._plans:
-            require_rounding(p.dtype, p.ndim, self._plans[_WEIGHT].spec)
-        if _ACCUMULATOR not in self._plans:
-            return _Leaf(index, p, p.data, _wide(p.data))
-        if index not in self.accumulators:
-            self.accumulators[index] = _wide(p.data).clone()
-        return _Leaf(index, p, p.data, self.accumulators[index])
+        held = self.accumulators.get(index)
+        if held is None:
+            held = _wide(p.data).clone() if _ACCUMULATOR in self._plans else _wide(p.data)
+        return _Leaf(index, p, p.data, held)
 
     def _evaluating(self, closure: Callable[[], Any], leaves: list[_Leaf]) -> Callable[[], Any]:
         """The closure, evaluated at rounded parameters; the optimizer gets rounded gradients and accumulators."""
@@ -145,15 +144,18 @@ class OptimLP(Optimizer):
 
     def _lift(self, leaves: list[_Leaf]) -> None:
         """Replace parameters by the tensors that the optimizer updates, and gradients by rounded ones."""
-        for leaf in leaves:
+        for leaf in filter(_Leaf.moves, leaves):
+            if _WEIGHT in self._plans:
+                require_rounding(leaf.stored.dtype, leaf.stored.ndim, self._plans[_WEIGHT].spec)
+            if _ACCUMULATOR in self._plans:
+                self.accumulators[leaf.index] = leaf.moved
             gradient = leaf.parameter.grad
-            if gradient is not None:
-                gradient = self._rounded(_GRADIENT, leaf, _wide(gradient) * self.gradient_scale)
-            leaf.lift(gradient)
+            assert gradient is not None
+            leaf.lift(self._rounded(_GRADIENT, leaf, _wide(gradient) * self.gradient_scale))
 
     def _settle(self, leaves: list[_Leaf], *, weights_alone: bool = False) -> None:
         """Round accumulators and parameters after the optimizer updated them."""
-        for leaf in leaves:
+        for leaf in filter(_Leaf.moves, leaves):
             if not weights_alone and _ACCUMULATOR in self._plans:
                 leaf.moved.copy_(self._rounded(_ACCUMULATOR, leaf, leaf.moved))
             rounded = self._rounded(_WEIGHT, leaf, leaf.moved)
@@ -163,11 +165,12 @@ class OptimLP(Optimizer):
     def _round_moments(self, leaves: list[_Leaf]) -> None:
         if _MOMENTUM not in self._plans:
             return
-        moments = [(leaf, list(_moments(self.state.get(leaf.parameter, {}), leaf.stored.shape))) for leaf in leaves]
+        moving = list(filter(_Leaf.moves, leaves))
+        moments = [(leaf, list(_moments(self.state.get(leaf.parameter, {}), leaf.stored.shape))) for leaf in moving]
         for leaf, values in moments:
             for number, value in enumerate(values):
                 value.copy_(self._rounded(_MOMENTUM, leaf, value, _MOMENTUM + number))
-        if not any(values for _, values in moments) and any(leaf.parameter.grad is not None for leaf in leaves):
+        if moving and not any(values for _, values in moments):
             raise ValueError(
                 f"momentum={self._plans[_MOMENTUM].spec!r}, but {type(self.optimizer).__name__} keeps none"
             )
@@ -235,6 +238,10 @@ class _Leaf:
 
     def __init__(self, index: int, parameter: torch.nn.Parameter, stored: Tensor, moved: Tensor) -> None:
         self.index, self.parameter, self.stored, self.moved = index, parameter, stored, moved
+
+    def moves(self) -> bool:
+        """Whether optimizers move the parameter; one without a gradient is frozen."""
+        return self.parameter.grad is not None
 
     def lift(self, gradient: Tensor | None) -> None:
         """Replace the data of the parameter by the updated tensor, with a gradient of its dtype."""

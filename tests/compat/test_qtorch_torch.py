@@ -132,6 +132,15 @@ def test_random_steps_follow_the_seed_of_torch() -> None:
     assert stepped(1) == stepped(1) != stepped(2)
 
 
+def test_frozen_parameters_keep_their_numbers() -> None:
+    trained, frozen = nn.Parameter(torch.full((2,), 0.7)), nn.Parameter(torch.full((2,), 0.7), requires_grad=False)
+    rounds = quantizer(FIXED, forward_rounding="nearest")
+    optimizer = OptimLP(torch.optim.SGD([trained, frozen], lr=0.0), weight_quant=rounds, acc_quant=rounds)
+    trained.sum().backward()
+    optimizer.step()
+    assert of(trained).tolist() == [0.6875] * 2 and torch.equal(frozen, torch.full((2,), 0.7))
+
+
 def test_gradients_are_scaled_if_they_are_rounded() -> None:
     for rounded in (False, True):
         weight = nn.Parameter(torch.ones(1))

@@ -73,6 +73,52 @@ def optims_error_feedback_before_a_sum(rng: np.random.Generator) -> None:
         np.testing.assert_array_equal(np.asarray(y)[0], wanted)
 
 
+INT8 = "int8(group=4,scale=bfloat16)"
+#: Ranks whose third has an infinity, a NaN, and numbers that are finite while their sum is not.
+FAULTS = {"inf": (2, np.inf), "nan": (2, np.nan), "overflow": (slice(None), 3e38)}
+
+
+def updates_of(tx: Any, gradients: Any) -> np.ndarray:
+    """The updates of every rank and step. Gradients are (ranks, steps, ...)."""
+
+    def rank(gradients: jax.Array) -> jax.Array:
+        def step(state: Any, g: jax.Array) -> Any:
+            y, state = tx.update(g, state, g)
+            return state, y
+
+        return jax.lax.scan(step, tx.init(gradients[0]), gradients)[1]
+
+    return np.asarray(jax.jit(jax.vmap(rank, axis_name="d"))(gradients))
+
+
+def spoiled(at: Any, number: float) -> np.ndarray:
+    """Gradients of four steps, with faulty numbers in the second."""
+    gradients = np.ones((4, 4, 8), np.float32)
+    gradients[:, 2:, 0] = -1
+    gradients[at, 1, 0] = number
+    return gradients
+
+
+@pytest.mark.parametrize(
+    ("fault", "spec"),
+    [
+        ("inf", "fixed4.0"),
+        *(
+            pytest.param(fault, spec, marks=pytest.mark.slow)
+            for fault in FAULTS
+            for spec in (INT8, "e4m3fn", "bfloat16", f"{INT8[:-1]},nan_block=true)")
+        ),
+    ],
+)
+def test_a_fault_on_one_rank_is_seen_by_all_and_not_kept(fault: str, spec: str) -> None:
+    """The sum is NaN on all ranks in that step, whose errors are left out; later sums do not know of it."""
+    tx = jc.distributed.psum_with_feedback("d", spec)
+    found = updates_of(tx, spoiled(*FAULTS[fault]))
+    steps = spoiled(0, 1.0)[:, [0, 2, 3]]  # the same without the faulty step
+    assert np.isnan(found[:, 1]).all()
+    np.testing.assert_array_equal(found[:, [0, 2, 3]], updates_of(tx, steps))
+
+
 def _trained(reduce: Any, steps: int = 400) -> float:
     """The loss of a small transformer block after data-parallel training on 4 ranks: it learns to repeat a token.
 

@@ -9,6 +9,7 @@ import inspect
 import math
 import re
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import jax
@@ -251,6 +252,18 @@ OF_SPECS: list[tuple[Callable[[Any], Any], str]] = [
     (lambda spec: optim.low_precision(optax.sgd(0.1, 0.9), momentum=spec), "0.trace.layer.scale"),
     (lambda spec: optim.quantize_state(optax.sgd(0.1, 0.9), spec, min_size=1), "0.trace.layer.scale"),
 ]
+
+
+def test_a_leaf_of_integers_is_named_with_the_way_out() -> None:
+    params = {"layer": {"w": jnp.ones(3), "step": jnp.int32(0)}}
+    rounding = optim.round_params, optim.round_gradients, optim.round_updates, optim.error_feedback, optim.compensate
+    low = [partial(optim.low_precision, optax.sgd(0.1)), partial(optim.low_precision, optax.adam(0.1))]
+    made = [make("bfloat16") for make in rounding] + [f(weight="e5m2") for f in low] + [f(gradient="e5m2") for f in low]
+    for tx in made:
+        with pytest.raises(TypeError, match=r"^layer\.step: .*dtype int32.*optax\.masked"):
+            jax.eval_shape(lambda p, tx=tx: tx.update(p, tx.init(p), p), params)
+        masked = optax.masked(tx, {"layer": {"w": True, "step": False}})
+        jax.eval_shape(lambda p, tx=masked: tx.update(p, tx.init(p), p), params)
 
 
 def test_a_leaf_without_the_axes_of_a_format_is_named_with_the_way_out() -> None:

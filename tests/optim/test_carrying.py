@@ -60,6 +60,27 @@ def test_what_is_lost_draws_apart_from_the_parameter() -> None:
     assert set(lost[updates == 1].tolist()) == {-10 / 16, -11 / 16}
 
 
+@pytest.mark.parametrize(
+    ("make", "spec"),
+    [
+        (optim.error_feedback, "fixed2.3"),
+        *(
+            pytest.param(make, spec, marks=pytest.mark.slow)
+            for make, specs in (
+                (optim.error_feedback, ("e4m3fn", "int8(group=4)")),
+                (optim.compensate, ("fixed2.3", "e4m3:saturate", "int8(group=4)")),
+            )
+            for spec in specs
+        ),
+    ],
+)
+def test_numbers_that_are_not_finite_leave_no_error(make: Any, spec: str) -> None:
+    """The error of a number stays what it was in a step that gives no finite one; others are as ever."""
+    grads = jnp.asarray([[0.2, 0.2, 0.2, 0.3], [jnp.inf, -jnp.inf, jnp.nan, 0.1]])
+    (before, *_), (after, *_) = (scan(make(spec), grads[:steps], jnp.zeros(4))[2] for steps in (1, 2))
+    assert before[:3].all() and (after[:3] == before[:3]).all() and jnp.isfinite(after[3]), (before, after)
+
+
 def test_compensation_follows_kahan_exactly(rng: np.random.Generator) -> None:
     """Against exact arithmetic: y = u + c, t = round(p + y), c = y - (t - p), with c rounded to bfloat16."""
     grads = np.float32(rng.integers(-8, 40, (60, 4)) / 2.0**14)

@@ -89,6 +89,77 @@ def test_a_step_that_is_not_finite_is_left_out(name: str) -> None:
     assert float(updates["w"].max()) < 0
 
 
+#: Links that exchange numbers between ranks; a sum in integers says nothing of an infinity.
+SUMS = {
+    "fixed": optax.stateless(lambda u, _: jc.distributed.psum(u, "d", "fixed4.2")),
+    "int8": optax.stateless(lambda u, _: jc.distributed.psum(u, "d", "int8(group=4)")),
+    "ring": optax.stateless(lambda u, _: jc.distributed.psum(u, "d", "int8(group=4)", algorithm="ring")),
+    "feedback": jc.distributed.psum_with_feedback("d", "int8(group=4)"),
+    "floats": optax.stateless(lambda u, _: jax.tree.map(lambda x: jax.lax.pmean(jnp.nan_to_num(x), "d"), u)),
+}
+DECIDING = {
+    "skip_nonfinite": lambda tx: optim.skip_nonfinite(optax.chain(tx, optax.sgd(0.1, 0.9))),
+    "dynamic_loss_scale": lambda tx: optim.dynamic_loss_scale(optax.chain(tx, optax.sgd(0.1, 0.9)), 2.0),
+    "quantize_state": lambda tx: optim.quantize_state(
+        optax.chain(tx, optax.sgd(0.1, 0.9)), {"1.0.trace": "bfloat16"}, min_size=1
+    ),
+    "chunks": lambda tx: optim.quantize_state(
+        optax.chain(tx, optax.sgd(0.1, 0.9)), {"1.0.trace": "bfloat16"}, min_size=1, chunks=2
+    ),
+}
+
+
+@pytest.mark.parametrize(
+    ("wrapper", "link"),
+    [
+        ("skip_nonfinite", "fixed"),
+        *(
+            pytest.param(wrapper, link, marks=pytest.mark.slow)
+            for wrapper in DECIDING
+            for link in SUMS
+            if (wrapper, link) != ("skip_nonfinite", "fixed") and (wrapper, link) != ("chunks", "feedback")
+        ),
+    ],
+)
+def test_ranks_decide_together(wrapper: str, link: str) -> None:
+    """A step that one rank has to skip is skipped by all that exchange numbers with it, and the states agree."""
+    tx = DECIDING[wrapper](SUMS[link])
+
+    def rank(gradient: jax.Array) -> Any:
+        state = tx.init(jnp.ones((2, 4)))
+        updates, state = tx.update(gradient, state, jnp.ones((2, 4)))
+        return updates, state.skipped
+
+    gradients = jnp.ones((3, 2, 4)).at[2, 0, 1].set(jnp.inf)
+    updates, skipped = jax.jit(jax.vmap(rank, axis_name="d"))(gradients)
+    assert not updates.any() and skipped.tolist() == [1, 1, 1]
+
+
+def test_ranks_that_exchange_nothing_decide_alone() -> None:
+    tx = optim.skip_nonfinite(optax.sgd(1.0))
+    gradients = jnp.ones((3, 2)).at[2, 0].set(jnp.nan)
+    updates = jax.jit(jax.vmap(lambda g: tx.update(g, tx.init(g))[0], axis_name="d"))(gradients)
+    assert updates.tolist() == [[-1, -1], [-1, -1], [0, 0]]
+
+
+@further
+@pytest.mark.parametrize("name", WRAPPERS)
+def gradients_that_differ_by_type_between_ranks(name: str) -> None:
+    """Packed states step inside of `jax.shard_map`, whose types tell what differs."""
+    mesh = jax.make_mesh((2,), ("d",), axis_types=(jax.sharding.AxisType.Auto,))
+    tx = WRAPPERS[name]
+
+    def step(params: Any, gradients: Any) -> Any:
+        return jax.tree.map(lambda u: u[None], tx.update(gradients, tx.init(params), params)[0])
+
+    spec = jax.sharding.PartitionSpec
+    by_rank = jax.jit(jax.shard_map(step, mesh=mesh, in_specs=(spec(), spec()), out_specs=spec("d")))
+    varied = jax.jit(jax.shard_map(
+        lambda p, g: step(p, jax.lax.pcast(g, "d", to="varying")), mesh=mesh, in_specs=spec(), out_specs=spec("d")
+    ))  # fmt: skip
+    jax.tree.map(np.testing.assert_array_equal, by_rank(PARAMS, SOUND), varied(PARAMS, SOUND))
+
+
 @further.first
 def a_state_that_holds_an_infinity_by_right_is_no_fault() -> None:
     plateau = optax.contrib.reduce_on_plateau()
@@ -112,6 +183,14 @@ def test_a_packed_state_may_hold_infinities_too() -> None:
     assert int(state.skipped) == 0 and jc.dequantize(state.inner_state).tolist() == [1.0, np.inf, 3.0]
     _, after = step(jnp.asarray([2.0, 4.0, -1.0]), state, None)  # 3 / 0 is new
     assert int(after.skipped) == 1 and jc.dequantize(after.inner_state).tolist() == [1.0, np.inf, 3.0]
+
+
+def test_packed_numbers_that_are_never_nan_are_unpacked_once() -> None:
+    """A branch that asks which old numbers were finite unpacks them again; formats without NaN do not need it."""
+    for spec, branches in (("int8(group=8)", 1), ("bfloat16", 2)):
+        tx = optim.quantize_state(optax.sgd(0.1, 0.9), spec, min_size=8)
+        program = jax.make_jaxpr(tx.update)(PARAMS["w"], jax.eval_shape(tx.init, PARAMS["w"]), PARAMS["w"])
+        assert (spec, str(program).count("cond[")) == (spec, branches)
 
 
 def test_a_fault_that_is_let_through_shows() -> None:

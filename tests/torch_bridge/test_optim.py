@@ -94,6 +94,47 @@ def test_parameters_of_16_bits_move_in_float32():
     assert torch.equal(p.detach(), rounded(low.accumulators[0], "bfloat16").bfloat16())
 
 
+@pytest.mark.parametrize("accumulator", [None, pytest.param("e6m9", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("mode", ["never trained", pytest.param("with a closure", marks=pytest.mark.slow)])
+def test_frozen_parameters_are_not_rounded(accumulator: str | None, mode: str):
+    """A parameter without a gradient keeps its numbers, and can be changed by hand before it trains."""
+    ps = [parameter(), parameter()]
+    ps[1].requires_grad_(False)
+    low = jc.torch.OptimLP(SGD(ps, lr=0.1, momentum=0.9), weight="e5m2", momentum="e5m2", accumulator=accumulator)
+
+    def closure() -> torch.Tensor:
+        low.zero_grad()
+        loss = (ps[0] * gradient(0)).sum()
+        loss.backward()
+        return loss
+
+    for _ in range(2):
+        low.step(closure) if mode == "with a closure" else (closure(), low.step())
+    assert torch.equal(ps[1], START) and not torch.equal(ps[0], rounded(START, "e5m2"))
+    assert list(low.accumulators) == ([] if accumulator is None else [0])
+    with torch.no_grad():
+        ps[1].fill_(3.3)
+    ps[1].grad = torch.zeros(4)
+    low.step()
+    assert ps[1].tolist() == [3.5] * 4
+    ps[0].grad, before = None, ps[0].detach().clone()
+    with torch.no_grad():
+        ps[0].add_(0.01)
+    low.step()
+    assert torch.equal(ps[0], before + 0.01)
+
+
+def test_a_frozen_parameter_needs_no_dtype_for_the_results():
+    ps = [parameter(), parameter(torch.float16)]
+    low = jc.torch.OptimLP(SGD(ps, lr=0.1), weight="bfloat16")
+    ps[0].grad = gradient(0)
+    low.step()
+    assert torch.equal(ps[1], START.half())
+    ps[1].grad = gradient(0).half()
+    with pytest.raises(ValueError, match="float16"):
+        low.step()
+
+
 @pytest.mark.parametrize("make", [lambda ps: SGD(ps, lr=0.1, momentum=0.9), lambda ps: AdamW(ps, lr=0.1)])
 def test_state_is_saved_loaded_and_copied(make: Callable[..., torch.optim.Optimizer]):
     options = {"weight": "bfloat16:stochastic", "momentum": "e6m9:stochastic", "accumulator": "e8m12:stochastic"}
