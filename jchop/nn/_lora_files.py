@@ -18,9 +18,9 @@ from flax import nnx
 from jchop._checks import brief
 from jchop._files import open_regular, write_atomically
 from jchop.nn._lora_rule import LoraRule
+from jchop.nn._nnx.classes import Inputs
 from jchop.nn._nnx.layers import placed_layers
 from jchop.nn._nnx.lora import Adapted, is_linear, put, split_lora, weight_of
-from jchop.nn._nnx.programs import Inputs
 from jchop.nn._trees.lora import load_to_tree
 from jchop.nn._trees.modules import is_module
 from jchop.storage import load_safetensors, save_safetensors

@@ -14,9 +14,9 @@ from jchop._paths import matches_path
 from jchop.nn._lora_rule import LoraRule, as_lora_rules, as_matrix, beside, check_used, first_adapters, merged_weight
 from jchop.nn._nnx import hooks
 from jchop.nn._nnx.attach import attach
+from jchop.nn._nnx.classes import Inputs
 from jchop.nn._nnx.kinds import KINDS
 from jchop.nn._nnx.layers import CLASSES, placed_layers, strip
-from jchop.nn._nnx.programs import Inputs
 from jchop.nn._trees.lora import add_to_tree, merge_tree, split_tree
 from jchop.nn._trees.modules import is_module
 from jchop.storage import QArray
@@ -85,8 +85,8 @@ def add_lora(
         rngs: NNX: `flax.nnx.Rngs` with the streams ``params`` and, for dropout, ``dropout``.
         original: the model before it was packed, which "loftq" and "pissa" need for packed layers. Default None.
         key: Equinox and parameters: a typed key for the first values of A.
-        inputs: Equinox and parameters: example arguments of the call, ``(x,)``, or their shapes; for Equinox also those
-            of methods, ``{"decode": (x,)}``.
+        inputs: Equinox and parameters: example arguments of the call, ``(x,)`` or ``{"x": x}``, or their shapes; for
+            Equinox also those of methods, ``{"decode": (x,)}``.
         fun: parameters: the result of `jchop.quantize_fn` that takes them.
 
     Returns:

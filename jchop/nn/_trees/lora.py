@@ -21,7 +21,7 @@ from jchop._products.rule import FIELDS, Rule, rule_of
 from jchop._products.traced.call import Call, is_held
 from jchop._products.weights import is_packed, numbers_of
 from jchop.nn._lora_rule import LoraRule, check_used, first_adapters, merged_weight
-from jchop.nn._nnx.programs import Inputs
+from jchop.nn._nnx.classes import Inputs
 from jchop.nn._trees.modules import functions_of, is_module, plain_of, rules_of, scales_of, with_class
 from jchop.storage._layout import over_stack
 
@@ -179,13 +179,14 @@ def _places(model: Any, inputs: Inputs | None, fun: Any) -> dict[str, tuple[Any,
         if fun is not None:
             raise TypeError("fun is for parameters of a function; a module of Equinox has methods")
         found = functions_of(model, rules_of(model), inputs).values()
-        traced = [low.traced(plain_of(model), args, {}) for low, args in found]
+        traced = [low.traced(plain_of(model), *args) for low, args in found]
     else:
         if not isinstance(fun, QuantizedFunction):
             raise TypeError(f"fun={fun!r} must be a result of jchop.quantize_fn, which runs the parameters")
-        if isinstance(inputs, Mapping) or not isinstance(inputs, tuple | list):
-            raise TypeError(f"inputs={inputs!r} must be a tuple of arguments of the function after its parameters")
-        traced = [fun.traced(model, *inputs)]
+        if not isinstance(inputs, tuple | list | Mapping):
+            raise TypeError(f"inputs={inputs!r} must be a tuple, or a dict, of arguments after the parameters")
+        named = isinstance(inputs, Mapping)
+        traced = [fun.traced(model, **inputs) if named else fun.traced(model, *inputs)]
     places: dict[str, tuple[Any, MatrixLayout | str, Placement | None]] = {}
     for program, call in traced:
         for leaf, layout in program.adaptable.items():
