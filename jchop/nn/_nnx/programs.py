@@ -14,6 +14,7 @@ import jax
 import numpy as np
 from flax import nnx
 
+from jchop._products.adapters import AdaptedParam, Adapter
 from jchop._products.quantize_fn import QuantizedFunction, check_fields
 from jchop._products.rule import Rule
 from jchop._products.scales.observed import Observed
@@ -32,11 +33,16 @@ from jchop.ptq._run import changed_batches
 Array = jax.Array
 
 __all__ = [
+    "adapted_params",
     "calibrate_program",
     "fit_program",
+    "has_adapters",
     "is_program",
+    "put_params",
     "quantize_program",
     "report_program",
+    "rules_of",
+    "traced_programs",
 ]
 
 _PARAMETERS = (nnx.Param, QuantizedParam)
@@ -44,6 +50,8 @@ _PARAMETERS = (nnx.Param, QuantizedParam)
 #: modules below it their places.
 _RULES, _STREAM, _SCALES = "quantization_rules", "quantization_stream", "quantization_scales"
 _PART = "quantization_part"
+#: The attribute of a module that holds the adapters of its parameters, by the names of these.
+_ADAPTERS = "quantization_adapters"
 #: The entry of the metadata of a packed parameter for its class before; none if that was `flax.nnx.Param` itself.
 _CLASS = "unpacked_class"
 
@@ -232,7 +240,7 @@ def _make_plain(model: Any) -> None:
     """Give modules under rules the classes and attributes that they had before, in place."""
     for module in _parts_in(model, _part_of(model).rules):
         module.__class__ = plain_class(type(module))
-        for name in (_RULES, _STREAM, _SCALES, _PART):
+        for name in (_RULES, _STREAM, _SCALES, _PART, _ADAPTERS):
             if name in vars(module):
                 delattr(module, name)
 
@@ -252,11 +260,13 @@ def _interpreted(name: str, method: Callable[..., Any]) -> Callable[..., Any]:
     def run(self: Any, *args: Any, **kwargs: Any) -> Any:
         stream, held, part = getattr(self, _STREAM, None), getattr(self, _SCALES, None), _part_of(self)
         graph, params, rest = _split(self)
-        params, given = part.named(params), _Given(args, kwargs)
+        given = _Given(args, kwargs)
+        params, dropout = (params, None) if not rest[2] else _with_adapters(self, params)
+        params = part.named(params)
         low = _function(self, graph, method, part)
         key = None if stream is None else stream()
         if stream is None and held is None:
-            key = _key_of_part(part, low, params, rest, given)
+            key = _key_of_part(part, low, params, rest, given) if dropout is None else dropout
         how = partial(low, params, rest, given.split(), key=key)
         if held is None:
             after, states = how()
@@ -290,9 +300,10 @@ def _key_of_part(part: Part, low: QuantizedFunction, params: Any, rest: Any, giv
 
 
 def _split(model: Any) -> tuple[Any, Any, Any]:
-    """The graph of a model, its parameters, and all else that it holds: its kept scales apart, which are none here."""
-    graph, scales, params, rest = nnx.split(model, nnx.PathContains(_SCALES), _PARAMETERS, ...)
-    return graph, params, (rest, scales)
+    """The graph of a model, its parameters, and all else that it holds: its kept scales and adapters apart."""
+    apart = nnx.PathContains(_SCALES), nnx.PathContains(_ADAPTERS)
+    graph, scales, adapters, params, rest = nnx.split(model, *apart, _PARAMETERS, ...)
+    return graph, params, (rest, scales, adapters)
 
 
 def _functions(
@@ -530,3 +541,99 @@ def _replace(model: Any, made: Mapping[int, nnx.Variable]) -> None:
                 setattr(node, key, made[id(child)])
             else:
                 node[key] = made[id(child)]
+
+
+# -- adapters ----------------------------------------------------------------------------------------------------------
+
+
+class Beside(nnx.Module):
+    """An adapter of a parameter of a program, in the module that holds the parameter.
+
+    Attributes:
+        lora_a: A, (in, rank), with the axes of a stack in front.
+        lora_b: B, (rank, out), likewise.
+    """
+
+    def __init__(self, adapter: Adapter, rngs: nnx.Rngs | None) -> None:
+        self.lora_a, self.lora_b = nnx.LoRAParam(adapter.lora_a), nnx.LoRAParam(adapter.lora_b)
+        self.how = nnx.static(_Static(replace(adapter, lora_a=None, lora_b=None)))
+        rate = adapter.rule.dropout
+        self.dropout = nnx.Dropout(rate, rngs=rngs) if rate and rngs is not None else None
+
+    @property
+    def adapter(self) -> Adapter:
+        """The adapter; without dropout after `eval`."""
+        how, drops = self.how.value, self.dropout is not None and not self.dropout.deterministic
+        rule = how.rule if drops else replace(how.rule, dropout=0.0)
+        return replace(how, lora_a=self.lora_a[...], lora_b=self.lora_b[...], rule=rule)
+
+
+def adapted_params(model: Any) -> Any:
+    """The parameters of a program, those with adapters as `AdaptedParam`."""
+    return _with_adapters(model, _split(model)[1])[0]
+
+
+def _with_adapters(model: Any, params: Any) -> tuple[Any, Array | None]:
+    """The parameters of a model with their adapters, and a key if these have dropout."""
+    flat, known, key = dict(nnx.to_flat_state(params)), _names(model), None
+    for one in modules_of(model):
+        for name, beside in vars(one.module).get(_ADAPTERS, {}).items():
+            path = known[id(one.own[name])]
+            variable, adapter = flat[path], beside.adapter
+            flat[path] = variable.replace(AdaptedParam(_base(variable.get_value()), adapter))
+            key = beside.dropout.rngs() if adapter.rule.dropout and key is None else key
+    return nnx.from_flat_state(flat), key
+
+
+def _base(value: Any) -> Any:
+    return value.base if isinstance(value, AdaptedParam) else value
+
+
+def put_params(model: Any, params: Any, rules: tuple[Rule, ...], rngs: nnx.Rngs | None) -> None:
+    """Give a model other parameters, with or without adapters, and rules, in place."""
+    if not is_program(model):
+        _place(model, rules, False)
+        setattr(model, _RULES, nnx.static(rules))
+    for module in _parts_in(model, _part_of(model).rules):
+        if _RULES in vars(module):
+            setattr(module, _RULES, nnx.static(rules))
+        else:
+            setattr(module, _PART, nnx.static(replace(getattr(module, _PART), rules=rules)))
+    flat = dict(nnx.to_flat_state(params))
+    held = {id(_variable_at(model, path)): value.get_value() for path, value in flat.items()}
+    made = {key: Beside(value.adapter, rngs) for key, value in held.items() if isinstance(value, AdaptedParam)}
+    for one in modules_of(model):
+        if not is_program(one.module):
+            continue
+        own = {name: made[id(variable)] for name, variable in one.own.items() if id(variable) in made}
+        if own:
+            setattr(one.module, _ADAPTERS, nnx.Dict(own))
+        elif _ADAPTERS in vars(one.module):
+            delattr(one.module, _ADAPTERS)
+    unpacked = {}
+    for path in flat:
+        variable = _variable_at(model, path)
+        value = _base(held[id(variable)])
+        if isinstance(variable, QuantizedParam) and not is_packed(value):
+            metadata = variable.get_metadata()
+            unpacked[id(variable)] = metadata.pop(_CLASS, nnx.Param)(value, **metadata)
+        elif value is not variable.get_value():
+            variable.set_value(value)
+    _replace(model, unpacked)
+
+
+def traced_programs(model: Any, inputs: Inputs) -> list[tuple[Any, Any]]:
+    """The programs of methods of a model, each with its call."""
+    graph, params, rest = _split(model)
+    rules = rules_of(model)
+    return [low.traced(params, rest, args) for low, args in _functions(model, graph, rules, inputs).values()]
+
+
+def rules_of(model: Any) -> tuple[Rule, ...]:
+    """The rules of a program; of a plain model, none."""
+    return _part_of(model).rules if is_program(model) else ()
+
+
+def has_adapters(model: Any) -> bool:
+    """Whether a parameter of a program has an adapter."""
+    return any(isinstance(node, Beside) for _, node in nnx.iter_graph(model))
