@@ -119,13 +119,16 @@ class QuantizedFunction:
         all_in_use: whether a rule without an effect is an error; not for one of several functions of a model.
         classes: the class of the module that holds each parameter, by the path of the parameter. Default None: of the
             nodes of the pytree.
+        whole: whether the rules are for this function; if False, for a model that it is a part of, and those that
+            match nothing are no error.
     """
 
     def __init__(
         self, fun: Callable[..., Any], rules: tuple[Rule, ...], key: Array | None = None, *, all_in_use: bool = False,
-        classes: Mapping[str, str] | None = None,
+        classes: Mapping[str, str] | None = None, whole: bool = True,
     ) -> None:  # fmt: skip
         self.fun, self.rules, self.key, self.all_in_use, self.classes = fun, rules, key, all_in_use, classes
+        self.whole = whole
         self._programs: dict[Any, Resolved] = {}
         update_wrapper(self, fun, updated=())
 
@@ -432,7 +435,7 @@ class QuantizedFunction:
             return found
         refuse_parts("params", call.params)
         classes = self.classes if self.classes is not None else call.classes
-        found = resolve(self.fun, self.rules, call, classes, all_in_use=self.all_in_use)
+        found = resolve(self.fun, self.rules, call, classes, all_in_use=self.all_in_use, whole=self.whole)
         if signature is not None and found.keeps_constants:
             if len(self._programs) >= _MOST_PROGRAMS:
                 self._programs.pop(next(iter(self._programs)))

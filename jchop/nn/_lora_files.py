@@ -20,10 +20,11 @@ from flax import nnx
 from jchop._checks import brief
 from jchop._files import new_file, one_writer, open_regular
 from jchop.nn._lora_rule import LoraRule
+from jchop.nn._nnx.classes import Inputs
 from jchop.nn._nnx.layers import placed_layers
-from jchop.nn._nnx.lora import Adapted, is_linear, put, split_lora, weight_of
-from jchop.nn._nnx.programs import Inputs
-from jchop.nn._trees.lora import load_to_tree
+from jchop.nn._nnx.lora import Adapted, adaptable, is_linear, put, split_lora, weight_of
+from jchop.nn._nnx.programs import adapted_params, is_program, put_params, rules_of
+from jchop.nn._trees.lora import load_to_tree, with_loaded
 from jchop.nn._trees.modules import is_module
 from jchop.storage import load_safetensors, save_safetensors
 from jchop.storage._files.json import document, shown
@@ -154,6 +155,10 @@ def load_lora(
             raise TypeError(f"model={brief(model)} must be a module of Flax NNX or Equinox; parameters need fun=")
         return load_to_tree(folder, model, inputs, fun, read_adapters)
     result: Any = nnx.merge(*nnx.split(model), copy=True)
+    if inputs is not None or is_program(result):
+        params = with_loaded(folder, adapted_params(result), adaptable(result, inputs), read_adapters)
+        put_params(result, params, rules_of(result), rngs)
+        return result
     layers = {path: placed.module for placed, _ in placed_layers(result) for path in placed.paths}
     linear = {path: layer for path, layer in layers.items() if is_linear(layer)}
     made: dict[int, Adapted] = {}

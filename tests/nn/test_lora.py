@@ -22,6 +22,81 @@ from jchop.nn import LoraRule, Rule, add_lora, load_lora, merge_lora, save_lora,
 
 further = Further()
 
+
+class Own(nnx.Module):
+    """A product in the model's own code."""
+
+    def __init__(self) -> None:
+        self.up = nnx.Linear(8, 8, use_bias=False, rngs=nnx.Rngs(0))
+        self.own = nnx.Param(nnx.initializers.normal()(jax.random.key(1), (8, 2, 4)))
+        self.gain = nnx.Param(jnp.ones(8))
+
+    def __call__(self, x: Any) -> Any:
+        return jnp.einsum("bd,dnh->bnh", self.up(x) * self.gain[...], self.own[...])
+
+
+OWN, OWN_X = Rule(weight="int4(group=4)"), jnp.linspace(-1, 1, 24).reshape(3, 8)
+
+
+def add_to_own(model: Any, **more: Any) -> Any:
+    adapted = add_lora(model, LoraRule("{up,own}", rank=2, **more), rngs=nnx.Rngs(1), inputs=(OWN_X,))
+    nnx.update(adapted, jax.tree.map(lambda v: v + 0.1, nnx.state(adapted, nnx.LoRAParam)))
+    return adapted
+
+
+def own_by_hand(adapted: Any, up: Any, own: Any) -> Any:
+    """The result with weights in full precision that the adapters are added to."""
+    ups, owns = (node.quantization_adapters for node in (adapted.up, adapted))
+    up, own = (
+        w + (a.lora_a[...] @ a.lora_b[...]).reshape(w.shape) for w, a in ((up, ups["kernel"]), (own, owns["own"]))
+    )
+    return jnp.einsum("bd,dnh->bnh", OWN_X @ up, own)
+
+
+def test_programs_have_adapters_beside_their_parameters() -> None:
+    plain = Own()
+    packed = jc.nn.quantize(plain, OWN, "ptq", inputs=(OWN_X,))
+    low = [jc.dequantize(packed.up.kernel.get_value()), jc.dequantize(packed.own.get_value())]
+    for model, weights in (
+        (packed, low),
+        (jc.nn.quantize(plain, OWN), low),
+        (plain, [plain.up.kernel[...], plain.own[...]]),
+    ):
+        adapted = add_to_own(model)
+        np.testing.assert_allclose(adapted(OWN_X), own_by_hand(adapted, *weights), rtol=1e-5, atol=1e-6)
+        np.testing.assert_array_equal(split_lora(adapted)[0](OWN_X), model(OWN_X))
+        grads = nnx.grad(lambda m: jnp.sum(m(OWN_X) ** 2), argnums=nnx.DiffState(0, nnx.LoRAParam))(adapted)
+        assert all(grad.any() for grad in jax.tree.leaves(grads)) and len(jax.tree.leaves(grads)) == 4
+
+
+def test_adapters_of_programs_are_merged_saved_and_loaded(tmp_path: Path) -> None:
+    packed = jc.nn.quantize(Own(), OWN, "ptq", inputs={"x": OWN_X})
+    adapted = add_to_own(packed)
+    merged, again = merge_lora(adapted), merge_lora(adapted, requantize=True)
+    np.testing.assert_allclose(merged(OWN_X), adapted(OWN_X), rtol=1e-4, atol=1e-5)
+    assert isinstance(merged.own, nnx.Param) and isinstance(again.own.get_value(), jc.QArray)
+    np.testing.assert_array_equal(
+        jc.dequantize(again.up.kernel.get_value()), jc.round_to_format(merged.up.kernel[...].T, "int4(group=4)").T
+    )
+    jc.nn.save_lora(tmp_path, adapted)
+    np.testing.assert_array_equal(jc.nn.load_lora(tmp_path, packed, inputs=(OWN_X,))(OWN_X), adapted(OWN_X))
+
+
+def test_adapters_of_programs_have_dropout_in_training() -> None:
+    adapted = add_to_own(Own(), dropout=0.5)
+    assert (adapted(OWN_X) != adapted(OWN_X)).any()
+    adapted.eval()
+    np.testing.assert_array_equal(adapted(OWN_X), adapted(OWN_X))
+
+
+def test_a_program_without_inputs_has_no_adapters() -> None:
+    packed = jc.nn.quantize(Own(), OWN, "ptq", inputs=(OWN_X,))
+    with pytest.raises(ValueError, match="inputs=None, but the model runs as a program"):
+        add_lora(packed, LoraRule("up", rank=1), rngs=nnx.Rngs(0))
+    with pytest.raises(ValueError, match="nearest paths"):
+        add_lora(packed, LoraRule("ap", rank=1), rngs=nnx.Rngs(0), inputs=(OWN_X,))
+
+
 DOUBLE = "nf4(scale=uint8(group=256,zero_point=float))"
 X = np.random.default_rng(0).standard_normal((5, 128)).astype(np.float32)
 

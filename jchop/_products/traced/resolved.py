@@ -72,6 +72,11 @@ class Resolved:
         plans = (self.plan, *(plan for step in self.plan.walk() for plan in step.inner))
         return not any(isinstance(c, jax.core.Tracer) for plan in plans for c in plan.consts)
 
+    @property
+    def rounds(self) -> bool:
+        """Whether a call rounds anything."""
+        return bool(self.placements or self.runner.roundings)
+
     @cached_property
     def adaptable(self) -> dict[int, MatrixLayout | str]:
         """The parameters that reach products, by number: each as a matrix, or why it can have no adapter."""
@@ -164,8 +169,9 @@ def weight_rounding(rule: Rule) -> Spec | None:
 
 
 def resolve(
-    fun: Callable[..., Any], rules: tuple[Rule, ...], call: Call, classes: Mapping[str, str], *, all_in_use: bool
-) -> Resolved:
+    fun: Callable[..., Any], rules: tuple[Rule, ...], call: Call, classes: Mapping[str, str], *, all_in_use: bool,
+    whole: bool = True,
+) -> Resolved:  # fmt: skip
     """Trace a function for the arguments of a call, and find what the rules do to it.
 
     Args:
@@ -174,6 +180,7 @@ def resolve(
         call: the arguments.
         classes: the class of the module that holds each parameter, by the path of the parameter.
         all_in_use: whether a rule without an effect is an error.
+        whole: whether a rule that matches nothing is an error.
 
     Raises:
         ValueError: for rules that match nothing, have no effect, or cannot be applied.
@@ -200,7 +207,8 @@ def resolve(
     results = frozenset(o.leaf for fact in plan.out if fact is not None for o in fact.origins)
     placements = _placements(rules, call.paths, shapes, numbers, uses, results)
     products = tuple(_products(plan, rules, numbers))
-    _check_matches(rules, call.paths, numbers, uses, products)
+    if whole:
+        _check_matches(rules, call.paths, numbers, uses, products)
     chosen = {id(step): rule for step, rule in products if rule is not None}
     by_leaf = {leaf: rules[n] for leaf in placements if (n := numbers[leaf]) is not None}
     roundings = {}

@@ -16,7 +16,12 @@ from jchop.nn._nnx.attention import attention
 from jchop.nn._nnx.kinds import PRODUCT_FIELDS, einsum_layouts
 from jchop.spec import Spec
 
-__all__ = ["KINDS", "Kind"]
+__all__ = ["KINDS", "Kind", "scale_name"]
+
+
+def scale_name(role: str) -> str:
+    """The name of the learned scale of ``"weight"`` or ``"activation"`` among the parameters of a layer."""
+    return f"{role}_scale"
 
 
 @dataclass(frozen=True)

@@ -18,8 +18,9 @@ from jchop._paths import nearest_paths
 from jchop._products.layout import Layout, check_axes
 from jchop._products.rule import FIELDS, Rule, StreamOffset, left_alone, refuse_codes, refuse_turn, rule_of
 from jchop._products.scale_from import LSQ
-from jchop.nn._linen.kinds import KINDS, Kind
+from jchop.nn._linen.kinds import KINDS, Kind, scale_name
 from jchop.nn._nnx.attach import pack
+from jchop.nn._nnx.classes import is_as_written
 from jchop.nn._nnx.kinds import PRODUCT_FIELDS, for_norms
 from jchop.spec import Spec
 from jchop.storage import QArray
@@ -306,9 +307,12 @@ def _check(path: Path, found: Found) -> None:
     layer, rule = found.layer, found.rule
     what = f"{type(layer).__name__} at {'/'.join(path)!r}"
     kind = KINDS.get(type(layer))
-    if kind is None:
+    known = set() if kind is None else {*kind.parameters, *map(scale_name, ("weight", "activation"))}
+    more = sorted(found.shapes.keys() - known)
+    own = f" ({', '.join(more)})" if more else ""
+    if kind is None or more or not is_as_written(layer, type(layer), nn.Module):
         raise NotImplementedError(
-            f"{what} has parameters and is none of the layers that can be quantized: "
+            f"{what} has parameters{own} and is none of the plain layers that can be quantized: "
             f"{', '.join(cls.__name__ for cls in KINDS)}. Quantize the program instead, by program=True, or leave it: "
             f"{left_alone(['/'.join(path)], rule)}"
         )

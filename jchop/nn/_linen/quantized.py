@@ -20,9 +20,10 @@ from jchop._products.units import PLATFORMS
 from jchop._settings import split
 from jchop.nn._linen.cache import CACHE
 from jchop.nn._linen.call import Interceptor
+from jchop.nn._linen.kinds import scale_name
 from jchop.nn._linen.layers import Found, Path, layers_of, params_of, seen_in
 from jchop.nn._linen.report import report_of
-from jchop.nn._linen.scales import begun, scale_name
+from jchop.nn._linen.scales import begun
 from jchop.nn._report import ModelReport
 from jchop.spec import Spec
 from jchop.storage import QArray, dequantize

@@ -14,23 +14,19 @@ from jchop._products.layout import Layout
 from jchop._products.scale_from import LSQ, DelayedScaling, MovingAverage, ScaleFrom
 from jchop._products.scales.formulas import moved, remembered, round_stepwise, round_within, span_of, step_of
 from jchop._settings import split
+from jchop.nn._linen.kinds import scale_name
 from jchop.nn._linen.layers import Found, Path
 from jchop.nn._nnx.attach import fitted
 from jchop.spec import Spec
 
 Array = jax.Array
 
-__all__ = ["STATE", "begun", "prepared", "scale_name"]
+__all__ = ["STATE", "begun", "prepared"]
 
 #: The collection of ranges and histories; learned scales are parameters.
 STATE = "scale_stats"
 #: The operands of a product, each with the field of a rule that rounds it.
 _OPERANDS = (("left", "activation"), ("right", "weight"))
-
-
-def scale_name(role: str) -> str:
-    """The name of the learned scale of ``"weight"`` or ``"activation"`` among the parameters of a layer."""
-    return f"{role}_scale"
 
 
 def prepared(

@@ -9,7 +9,7 @@ from flax import nnx
 
 from jchop._checks import brief
 from jchop._products.rule import Rule, as_rules
-from jchop.nn._nnx.layers import check_unquantized, check_wrapped
+from jchop.nn._nnx.layers import check_unquantized
 from jchop.nn._nnx.programs import fit_program
 from jchop.ptq import PtqReport
 
@@ -65,6 +65,4 @@ def quantize_with_data(
         )
     result: Any = nnx.merge(*nnx.split(model), copy=True)
     check_unquantized(result, given)
-    report = fit_program(result, given, batches, steps, sequential, rngs, progress)
-    check_wrapped(result, program=True)
-    return result, report
+    return result, fit_program(result, given, batches, steps, sequential, rngs, progress)

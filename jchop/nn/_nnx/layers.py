@@ -15,6 +15,7 @@ from jchop._products.rule import FIELDS, Rule, as_rules, left_alone, rule_of_par
 from jchop.nn import _cache
 from jchop.nn._nnx import hooks
 from jchop.nn._nnx.attach import QuantizedParam, Tied, attach, attach_emulated
+from jchop.nn._nnx.classes import is_as_written, plain_class
 from jchop.nn._nnx.kinds import KINDS, Kind, for_norms
 from jchop.nn._nnx.modules import Placed, modules_of
 from jchop.nn._nnx.programs import EXAMPLES, is_program
@@ -135,13 +136,23 @@ SimpleCell: Any = CLASSES[nnx.SimpleCell]
 
 
 def placed_layers(model: nnx.Module) -> Iterator[tuple[Placed, Kind | None]]:
-    """Every module with parameters of its own or a line in the table, with its paths, and that line."""
+    """Every module with parameters of its own or a line in the table, with its paths, and that line.
+
+    A layer that computes more than its class says, since other code has changed it, has no line.
+    """
     for placed in modules_of(model):
-        kind = KINDS.get(type(placed.module)) or KINDS.get(_base(type(placed.module)))
+        cls = plain_class(type(placed.module))
+        cls = cls if cls in KINDS else _base(cls)
         if isinstance(placed.module, hooks.Site | Source):
             continue
-        if kind is not None or own_parameters(placed):
-            yield placed, kind
+        if (kind := KINDS.get(cls)) is not None or own_parameters(placed):
+            yield placed, kind if kind is not None and _is_plain(placed, cls, kind) else None
+
+
+def _is_plain(placed: Placed, cls: type, kind: Kind) -> bool:
+    """Whether a layer computes what its class says, and nothing that other libraries have put into it."""
+    more = own_parameters(placed).keys() - kind.parameters.keys()
+    return not more and is_as_written(placed.module, cls, nnx.Module)
 
 
 def layers_of(model: nnx.Module) -> Iterator[tuple[str, Any, Kind | None]]:
@@ -231,7 +242,7 @@ def check_unquantized(model: nnx.Module, rules: Sequence[Rule]) -> None:
         ValueError: that names the layer.
     """
     for placed, kind in placed_layers(model):
-        if kind is None or type(placed.module) in KINDS:
+        if kind is None or plain_class(type(placed.module)) in KINDS:
             continue
         layer = type(placed.module).__name__
         packed = [name for name in kind.parameters if isinstance(getattr(placed.module, name), QuantizedParam)]
@@ -264,13 +275,8 @@ def _rounded_parameters(layer: Any, kind: Kind) -> set[str]:
     return names & set(kind.parameters)
 
 
-def check_wrapped(model: nnx.Module, program: bool = False) -> None:
-    """Refuse packed parameters in a wrapper that changes parameters in its calls, which would leave them as they are.
-
-    Args:
-        model: with its packed parameters.
-        program: whether its program is quantized. It gives `WeightNorm` the numbers of a packed parameter;
-            `SpectralNorm` changes variables of the class `flax.nnx.Param` alone.
+def check_wrapped(model: nnx.Module) -> None:
+    """Refuse packed layers in a wrapper that changes parameters in its calls, which would leave them as they are.
 
     Raises:
         NotImplementedError: that names the wrapper.
@@ -279,7 +285,7 @@ def check_wrapped(model: nnx.Module, program: bool = False) -> None:
         wrapper: Any = placed.module
         if isinstance(wrapper, nnx.SpectralNorm):
             changes = lambda _, value: value.get_value().ndim > 1  # noqa: E731
-        elif isinstance(wrapper, nnx.WeightNorm) and not program:
+        elif isinstance(wrapper, nnx.WeightNorm):
             changes = wrapper.variable_filter
         else:
             continue
@@ -287,11 +293,10 @@ def check_wrapped(model: nnx.Module, program: bool = False) -> None:
         names = ["/".join(map(str, path)) for path, value in held if changes(path, value)]
         if names:
             name = type(wrapper).__name__
-            traced = "pass inputs=(x,) without a rule for the wrapper alone, " if own_parameters(placed) else ""
             raise NotImplementedError(
                 f"{name} at {placed.paths[0]!r} normalizes {', '.join(names)} of its layer_instance in each call, "
-                f"which cannot be done to packed numbers. Use mode='qat', {traced}or call the model once and put the "
-                f"layer_instance, whose parameters are normalized then, in the place of the {name}"
+                f"which cannot be done to packed numbers. Use mode='qat', pass inputs=(x,), or call the model once and "
+                f"put the layer_instance, whose parameters are normalized then, in the place of the {name}"
             )
 
 
@@ -329,8 +334,8 @@ def check_traceable(model: nnx.Module, rules: Sequence[Rule]) -> None:
     names = ", ".join(f"{placed.paths[0]!r} ({type(placed.module).__name__})" for placed, _ in found)
     own = [path for placed, _ in found for path in placed.paths]
     raise ValueError(
-        f"inputs=None, but rules match {names}, whose parameters no layer of Flax holds. So the program of the model "
-        f"is quantized, and one that is packed has to be traced: {EXAMPLES}. {left_alone(own, found[0][1])}"
+        f"inputs=None, but rules match {names}, whose parameters no plain layer of Flax holds. So the program of the "
+        f"model is quantized, and one that is packed has to be traced: {EXAMPLES}. {left_alone(own, found[0][1])}"
     )
 
 

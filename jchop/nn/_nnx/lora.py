@@ -14,17 +14,44 @@ from jchop._paths import matches_path
 from jchop.nn._lora_rule import LoraRule, as_lora_rules, as_matrix, beside, check_used, first_adapters, merged_weight
 from jchop.nn._nnx import hooks
 from jchop.nn._nnx.attach import attach
+from jchop.nn._nnx.classes import Inputs
 from jchop.nn._nnx.kinds import KINDS
 from jchop.nn._nnx.layers import CLASSES, placed_layers, strip
-from jchop.nn._nnx.programs import Inputs
-from jchop.nn._trees.lora import add_to_tree, merge_tree, split_tree
+from jchop.nn._nnx.programs import (
+    adapted_params,
+    has_adapters,
+    is_program,
+    put_params,
+    rules_of,
+    traced_programs,
+)
+from jchop.nn._trees.lora import (
+    Places,
+    add_to_tree,
+    left_alone,
+    merge_tree,
+    places_of,
+    split_tree,
+    with_adapters,
+    without,
+)
 from jchop.nn._trees.modules import is_module
 from jchop.storage import QArray
 from jchop.storage._layout import over_stack
 
 Array = jax.Array
 
-__all__ = ["Adapted", "adapted_layers", "add_lora", "is_linear", "merge_lora", "put", "split_lora", "weight_of"]
+__all__ = [
+    "Adapted",
+    "adaptable",
+    "adapted_layers",
+    "add_lora",
+    "is_linear",
+    "merge_lora",
+    "put",
+    "split_lora",
+    "weight_of",
+]
 
 
 class Adapted(nnx.Module):
@@ -76,7 +103,9 @@ def add_lora(
     In a module of Equinox, and in a pytree of parameters, a parameter that reaches products of matrices, and nothing
     else, becomes an `AdaptedParam` in its place; also one of a stack that a scan runs over. `lora_mask` says which
     arrays to train. The products of the program add ``factor * (x A B)``. Dropout is applied in calls with a key:
-    ``low(params, x, key=key)``, or ``model(x, rounding_key=key)`` in Equinox.
+    ``low(params, x, key=key)``, or ``model(x, rounding_key=key)`` in Equinox. With `inputs` a model of NNX has adapters
+    beside such parameters, too, in the attribute ``quantization_adapters`` of the module that holds one; dropout is
+    applied until ``model.eval()``.
 
     Args:
         model: a module of Flax NNX, as from `jchop.nn.quantize` in mode "ptq" or "weight_only", or unquantized. A
@@ -85,8 +114,9 @@ def add_lora(
         rngs: NNX: `flax.nnx.Rngs` with the streams ``params`` and, for dropout, ``dropout``.
         original: the model before it was packed, which "loftq" and "pissa" need for packed layers. Default None.
         key: Equinox and parameters: a typed key for the first values of A.
-        inputs: Equinox and parameters: example arguments of the call, ``(x,)``, or their shapes; for Equinox also those
-            of methods, ``{"decode": (x,)}``.
+        inputs: example arguments of the call, ``(x,)`` or ``{"x": x}``, or their shapes; of models also those of
+            methods, ``{"decode": (x,)}``. Required for all but models of NNX whose layers are plain or quantized as
+            layers. Default None.
         fun: parameters: the result of `jchop.quantize_fn` that takes them.
 
     Returns:
@@ -96,8 +126,8 @@ def add_lora(
     Raises:
         TypeError: for rules or a model that are none.
         ValueError: for a rule that matches no linear layer, a layer that is no `flax.nnx.Linear` or `LinearGeneral`
-            without `batch_axis`, a parameter that other operations take, a rank above its sizes with "loftq" or
-            "pissa", or a missing `original`.
+            without `batch_axis`, a program without `inputs`, a parameter that other operations take, a rank above its
+            sizes with "loftq" or "pissa", or a missing `original`.
 
     Example:
         >>> import jax.numpy as jnp, jchop as jc
@@ -116,12 +146,18 @@ def add_lora(
         if rngs is not None:
             raise TypeError("rngs is for modules of Flax NNX; others take key=")
         return add_to_tree(model, given, key, inputs, fun, original)
-    for name, value in (("key", key), ("inputs", inputs), ("fun", fun)):
+    for name, value in (("key", key), ("fun", fun)):
         if value is not None:
             raise TypeError(f"{name} is for modules of Equinox and parameters; one of Flax NNX takes rngs=")
     if not isinstance(rngs, nnx.Rngs):
         raise TypeError(f"rngs={rngs!r} must be flax.nnx.Rngs, for example nnx.Rngs(0)")
     result: Any = nnx.merge(*nnx.split(model), copy=True)
+    if inputs is not None or is_program(result):
+        found = adaptable(result, inputs)
+        exact = None if original is None else nnx.state(original, nnx.Param)
+        params = with_adapters(adapted_params(result), given, rngs.params(), found, exact)
+        put_params(result, params, rules_of(result), rngs)
+        return result
     before = {} if original is None else {placed.paths[0]: placed.module for placed, _ in placed_layers(original)}
     made: dict[int, Adapted] = {}
     used: set[int] = set()
@@ -136,6 +172,20 @@ def add_lora(
         made[id(layer)] = _adapted(layer, path, given[number], rngs, before.get(path))
     check_used(given, used, paths)
     return put(result, made)
+
+
+def adaptable(model: nnx.Module, inputs: Inputs | None) -> Places:
+    """The parameters of a program that may have adapters.
+
+    Raises:
+        ValueError: without `inputs`.
+    """
+    if inputs is None:
+        raise ValueError(
+            "inputs=None, but the model runs as a program, which says which parameters may have adapters: pass example "
+            "arguments of the model's call, inputs=(x,)"
+        )
+    return places_of(traced_programs(model, inputs))
 
 
 def put(model: Any, made: dict[int, Adapted]) -> Any:
@@ -171,6 +221,11 @@ def merge_lora(model: Any, *, requantize: bool = False) -> Any:
     if not isinstance(model, nnx.Module):
         return merge_tree(model, requantize)
     result: Any = nnx.merge(*nnx.split(model), copy=True)
+    if is_program(result) and has_adapters(result):
+        params = adapted_params(result)
+        rules = without(rules_of(result), left_alone(params, requantize), params)
+        put_params(result, merge_tree(params, requantize), rules, None)
+        return result
     _require(result)
 
     def merged(node: Any) -> Any:
@@ -210,6 +265,10 @@ def split_lora(model: Any) -> tuple[Any, dict[str, dict[str, Any]]]:
     if not isinstance(model, nnx.Module):
         return split_tree(model)
     result: Any = nnx.merge(*nnx.split(model), copy=True)
+    if is_program(result) and has_adapters(result):
+        bare, found = split_tree(adapted_params(result))
+        put_params(result, bare, rules_of(result), None)
+        return result, found
     _require(result)
     adapters = {
         path: {"lora_a": layer.lora_a[...], "lora_b": layer.lora_b[...], "rule": layer.rule}

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import inspect
 import re
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache, partial, wraps
 from typing import Any
 
 import jax
+import numpy as np
 from flax import nnx
 
+from jchop._products.adapters import AdaptedParam, Adapter
 from jchop._products.quantize_fn import QuantizedFunction, check_fields
 from jchop._products.rule import Rule
 from jchop._products.scales.observed import Observed
@@ -20,7 +23,8 @@ from jchop._products.traced.report import ProgramReport
 from jchop._products.traced.resolved import check_weights
 from jchop._products.weights import is_packed
 from jchop.nn._nnx.attach import QuantizedParam, fork
-from jchop.nn._nnx.modules import modules_of
+from jchop.nn._nnx.classes import Inputs, Part, body_of, method_of, methods_of, plain_class
+from jchop.nn._nnx.modules import Keys, modules_of
 from jchop.nn._scale_state import KeptScales
 from jchop.ptq._quantize import calibrated
 from jchop.ptq._report import PtqReport
@@ -29,28 +33,33 @@ from jchop.ptq._run import changed_batches
 Array = jax.Array
 
 __all__ = [
-    "Inputs",
+    "adapted_params",
     "calibrate_program",
     "fit_program",
-    "is_method",
+    "has_adapters",
     "is_program",
-    "methods_of",
+    "put_params",
     "quantize_program",
     "report_program",
+    "rules_of",
+    "traced_programs",
 ]
 
-#: Example arguments of the model's call; or of several methods, by their names.
-Inputs = tuple[Any, ...] | Mapping[str, tuple[Any, ...]]
-
 _PARAMETERS = (nnx.Param, QuantizedParam)
-#: The attributes that hold the rules of a model, the stream of its stochastic roundings, and its kept scales.
+#: The attributes that hold the rules of a model, the stream of its stochastic roundings, its kept scales, and of the
+#: modules below it their places.
 _RULES, _STREAM, _SCALES = "quantization_rules", "quantization_stream", "quantization_scales"
+_PART = "quantization_part"
+#: The attribute of a module that holds the adapters of its parameters, by the names of these.
+_ADAPTERS = "quantization_adapters"
+#: The entry of the metadata of a packed parameter for its class before; none if that was `flax.nnx.Param` itself.
+_CLASS = "unpacked_class"
 
 
 #: The advice of an error for a program that has to be traced.
 EXAMPLES = (
-    "pass example arguments of the model's call, inputs=(x,), or of other methods, inputs={'decode': (x,)}; "
-    "jax.ShapeDtypeStruct will do"
+    "pass example arguments of the model's call, inputs=(x,) or inputs={'x': x}, or of other methods, "
+    "inputs={'decode': (x,)}; jax.ShapeDtypeStruct will do"
 )
 
 
@@ -62,15 +71,14 @@ def quantize_program(
     Raises:
         ValueError: as `jchop.quantize_fn`; for packing without `inputs`.
     """
-    if is_program(model):
-        if any(isinstance(v, QuantizedParam) for v in jax.tree.leaves(nnx.state(model), is_leaf=_is_variable)):
-            raise ValueError("model is packed already; quantize the model that it was made from")
-        model.__class__ = type(model).__mro__[1]
+    held_packed = (isinstance(v, QuantizedParam) for v in jax.tree.leaves(nnx.state(model), is_leaf=_is_variable))
+    if is_program(model) and any(held_packed):
+        raise ValueError("model is packed already; quantize the model that it was made from")
     check_fields(rules)
     held: KeptScales | None = getattr(model, _SCALES, None)
-    known = held.scales if held is not None and getattr(model, _RULES) == tuple(rules) else Scales({}, {})
-    if held is not None:
-        delattr(model, _SCALES)
+    known = held.scales if held is not None and _part_of(model).rules == tuple(rules) else Scales({}, {})
+    if is_program(model):
+        _make_plain(model)
     keeping = next((rule for rule in rules if rule.scale_from is not None), None)
     if keeping is not None and inputs is None:
         raise ValueError(
@@ -100,8 +108,49 @@ def _give_rules(model: Any, rules: Sequence[Rule], rngs: nnx.Rngs | None, scales
         setattr(model, _STREAM, nnx.data(fork(stochastic[0], rngs, "the model")))
     if scales.learned or scales.stats:
         setattr(model, _SCALES, nnx.data(KeptScales(scales)))
+    _place(model, tuple(rules), bool(scales.learned or scales.stats))
     setattr(model, _RULES, nnx.static(tuple(rules)))
-    model.__class__ = _class_of(type(model))
+
+
+def _place(model: Any, rules: tuple[Rule, ...], keeps: bool) -> None:
+    """Give every module of a model its class and its place, so that its methods are under rules, too.
+
+    Raises:
+        ValueError: for an attribute that stands for a method and belongs to one module.
+    """
+    keeps |= any(rule.scale_from is not None for rule in rules)
+    placed = [one for one in modules_of(model) if not isinstance(one.module, KeptScales)]
+    held = Counter(id(variable) for one in placed for _ in one.keys for variable in one.own.values())
+    known = _names(model) if max(held.values(), default=1) > 1 else {}
+    for one in placed:
+        module: Any = one.module
+        if is_program(module):  # of a model that has been quantized by itself
+            continue
+        _check_attributes(module, one.paths[0])
+        own = _names(module) if known else {}
+        names = ((path, known[held]) for held, path in own.items())
+        moved = tuple((path, full) for path, full in names if full != (*one.keys[0], *path))
+        if module is not model:
+            setattr(module, _PART, nnx.static(Part(rules, one.keys[0], moved, keeps)))
+        module.__class__ = _class_of(plain_class(type(module)))
+
+
+def _names(model: Any) -> dict[int, Keys]:
+    """The paths of parameters, by the identities of their variables."""
+    return {id(_variable_at(model, path)): path for path, _ in nnx.to_flat_state(nnx.state(model, _PARAMETERS))}
+
+
+def _check_attributes(module: Any, path: str) -> None:
+    """Refuse methods as attributes: they belong to the module that they were taken from, and not to a copy."""
+    for name, value in vars(module).items():
+        bound = inspect.ismethod(value) and plain_class(type(value.__self__)) is plain_class(type(module))
+        usual = inspect.getattr_static(type(module), name, None)
+        shadows = inspect.isfunction(usual) and usual.__qualname__.endswith(f".{name}") and inspect.isroutine(value)
+        if bound or shadows:
+            raise ValueError(
+                f"{name} of {type(module).__name__} at {path!r} is a function of one object, which copies of the "
+                "model do not run: make it a method of a class, or del the attribute"
+            )
 
 
 def _started(model: Any, rules: Sequence[Rule], inputs: Inputs, known: Scales) -> Scales:
@@ -123,6 +172,9 @@ def calibrate_program(model: Any, method: str, combine: str) -> Callable[[], Non
 
     def end() -> None:
         setattr(model, _SCALES, nnx.data(KeptScales(observed.into(getattr(model, _SCALES).scales))))
+        for module in _parts_in(model, _part_of(model).rules):
+            if (part := getattr(module, _PART, None)) is not None:
+                setattr(module, _PART, nnx.static(replace(part, keeps=True)))
 
     return end
 
@@ -147,7 +199,7 @@ def fit_program(
     stochastic = [rule for rule in rules if rule.stochastic]
     key = fork(stochastic[0], rngs, "the model")() if stochastic else None
     graph, params, rest = _split(model)
-    low = _function(model, graph, _method(type(model), "__call__"), tuple(rules), type(model))
+    low = _function(model, graph, method_of(type(model), "__call__"), Part(tuple(rules)))
     given = changed_batches(batches, lambda args: (rest, _Given(args, {}).split()))
     packed, report = calibrated(low, params, given, steps, sequential, key, progress)
     _put_packed(model, packed)
@@ -173,26 +225,24 @@ def _draws_weights(rule: Rule) -> bool:
     return any(spec is not None and spec.rounding.stochastic for spec in (rule.weight, rule.bias))
 
 
-def methods_of(inputs: Inputs) -> dict[str, tuple[Any, ...]]:
-    """Arguments by the name of the method."""
-    given = dict(inputs) if isinstance(inputs, Mapping) else {"__call__": inputs}
-    for name, args in given.items():
-        if not isinstance(args, tuple | list):
-            raise TypeError(f"inputs: {args!r} must be a tuple of arguments of {name!r}, such as (x,)")
-    return {name: tuple(args) for name, args in given.items()}
+def _part_of(model: Any) -> Part:
+    """The place of a module under rules: in a model, or that of the model itself."""
+    return getattr(model, _PART, None) or Part(getattr(model, _RULES))
 
 
-def _method(cls: type, name: str) -> Callable[..., Any]:
-    found = inspect.getattr_static(cls, name, None)
-    if not is_method(found):
-        raise ValueError(f"inputs: {cls.__name__} has no method {name!r}")
-    return found
+def _parts_in(model: Any, rules: tuple[Rule, ...]) -> list[Any]:
+    """The modules of a model that run under rules; those under other rules have been quantized by themselves."""
+    nodes = [node for _, node in nnx.iter_graph(model) if isinstance(node, nnx.Module) and is_program(node)]
+    return [node for node in nodes if _part_of(node).rules == rules]
 
 
-def is_method(value: Any) -> bool:
-    """Whether an attribute of a class is a function, also one that `flax.nnx.jit` and the like have wrapped."""
-    wrapped = callable(value) and hasattr(value, "__wrapped__") and not isinstance(value, type)
-    return inspect.isfunction(value) or (wrapped and not isinstance(value, staticmethod | classmethod))
+def _make_plain(model: Any) -> None:
+    """Give modules under rules the classes and attributes that they had before, in place."""
+    for module in _parts_in(model, _part_of(model).rules):
+        module.__class__ = plain_class(type(module))
+        for name in (_RULES, _STREAM, _SCALES, _PART, _ADAPTERS):
+            if name in vars(module):
+                delattr(module, name)
 
 
 # -- the class ---------------------------------------------------------------------------------------------------------
@@ -201,76 +251,86 @@ def is_method(value: Any) -> bool:
 @lru_cache(maxsize=1024)
 def _class_of(plain: type) -> type:
     """A class like `plain` whose methods run under the rules of the model."""
-    own = {name for cls in (nnx.Module, *nnx.Module.__mro__) for name in vars(cls)} - {"__call__"}
-    found = {
-        name: value
-        for name in dir(plain)
-        if name not in own and (name == "__call__" or not name.startswith("_"))
-        if is_method(value := inspect.getattr_static(plain, name))
-    }
-    methods = {name: _interpreted(plain, value) for name, value in found.items()}
-    doc = {"__doc__": plain.__doc__, "__module__": plain.__module__, "_quantized_program": True}
-    return type(plain.__name__, (plain,), {**methods, **doc})
+    base = next(base for base in (nnx.List, nnx.Dict, nnx.Module) if issubclass(plain, base))
+    return type(plain.__name__, (plain,), body_of(plain, base, _interpreted, _class_of))
 
 
-def _interpreted(plain: type, method: Callable[..., Any]) -> Callable[..., Any]:
+def _interpreted(name: str, method: Callable[..., Any]) -> Callable[..., Any]:
     @wraps(method)
     def run(self: Any, *args: Any, **kwargs: Any) -> Any:
-        stream = getattr(self, _STREAM, None)
+        stream, held, part = getattr(self, _STREAM, None), getattr(self, _SCALES, None), _part_of(self)
         graph, params, rest = _split(self)
-        low = _function(self, graph, method, getattr(self, _RULES), plain)
         given = _Given(args, kwargs)
-        key, held = None if stream is None else stream(), getattr(self, _SCALES, None)
+        params, dropout = (params, None) if not rest[2] else _with_adapters(self, params)
+        params = part.named(params)
+        low = _function(self, graph, method, part)
+        key = None if stream is None else stream()
+        if stream is None and held is None:
+            key = _key_of_part(part, low, params, rest, given) if dropout is None else dropout
         how = partial(low, params, rest, given.split(), key=key)
         if held is None:
-            out, after, states = how()
+            after, states = how()
         elif held.observed is not None:
-            (out, after, states), seen = low.observe(params, rest, given.split(), scales=held.scales, key=key)
+            (after, states), seen = low.observe(params, rest, given.split(), scales=held.scales, key=key)
             held.observed.see(seen)
         elif held.use_running_average:
-            out, after, states = how(scales=held.scales)
+            after, states = how(scales=held.scales)
         else:
-            (out, after, states), scales = low.update(params, rest, given.split(), scales=held.scales, key=key)
+            (after, states), scales = low.update(params, rest, given.split(), scales=held.scales, key=key)
             held.take(scales.stats)
-        nnx.update(self, after)
         given.update(states)
-        return out
+        return after.update(self)
 
     return run
 
 
+def _key_of_part(part: Part, low: QuantizedFunction, params: Any, rest: Any, given: _Given) -> Array | None:
+    """A key for the call of a part, which draws nothing.
+
+    Raises:
+        ValueError: if the part rounds, and needs what the model alone has.
+    """
+    needs = {"a stream of keys": any(rule.stochastic for rule in part.rules), "kept scales": part.keeps}
+    needed = [what for what, needs_it in needs.items() if needs_it]
+    if not needed:
+        return None
+    if low.resolved(params, rest, given.split()).rounds:
+        part.refuse_state(needed[0])
+    return jax.random.key(0)
+
+
 def _split(model: Any) -> tuple[Any, Any, Any]:
-    """The graph of a model, its parameters, and all else that it holds: its kept scales apart, which are none here."""
-    graph, scales, params, rest = nnx.split(model, nnx.PathContains(_SCALES), _PARAMETERS, ...)
-    return graph, params, (rest, scales)
+    """The graph of a model, its parameters, and all else that it holds: its kept scales and adapters apart."""
+    apart = nnx.PathContains(_SCALES), nnx.PathContains(_ADAPTERS)
+    graph, scales, adapters, params, rest = nnx.split(model, *apart, _PARAMETERS, ...)
+    return graph, params, (rest, scales, adapters)
 
 
 def _functions(
     model: Any, graph: Any, rules: Sequence[Rule], inputs: Inputs
 ) -> dict[str, tuple[QuantizedFunction, _Arguments]]:
     """The methods that have example arguments, as functions, with these."""
+    cls, part = plain_class(type(model)), Part(tuple(rules))
     return {
-        name: (_function(model, graph, _method(type(model), name), tuple(rules), type(model)), _Given(args, {}).split())
-        for name, args in methods_of(inputs).items()
+        name: (_function(model, graph, method_of(cls, name), part), _Given(*given).split())
+        for name, given in methods_of(inputs, cls).items()
     }
 
 
-def _function(
-    model: Any, graph: Any, method: Callable[..., Any], rules: tuple[Rule, ...], plain: type
-) -> QuantizedFunction:
+def _function(model: Any, graph: Any, method: Callable[..., Any], part: Part) -> QuantizedFunction:
     """A method as a function of parameters, other state and arguments; of equal graphs one that is traced once."""
-    classes = _classes_of(model) if any(rule.layer is not None for rule in rules) else ()
+    classes = _classes_of(model, part) if any(rule.layer is not None for rule in part.rules) else ()
     try:
         hash(graph)
     except TypeError:  # an attribute that cannot be compared
-        return _new_function(graph, method, rules, plain, classes)
-    return _kept_function(graph, method, rules, plain, classes)
+        return _new_function(graph, method, part, classes)
+    return _kept_function(graph, method, part, classes)
 
 
-def _classes_of(model: Any) -> tuple[tuple[str, str], ...]:
+def _classes_of(model: Any, part: Part) -> tuple[tuple[str, str], ...]:
     """The path of each variable, with the class of the module that holds it."""
     return tuple(
-        ("/".join(filter(None, (path, name))), type(placed.module).__name__)
+        ("/".join(filter(None, (*map(str, part.path), path, name))), type(placed.module).__name__)
         for placed in modules_of(model)
         for path in placed.paths
         for name in placed.own
@@ -278,20 +338,101 @@ def _classes_of(model: Any) -> tuple[tuple[str, str], ...]:
 
 
 def _new_function(
-    graph: Any, method: Callable[..., Any], rules: tuple[Rule, ...], plain: type, classes: tuple[tuple[str, str], ...]
+    graph: Any, method: Callable[..., Any], part: Part, classes: tuple[tuple[str, str], ...]
 ) -> QuantizedFunction:
-    def pure(params: Any, rest: Any, given: _Arguments) -> tuple[Any, Any, Any]:
-        copy = nnx.merge(graph, params, *rest)
-        copy.__class__ = plain  # so that methods call each other as they are
-        merged = given.merge()
+    def pure(params: Any, rest: Any, given: _Arguments) -> tuple[_After, Any]:
+        copy = nnx.merge(graph, part.own(params), *rest)
+        if is_program(copy):
+            _make_plain(copy)  # so that methods call each other as they are
+        _unpack(copy)
+        before, merged = _attributes(copy), given.merge()
         args, kwargs = merged.values
         out = method(copy, *args, **kwargs)
-        return out, _split(copy)[2][0], merged.states()
+        return _After.of(out, copy, before), merged.states()
 
-    return QuantizedFunction(pure, rules, classes=dict(classes))
+    return QuantizedFunction(pure, part.rules, classes=dict(classes), whole=not part.path)
 
 
 _kept_function = lru_cache(maxsize=256)(_new_function)
+
+
+@jax.tree_util.register_static
+@dataclass(frozen=True, eq=False)
+class _Static:
+    """What is no array: in a result, or in attributes by the path of the module and the name."""
+
+    value: Any
+
+
+@partial(jax.tree_util.register_dataclass, data_fields=["out", "state", "attributes"], meta_fields=[])
+@dataclass(frozen=True)
+class _After:
+    """The result of a method, and what it has changed in a model: all state but parameters, and attributes."""
+
+    out: Any
+    state: Any
+    attributes: _Static
+
+    @classmethod
+    def of(cls, out: Any, model: Any, before: Mapping[Any, Any]) -> _After:
+        """The result of a call; modules of the model in it are named by their paths."""
+        paths = {id(node): path for path, node in nnx.iter_graph(model) if nnx.graph.is_graph_node(node)}
+
+        def held(leaf: Any) -> Any:
+            found = id(leaf) in paths and not isinstance(leaf, nnx.Variable)
+            return _Static(_Node(paths[id(leaf)])) if found else leaf if _is_result(leaf) else _Static(leaf)
+
+        out = jax.tree.map(held, out, is_leaf=nnx.graph.is_graph_node)
+        after = _attributes(model)
+        now = {at: after.get(at, _GONE) for at in {**before, **after}}
+        changed = {at: value for at, value in now.items() if before.get(at, _GONE) is not value}
+        return cls(out, _split(model)[2][0], _Static(changed))
+
+    def update(self, model: Any) -> Any:
+        """Change a model likewise, and give the result of the method."""
+        for (path, name), value in self.attributes.value.items():
+            if value is _GONE:
+                delattr(_variable_at(model, path), name)
+            else:
+                setattr(_variable_at(model, path), name, value)
+        nnx.update(model, self.state)
+
+        def found(leaf: Any) -> Any:
+            value = leaf.value if isinstance(leaf, _Static) else leaf
+            return _variable_at(model, value.path) if isinstance(value, _Node) else value
+
+        return jax.tree.map(found, self.out, is_leaf=lambda leaf: isinstance(leaf, _Static))
+
+
+#: In the place of an attribute that a method has deleted, or given an array.
+_GONE = _Static(None)
+
+
+def _is_result(leaf: Any) -> bool:
+    return nnx.graph.is_graph_node(leaf) or isinstance(
+        leaf, jax.Array | np.ndarray | np.generic | float | int | complex
+    )
+
+
+def _attributes(model: Any) -> dict[tuple[Keys, str], Any]:
+    """The attributes of the modules of a model that hold neither arrays nor modules."""
+    return {
+        (path, name): value
+        for path, node in nnx.iter_graph(model)
+        if isinstance(node, nnx.Module)
+        for name, value in vars(node).items()
+        if not name.startswith("_pytree__") and not nnx.is_data(value)
+    }
+
+
+def _unpack(model: Any) -> None:
+    """Put parameters of the classes that they had in the places of packed ones, in a copy that holds their numbers."""
+    packed = {id(node): node for _, node in nnx.iter_graph(model) if isinstance(node, QuantizedParam)}
+    made = {}
+    for held, variable in packed.items():
+        metadata = variable.get_metadata()
+        made[held] = metadata.pop(_CLASS, nnx.Param)(variable.get_raw_value(), **metadata)
+    _replace(model, made)
 
 
 @partial(jax.tree_util.register_dataclass, data_fields=["leaves", "states"], meta_fields=["tree", "graphs"])
@@ -315,7 +456,9 @@ class _Arguments:
 @jax.tree_util.register_static
 @dataclass(frozen=True)
 class _Node:
-    """The place of a module among arguments."""
+    """The place of a module among arguments, or in a model."""
+
+    path: Keys = ()
 
 
 class _Given:
@@ -363,11 +506,12 @@ def _put_packed(model: Any, params: Any) -> None:
         numbers = value.get_value()
         if not is_packed(numbers) and numbers is not (held := _variable_at(model, path)).get_value():
             held.set_value(numbers)
-    made = {
-        id(_variable_at(model, path)): QuantizedParam(value.get_value(), **before[path].get_metadata())
-        for path, value in nnx.to_flat_state(params)
-        if is_packed(value.get_value())
-    }
+    made = {}
+    for path, value in nnx.to_flat_state(params):
+        if is_packed(value.get_value()):
+            cls, metadata = type(before[path]), before[path].get_metadata()
+            metadata |= {} if cls in (nnx.Param, QuantizedParam) else {_CLASS: cls}
+            made[id(_variable_at(model, path))] = QuantizedParam(value.get_value(), **metadata)
     _replace(model, made)
 
 
@@ -397,3 +541,99 @@ def _replace(model: Any, made: Mapping[int, nnx.Variable]) -> None:
                 setattr(node, key, made[id(child)])
             else:
                 node[key] = made[id(child)]
+
+
+# -- adapters ----------------------------------------------------------------------------------------------------------
+
+
+class Beside(nnx.Module):
+    """An adapter of a parameter of a program, in the module that holds the parameter.
+
+    Attributes:
+        lora_a: A, (in, rank), with the axes of a stack in front.
+        lora_b: B, (rank, out), likewise.
+    """
+
+    def __init__(self, adapter: Adapter, rngs: nnx.Rngs | None) -> None:
+        self.lora_a, self.lora_b = nnx.LoRAParam(adapter.lora_a), nnx.LoRAParam(adapter.lora_b)
+        self.how = nnx.static(_Static(replace(adapter, lora_a=None, lora_b=None)))
+        rate = adapter.rule.dropout
+        self.dropout = nnx.Dropout(rate, rngs=rngs) if rate and rngs is not None else None
+
+    @property
+    def adapter(self) -> Adapter:
+        """The adapter; without dropout after `eval`."""
+        how, drops = self.how.value, self.dropout is not None and not self.dropout.deterministic
+        rule = how.rule if drops else replace(how.rule, dropout=0.0)
+        return replace(how, lora_a=self.lora_a[...], lora_b=self.lora_b[...], rule=rule)
+
+
+def adapted_params(model: Any) -> Any:
+    """The parameters of a program, those with adapters as `AdaptedParam`."""
+    return _with_adapters(model, _split(model)[1])[0]
+
+
+def _with_adapters(model: Any, params: Any) -> tuple[Any, Array | None]:
+    """The parameters of a model with their adapters, and a key if these have dropout."""
+    flat, known, key = dict(nnx.to_flat_state(params)), _names(model), None
+    for one in modules_of(model):
+        for name, beside in vars(one.module).get(_ADAPTERS, {}).items():
+            path = known[id(one.own[name])]
+            variable, adapter = flat[path], beside.adapter
+            flat[path] = variable.replace(AdaptedParam(_base(variable.get_value()), adapter))
+            key = beside.dropout.rngs() if adapter.rule.dropout and key is None else key
+    return nnx.from_flat_state(flat), key
+
+
+def _base(value: Any) -> Any:
+    return value.base if isinstance(value, AdaptedParam) else value
+
+
+def put_params(model: Any, params: Any, rules: tuple[Rule, ...], rngs: nnx.Rngs | None) -> None:
+    """Give a model other parameters, with or without adapters, and rules, in place."""
+    if not is_program(model):
+        _place(model, rules, False)
+        setattr(model, _RULES, nnx.static(rules))
+    for module in _parts_in(model, _part_of(model).rules):
+        if _RULES in vars(module):
+            setattr(module, _RULES, nnx.static(rules))
+        else:
+            setattr(module, _PART, nnx.static(replace(getattr(module, _PART), rules=rules)))
+    flat = dict(nnx.to_flat_state(params))
+    held = {id(_variable_at(model, path)): value.get_value() for path, value in flat.items()}
+    made = {key: Beside(value.adapter, rngs) for key, value in held.items() if isinstance(value, AdaptedParam)}
+    for one in modules_of(model):
+        if not is_program(one.module):
+            continue
+        own = {name: made[id(variable)] for name, variable in one.own.items() if id(variable) in made}
+        if own:
+            setattr(one.module, _ADAPTERS, nnx.Dict(own))
+        elif _ADAPTERS in vars(one.module):
+            delattr(one.module, _ADAPTERS)
+    unpacked = {}
+    for path in flat:
+        variable = _variable_at(model, path)
+        value = _base(held[id(variable)])
+        if isinstance(variable, QuantizedParam) and not is_packed(value):
+            metadata = variable.get_metadata()
+            unpacked[id(variable)] = metadata.pop(_CLASS, nnx.Param)(value, **metadata)
+        elif value is not variable.get_value():
+            variable.set_value(value)
+    _replace(model, unpacked)
+
+
+def traced_programs(model: Any, inputs: Inputs) -> list[tuple[Any, Any]]:
+    """The programs of methods of a model, each with its call."""
+    graph, params, rest = _split(model)
+    rules = rules_of(model)
+    return [low.traced(params, rest, args) for low, args in _functions(model, graph, rules, inputs).values()]
+
+
+def rules_of(model: Any) -> tuple[Rule, ...]:
+    """The rules of a program; of a plain model, none."""
+    return _part_of(model).rules if is_program(model) else ()
+
+
+def has_adapters(model: Any) -> bool:
+    """Whether a parameter of a program has an adapter."""
+    return any(isinstance(node, Beside) for _, node in nnx.iter_graph(model))

@@ -10,6 +10,7 @@ from flax import nnx
 
 from jchop._checks import brief
 from jchop._products.rule import Rule, as_rules
+from jchop.nn._nnx.classes import Inputs
 from jchop.nn._nnx.layers import (
     Mode,
     apply,
@@ -19,7 +20,7 @@ from jchop.nn._nnx.layers import (
     check_wrapped,
     needs_program,
 )
-from jchop.nn._nnx.programs import Inputs, quantize_program
+from jchop.nn._nnx.programs import quantize_program
 from jchop.nn._trees.modules import is_module, quantize_module
 
 Model = TypeVar("Model")
@@ -41,7 +42,8 @@ def quantize(
     With `inputs`, or if a rule matches a module with parameters that is no layer of Flax, the *program* of the model is
     quantized: `jchop.quantize_fn` runs each of its methods, and rounds the parameters that reach products, whatever
     modules they are in. A rule then may have `weight`, `bias`, `activation`, `matmul` and the specs of gradients.
-    Rules are for calls of the model itself; a submodule that is called from outside is the plain one.
+    Calls of a module in the model by itself (``model.encoder(x)``) are under the rules, too, as long as these need no
+    stream of keys and no kept scales, which are those of the model; else they are an error.
 
     Without `inputs`, the *layers* of the model are quantized: they become layers of `jchop.nn` with the same name,
     parameters and paths, which round in place of Flax's `dot_general`, `conv_general_dilated`, `einsum_op`,
@@ -63,9 +65,10 @@ def quantize(
             each use. ``"weight_only"``: like ``"ptq"``, and a rule may round nothing else. These three compute the same
             numbers, bit for bit, if the rounding is not stochastic. ``"emulate"``: `jchop.emulate` runs the layer, with
             every operation rounded to the rule's activation, and sums by its matmul.
-        inputs: example arguments of the model's call, ``(x,)``, or of several methods, ``{"decode": (x, step)}``:
-            arrays or `jax.ShapeDtypeStruct`. With them the program is quantized. They are required to pack a model that
-            is not made of layers of Flax alone. Default None.
+        inputs: example arguments of the model's call, ``(x,)`` or by name ``{"x": x, "cache": cache}``, or of several
+            methods, ``{"decode": (x, step), "encode": {"x": x}}``: arrays or `jax.ShapeDtypeStruct`. With them the
+            program is quantized. They are required to pack a model that is not made of plain layers of Flax alone: a
+            layer with parameters or methods that other code has given it is none. Default None.
         rngs: `flax.nnx.Rngs`, required if a rule is stochastic: every rounding draws from its own stream, forked from
             the one named by the rule, and advances it, like a dropout. Not for Equinox.
         key: Equinox: a typed key, required to pack if the rounding of a parameter is stochastic. Calls of a module with
@@ -78,7 +81,7 @@ def quantize(
         TypeError: for invalid rules or `rngs`.
         ValueError: for a rule that matches no layer, or has a field without effect on those it matches; a layer with
             its own functions instead of Flax's; a stochastic rule without `rngs`; with `inputs`, a layer that rounds
-            its parameters already.
+            its parameters already, or a method that is an attribute of one object; other arguments in `inputs`.
         NotImplementedError: for a product that is out of reach, a field that a program does not have, or packed
             parameters that `flax.nnx.SpectralNorm` or `WeightNorm` would normalize.
 
@@ -114,5 +117,4 @@ def quantize(
         if inputs is None and mode != "qat":
             check_traceable(result, given)
         quantize_program(result, given, mode, inputs, rngs)
-        check_wrapped(result, program=True)
     return result

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -21,13 +21,19 @@ from jchop._products.rule import FIELDS, Rule, rule_of
 from jchop._products.traced.call import Call, is_held
 from jchop._products.weights import is_packed, numbers_of
 from jchop.nn._lora_rule import LoraRule, check_used, first_adapters, merged_weight
-from jchop.nn._nnx.programs import Inputs
+from jchop.nn._nnx.classes import Inputs
 from jchop.nn._trees.modules import functions_of, is_module, plain_of, rules_of, scales_of, with_class
 from jchop.storage._layout import over_stack
 
 Array = jax.Array
 
-__all__ = ["add_to_tree", "check_tree", "load_to_tree", "lora_mask", "merge_tree", "split_tree"]
+#: By the path of a parameter that reaches products: its value, it as a matrix or why it is none, its rounding.
+Places = dict[str, tuple[Any, MatrixLayout | str, Placement | None]]
+
+__all__ = [
+    "add_to_tree", "check_tree", "left_alone", "load_to_tree", "lora_mask", "merge_tree", "places_of", "split_tree",
+    "with_adapters", "with_loaded", "without",
+]  # fmt: skip
 
 #: Names of a parameter that stand for its layer in a file of PEFT.
 _WEIGHTS = ("weight", "kernel")
@@ -78,7 +84,11 @@ def add_to_tree(
     if key is None:
         raise ValueError("key=None: the first values of adapters are random; pass a typed key, key=jax.random.key(0)")
     check_key("key", key)
-    places = _places(model, inputs, fun)
+    return with_adapters(model, rules, key, _places(model, inputs, fun), original)
+
+
+def with_adapters(model: Any, rules: Sequence[LoraRule], key: Array, places: Places, original: Any) -> Any:
+    """A pytree of parameters with adapters at places that rules match."""
     before = {} if original is None else _by_path(original)
     made: dict[str, AdaptedParam] = {}
     used: set[int] = set()
@@ -102,7 +112,12 @@ def load_to_tree(
     folder: str | os.PathLike[str], model: Any, inputs: Inputs | None, fun: Any, read: Callable[..., Any]
 ) -> Any:
     """A model with the adapters of a folder, which `read` reads."""
-    places = {_name(path): (path, *place) for path, place in _places(model, inputs, fun).items()}
+    return with_loaded(folder, model, _places(model, inputs, fun), read)
+
+
+def with_loaded(folder: str | os.PathLike[str], model: Any, found: Places, read: Callable[..., Any]) -> Any:
+    """A pytree of parameters with the adapters of a folder."""
+    places = {_name(path): (path, *place) for path, place in found.items()}
     able: dict[str, tuple[str, Any, Any, Placement | None]] = {
         name: place for name, place in places.items() if isinstance(place[2], MatrixLayout)
     }
@@ -121,17 +136,27 @@ def merge_tree(model: Any, requantize: bool) -> Any:
     found = {path: leaf for path, leaf in _by_path(model).items() if isinstance(leaf, AdaptedParam)}
     made = {path: _merged(path, leaf, requantize) for path, leaf in found.items()}
     merged = _with_leaves(model, made)
-    alone = [path for path, leaf in found.items() if is_packed(leaf.base) and not requantize]
+    alone = left_alone(model, requantize)
     if not is_module(model):
         return merged
     rules = rules_of(model)
-    left = (*(Rule(f"/{path}/") for path in alone), *rules)
-    paths = list(_by_path(model))
-    spoken, now = ({some[n] for path in paths if (n := rule_of(path, some)) is not None} for some in (rules, left))
-    left = tuple(rule for rule in left if rule in now or rule not in spoken)
+    left = without(rules, alone, model)
     packed = any(map(is_packed, _by_path(merged).values()))
     done = bool(alone) and not packed and not any(map(_rounds_more, left))
     return plain_of(merged) if done or not rules else with_class(plain_of(merged), left, scales_of(model))
+
+
+def without(rules: Sequence[Rule], alone: Sequence[str], model: Any) -> tuple[Rule, ...]:
+    """Rules that leave the parameters `alone` of a model as they are, without those that match nothing any more."""
+    left, paths = (*(Rule(f"/{path}/") for path in alone), *rules), list(_by_path(model))
+    spoken, now = ({some[n] for path in paths if (n := rule_of(path, some)) is not None} for some in (rules, left))
+    return tuple(rule for rule in left if rule in now or rule not in spoken)
+
+
+def left_alone(model: Any, requantize: bool) -> list[str]:
+    """The packed parameters with adapters that a merge leaves in full precision."""
+    found = {path: leaf for path, leaf in _by_path(model).items() if isinstance(leaf, AdaptedParam)}
+    return [path for path, leaf in found.items() if is_packed(leaf.base) and not requantize]
 
 
 def split_tree(model: Any) -> tuple[Any, dict[str, dict[str, Any]]]:
@@ -169,8 +194,8 @@ def _by_path(model: Any) -> dict[str, Any]:
     return {path: call.leaves[place] for path, place in zip(call.paths, call.places, strict=False)}
 
 
-def _places(model: Any, inputs: Inputs | None, fun: Any) -> dict[str, tuple[Any, MatrixLayout | str, Placement | None]]:
-    """The parameters that reach products: the value, the parameter as a matrix or why it is none, its rounding."""
+def _places(model: Any, inputs: Inputs | None, fun: Any) -> Places:
+    """The parameters that reach products."""
     if inputs is None:
         raise ValueError(
             "inputs=None: the program says which parameters may have adapters; pass example arguments, inputs=(x,)"
@@ -179,14 +204,20 @@ def _places(model: Any, inputs: Inputs | None, fun: Any) -> dict[str, tuple[Any,
         if fun is not None:
             raise TypeError("fun is for parameters of a function; a module of Equinox has methods")
         found = functions_of(model, rules_of(model), inputs).values()
-        traced = [low.traced(plain_of(model), args, {}) for low, args in found]
+        traced = [low.traced(plain_of(model), *args) for low, args in found]
     else:
         if not isinstance(fun, QuantizedFunction):
             raise TypeError(f"fun={fun!r} must be a result of jchop.quantize_fn, which runs the parameters")
-        if isinstance(inputs, Mapping) or not isinstance(inputs, tuple | list):
-            raise TypeError(f"inputs={inputs!r} must be a tuple of arguments of the function after its parameters")
-        traced = [fun.traced(model, *inputs)]
-    places: dict[str, tuple[Any, MatrixLayout | str, Placement | None]] = {}
+        if not isinstance(inputs, tuple | list | Mapping):
+            raise TypeError(f"inputs={inputs!r} must be a tuple, or a dict, of arguments after the parameters")
+        named = isinstance(inputs, Mapping)
+        traced = [fun.traced(model, **inputs) if named else fun.traced(model, *inputs)]
+    return places_of(traced)
+
+
+def places_of(traced: Iterable[tuple[Any, Call]]) -> Places:
+    """The parameters that reach products in programs, each with its call."""
+    places: Places = {}
     for program, call in traced:
         for leaf, layout in program.adaptable.items():
             path = program.paths[leaf]

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import inspect
 import sys
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from functools import lru_cache, wraps
 from typing import Any
 
@@ -19,8 +19,8 @@ from jchop._products.scales.sites import Scales
 from jchop._products.traced.call import is_held
 from jchop._products.traced.report import ProgramReport
 from jchop._products.traced.resolved import check_weights
+from jchop.nn._nnx.classes import Inputs, Part, body_of, methods_of, plain_class
 from jchop.nn._nnx.layers import Mode, check_modes
-from jchop.nn._nnx.programs import Inputs, is_method, methods_of
 
 Array = jax.Array
 
@@ -78,14 +78,14 @@ def quantize_module(model: Any, rules: Sequence[Rule], mode: Mode, inputs: Input
     scales = Scales({}, {})
     functions = () if inputs is None else functions_of(model, rules, inputs).values()
     for low, args in functions:
-        begun = low.start(plain, args, {}, from_data=False)
+        begun = low.start(plain, *args, from_data=False)
         scales = Scales({**begun.learned, **scales.learned}, {**begun.stats, **scales.stats})
     if functions:  # the errors of rules come here, not in the first call
-        check_weights([low.resolved(plain, args, {}) for low, args in functions])
+        check_weights([low.resolved(plain, *args) for low, args in functions])
     scales = Scales({**scales.learned, **before.learned}, {**scales.stats, **before.stats})
     if mode != "qat":
         for low, args in functions:  # packed for the first method that rounds it
-            plain = low.pack_more(plain, args, {}, scales=scales, key=key)
+            plain = low.pack_more(plain, *args, scales=scales, key=key)
         learned = {name: scale for name, scale in scales.learned.items() if not name.endswith("_weight_scale")}
         scales = scales._replace(learned=learned)
     return with_class(plain, rules, scales)
@@ -106,7 +106,7 @@ def report_module(
         )
     plain = plain_of(model)
     return {
-        name: low.report(plain, args, {}, platform=platform)
+        name: low.report(plain, *args, platform=platform)
         for name, (low, args) in functions_of(model, rules, inputs).items()
     }
 
@@ -137,25 +137,21 @@ def functions_of(
     model: Any, rules: Sequence[Rule], inputs: Inputs
 ) -> dict[str, tuple[QuantizedFunction, tuple[Any, ...]]]:
     """The methods that have example arguments, as functions of a plain module, arguments and keywords, with these."""
-    cls = type(plain_of(model))
-    found = methods_of(inputs)
-    for name in found:
-        if not is_method(inspect.getattr_static(cls, name, None)):
-            raise ValueError(f"inputs: {cls.__name__} has no method {name!r}")
-    return {name: (_function(name, tuple(rules)), args) for name, args in found.items()}
+    found = methods_of(inputs, type(plain_of(model)))
+    return {name: (_function(name, Part(tuple(rules))), given) for name, given in found.items()}
 
 
 # -- the class ---------------------------------------------------------------------------------------------------------
 
 
 def plain_of(model: Any) -> Any:
-    """A module of the class that it had before it was quantized."""
-    return _copied(model, type(model).__mro__[1]) if hasattr(type(model), _RULES) else model
+    """A module with the classes that it and the modules in it had before it was quantized."""
+    return _copied(model, None) if hasattr(type(model), _RULES) else model
 
 
 def rules_of(model: Any) -> tuple[Rule, ...]:
     """The rules of a module; of a plain one, none."""
-    return getattr(model, _RULES, ())
+    return _part_of(model).rules if hasattr(type(model), _RULES) else ()
 
 
 def scales_of(model: Any) -> Scales:
@@ -164,15 +160,36 @@ def scales_of(model: Any) -> Scales:
 
 
 def with_class(plain: Any, rules: Sequence[Rule], scales: Scales) -> Any:
-    """A module of a class like that of a plain one whose methods run under rules."""
-    scales_or_none = scales if scales.learned or scales.stats else None
-    return _copied(plain, _class_of(type(plain)), {_RULES: tuple(rules), _SCALES: scales_or_none})
+    """A module whose methods, and those of the modules in it, run under rules."""
+    keeps = bool(scales.learned or scales.stats)
+    part = Part(tuple(rules), keeps=keeps or any(rule.scale_from is not None for rule in rules))
+    made = _copied(plain, part)
+    object.__setattr__(made, _SCALES, scales if keeps else None)
+    return made
 
 
-def _copied(model: Any, cls: type, more: Any = None) -> Any:
-    made = object.__new__(cls)
-    own = {name: value for name, value in vars(model).items() if name not in (_RULES, _SCALES)}
-    for name, value in {**own, **(more or {})}.items():
+def _part_of(model: Any) -> Part:
+    """The place of a module under rules."""
+    return getattr(model, _RULES) or Part(())
+
+
+def _copied(node: Any, part: Part | None, path: tuple[str, ...] = (), before: Part | None = None) -> Any:
+    """A module under the rules of a part, or without rules; a module in it that has other rules stays as it is."""
+    children, tree = jax.tree_util.tree_flatten_with_path(node, is_leaf=lambda n: n is not node)
+    if is_held(node) or any(child is node for _, child in children) or not (children or is_module(node)):
+        return node
+    if (ruled := hasattr(type(node), _RULES)) and before is not None and _part_of(node).rules != before.rules:
+        return node
+    before = before or (_part_of(node) if ruled else Part(()))
+    keys = [jax.tree_util.keystr(key, simple=True, separator="/") for key, _ in children]
+    parts = zip(keys, children, strict=True)
+    made = jax.tree.unflatten(tree, [_copied(child, part, (*path, key), before) for key, (_, child) in parts])
+    if not is_module(node):
+        return made
+    own = {name: value for name, value in vars(made).items() if name not in (_RULES, _SCALES)}
+    made = object.__new__(plain_class(type(node)) if part is None else _class_of(plain_class(type(node))))
+    more = {} if part is None else {_RULES: replace(part, path=path), _SCALES: None}
+    for name, value in {**own, **more}.items():
         object.__setattr__(made, name, value)
     return made
 
@@ -182,39 +199,43 @@ def _class_of(plain: Any) -> type:
     """A class like `plain` whose methods run under the rules of the module."""
     import equinox
 
-    own = set(dir(equinox.Module))
-    found = {
-        name: value
-        for name in dir(plain)
-        if name not in own and (name == "__call__" or not name.startswith("_"))
-        if is_method(value := inspect.getattr_static(plain, name))
-    }
-    body: dict[str, Any] = {name: _interpreted(plain, name, value) for name, value in found.items()}
-    body |= {_RULES: equinox.field(static=True, default=()), _SCALES: equinox.field(default=None)}
-    body |= {"__annotations__": {_RULES: Any, _SCALES: Any}, "__doc__": plain.__doc__}
-    return type(plain)(plain.__name__, (plain,), {**body, "__module__": plain.__module__})
+    body = body_of(plain, equinox.Module, _interpreted, _class_of)
+    body |= {_RULES: equinox.field(static=True, default=None), _SCALES: equinox.field(default=None)}
+    return type(plain)(plain.__name__, (plain,), {**body, "__annotations__": {_RULES: Any, _SCALES: Any}})
 
 
-def _interpreted(plain: type, name: str, method: Callable[..., Any]) -> Callable[..., Any]:
+def _interpreted(name: str, method: Callable[..., Any]) -> Callable[..., Any]:
     @wraps(method)
     def run(self: Any, *args: Any, rounding_key: Array | None = None, **kwargs: Any) -> Any:
-        rules = getattr(self, _RULES)
-        stochastic = next((rule for rule in rules if rule.stochastic), None)
-        if stochastic is not None and rounding_key is None:
+        part, scales = _part_of(self), scales_of(self)
+        low, params = _function(name, part), part.nested(_bare(self))
+        stochastic = next((rule for rule in part.rules if rule.stochastic), None)
+        without = [(stochastic is not None and rounding_key is None), bool(part.path) and part.keeps]
+        if any(without) and low.resolved(params, args, kwargs).rounds:
+            if not without[0]:
+                part.refuse_state("kept scales")
             raise ValueError(
                 f"{_KEY}=None, but {stochastic} rounds stochastically: pass a typed key for each call, "
                 f"model(x, {_KEY}=jax.random.key(0))"
             )
-        scales = scales_of(self)
+        key = jax.random.key(0) if without[0] else rounding_key  # nothing draws from it
         scales = scales._replace(stats=jax.lax.stop_gradient(scales.stats))
-        return _function(name, rules)(_copied(self, plain), args, kwargs, scales=scales, key=rounding_key)
+        return low(params, args, kwargs, scales=scales, key=key)
 
     return run
 
 
-@lru_cache(maxsize=256)
-def _function(name: str, rules: tuple[Rule, ...]) -> QuantizedFunction:
-    def call(plain: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-        return getattr(plain, name)(*args, **kwargs)
+def _bare(model: Any) -> Any:
+    """A module under rules without kept scales."""
+    made = object.__new__(type(model))
+    for name, value in {**vars(model), _SCALES: None}.items():
+        object.__setattr__(made, name, value)
+    return made
 
-    return QuantizedFunction(call, rules)
+
+@lru_cache(maxsize=256)
+def _function(name: str, part: Part) -> QuantizedFunction:
+    def call(model: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+        return getattr(plain_of(part.unnested(model)), name)(*args, **kwargs)
+
+    return QuantizedFunction(call, part.rules, whole=not part.path)
