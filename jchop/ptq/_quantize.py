@@ -70,8 +70,9 @@ def quantize(
         key: a typed key if a rule is stochastic.
         progress: called with the number of batches that were run.
         resume: a folder that keeps each stage as soon as it is done, and is made if there is none. A call with the same
-            arguments continues a run that was killed, and its result is that of a run that was not, bit for bit;
-            `batches` must be iterable more than once. Delete the folder when the result is saved. Default None.
+            arguments continues a run that was killed, and its result is that of a run that was not, bit for bit; what
+            a damaged file held is done again. `batches` must be iterable more than once. Delete the folder when the
+            result is saved. Default None.
         memory: the most memory that statistics may need at a time, in bytes, or text such as ``"4GiB"`` (KiB, MiB, GiB,
             TiB): two float32 matrices of the square of the inputs, and five vectors of them, for each weight and each
             turn of its loop, and as many of one batch. The data, which must be iterable more than once, are run as
