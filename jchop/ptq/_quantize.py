@@ -315,6 +315,10 @@ class _Job:
         if missing:
             note = _NEVER if not reached else f"no input reached {missing} of its {count.size} matrices"
         few = int(((count > 0) & (count < site.layout.matrices[1])).sum())
+        limits = jnp.finfo(inputs.largest.dtype)
+        least = float(np.sqrt(float(limits.tiny) / float(limits.eps)))
+        if bool(((inputs.largest > 0).any(-1) & (inputs.largest < least).all(-1)).any()):
+            note = _joined(note, f"inputs below {least:.2g}: their squares underflow, and count as zero or lose digits")
         steps = self._steps_of(leaf)
         if steps != self.steps:
             note = _joined(note, _SEVERAL.format(", ".join(dict.fromkeys(map(_named, self.sites.others[leaf])))))
