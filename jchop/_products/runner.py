@@ -173,9 +173,9 @@ class Quantization(Runner):
             path = next((self.paths[use.leaf] for use in step.uses[weight] if use.leaf < len(self.paths)), "*")
             self.without_codes.setdefault(path, (step, weight, how))
             how = replace(how, codes=False)
-        if codes is not None and how.right is not None:
-            if (group := block_of(how.right, product.forward.right.ndim)) is not None:
-                codes = replace(codes, block=math.gcd(group, *(use.block_of(group) for use in step.uses[weight])))
+        group = None if codes is None or how.right is None else block_of(how.right, product.forward.right.ndim)
+        if codes is not None and group is not None:
+            codes = replace(codes, block=math.gcd(group, *(use.block_of(group) for use in step.uses[weight])))
         return contract(product, x, full, how, key, rounded=rounded(w), codes=codes, extra=extra)
 
 
