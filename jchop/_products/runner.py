@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
@@ -13,7 +12,7 @@ import jax
 import jax.numpy as jnp
 from jax.extend.core import Literal
 
-from jchop._paths import matches_path, pattern_of
+from jchop._paths import pattern_of_all
 from jchop._products.adapters import beside
 from jchop._products.codes import Coded, block_of
 from jchop._products.contraction import Roundings, contract
@@ -205,21 +204,11 @@ def _without_codes(lost: dict[str, tuple[ProductStep, int, Roundings]], paths: S
             "function with a derivative of its own"
         )
     rest = f", like {len(others)} other{'s' * (len(others) > 1)}, such as {others[0]!r}," if others else ""
-    pattern = path if path == "*" else _pattern(list(lost), [path for path in paths if path not in lost])
+    pattern = path if path == "*" else pattern_of_all(lost, (path for path in paths if path not in lost))
     return (
         f"product='codes': the weight {path!r}{rest} of {step.name} at {step.source or 'an unknown line'} is {why}, so "
         f"it has no codes there; put Rule({pattern!r}, ...) without product before {how.place.rule}"
     )
-
-
-def _pattern(paths: Sequence[str], others: Sequence[str]) -> str:
-    """A pattern that paths match, and others do not; of layers with numbers, a star stands for these if it may."""
-    terms = {}
-    for path in paths:
-        exact = pattern_of(path)
-        wide = re.sub(r"\d+", "*", exact)
-        terms[exact if any(matches_path(wide, other) for other in others) else wide] = None
-    return " ".join(terms)
 
 
 def _fills(part: ProductStep) -> bool:
