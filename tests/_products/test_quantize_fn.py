@@ -618,6 +618,21 @@ def test_all_weights_without_codes_are_said_at_once_with_a_rule_that_leaves_them
     assert {path for path, text in rows.items() if "codes" not in text} == masked & set(params)
 
 
+def test_all_weights_whose_groups_are_no_blocks_are_said_at_once() -> None:
+    params = dict.fromkeys(("l0", "l1", "z"), PARAMS["up"])
+
+    def fun(p: Any, x: jax.Array) -> jax.Array:
+        for name in ("l0", "l1"):
+            x = (x @ p[name]) @ p[name].T
+        return x @ p["z"]
+
+    rule = jc.Rule(weight="int8(group=4)", product="codes")
+    words = r"'l0' follow its first product.*; 1 more are like it: put Rule\('l\*', \.\.\.\) without product"
+    with pytest.raises(ValueError, match=words):
+        jc.quantize_fn(fun, rule)(params, X)
+    jc.quantize_fn(fun, [jc.Rule("l*", weight="int8(group=4)"), rule]).report(params, X)
+
+
 def test_a_weight_without_codes_is_said_with_its_rule() -> None:
     codes = jc.Rule(weight="int8(group=all)", product="codes")
     with pytest.raises(ValueError, match=r"the weight '' .* is computed with before .*Rule\('/', \.\.\.\) without"):
