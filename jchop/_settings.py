@@ -17,9 +17,9 @@ from jax.extend.backend import get_compile_options
 
 @functools.cache
 def has_fast_math() -> bool:
-    """Whether XLA computes on this machine's CPU, by default, with sums and products in another order (its flag)."""
-    if jax.default_backend() != "cpu":
-        return False
+    """Whether XLA's flags let it compute sums and products in another order on the CPU."""
+    with jax.ensure_compile_time_eval():
+        jax.numpy.zeros(())  # starts the backend, which reads the flags
     options = get_compile_options(num_replicas=1, num_partitions=1).executable_build_options.debug_options
     return options.xla_cpu_enable_fast_math
 
