@@ -42,13 +42,19 @@ def as_array(name: str, value: Any) -> Array | np.ndarray:
     """A JAX array unchanged; any other value as a NumPy array in the machine's byte order.
 
     Raises:
-        TypeError: for a tensor of torch, a QArray, a sparse array or a dict.
+        TypeError: for a tensor of torch, a QArray, a sparse array, a pytree or a model.
     """
     if isinstance(value, Array):
         return value
     if not isinstance(value, np.ndarray):
         _check_kind(name, value)
-    return as_numpy(name, value)
+    array = as_numpy(name, value)
+    if array.dtype == object and not (value is None or isinstance(value, np.ndarray) or hasattr(value, "todense")):
+        raise TypeError(
+            f"{name} is a {type(value).__name__}, not an array; jchop.nn.quantize takes models, and jax.tree.map calls "
+            "a function for each leaf of a pytree"
+        )
+    return array
 
 
 def is_tensor(value: Any) -> bool:

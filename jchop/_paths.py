@@ -20,7 +20,7 @@ from difflib import SequenceMatcher
 from functools import lru_cache
 from typing import Any
 
-__all__ = ["check_pattern", "matches_path", "names_last", "nearest_paths", "pattern_of"]
+__all__ = ["check_pattern", "matches_path", "names_last", "nearest_paths", "pattern_of", "pattern_of_all"]
 
 
 def check_pattern(argument: str, pattern: Any, example: str = "'blocks/*/mlp'") -> str:
@@ -77,7 +77,21 @@ def pattern_of(path: str) -> str:
         >>> pattern_of(""), pattern_of("mlp/kernel"), pattern_of("a b/{c}")
         ('/', 'mlp/kernel', 'a?b/[{]c[}]')
     """
-    return re.sub(r"^!|[\s\\]", "?", re.sub(r"[*?\[{}]", r"[\g<0>]", path)) or "/"
+    return re.sub(r"^[!^]|[\s\\|]|\$$|(?<=[\])])[+]|(?<=\))[*?]$", "?", re.sub(r"[*?\[{}]", r"[\g<0>]", path)) or "/"
+
+
+def pattern_of_all(paths: Iterable[str], others: Iterable[str] = ()) -> str:
+    """A pattern that paths match, and others do not: a star stands for the numbers of layers, if it may.
+
+    Example:
+        >>> pattern_of_all(["0/mlp", "1/mlp", "head"]), pattern_of_all(["0/mlp", "1/mlp"], ["2/mlp"])
+        ('*/mlp head', '0/mlp 1/mlp')
+    """
+    terms, others = {}, list(others)
+    for exact in map(pattern_of, paths):
+        wide = re.sub(r"\d+", "*", exact)
+        terms[exact if any(matches_path(wide, other) for other in others) else wide] = None
+    return " ".join(terms)
 
 
 def nearest_paths(patterns: Iterable[str], paths: Iterable[str]) -> str:
@@ -141,8 +155,11 @@ def _term(text: str) -> _Term:
     excludes, glob = text.startswith("!"), text.removeprefix("!")
     if not glob:
         raise ValueError("'!' excludes nothing; write it in front of a term, as '!head'")
-    if "\\" in glob:
-        raise ValueError("it is a regular expression; a dot stands for itself, and alternatives are {mu,nu}")
+    if _REGULAR.search(glob):
+        raise ValueError(
+            "it is a regular expression; a dot stands for itself, and alternatives are {mu,nu}, or terms with a space "
+            "between them"
+        )
     front, back, parts = glob.startswith("/"), glob.endswith("/"), _parts(glob)
     if not parts and not front:
         raise ValueError("it has no part")
@@ -155,6 +172,8 @@ def _term(text: str) -> _Term:
 
 
 _ANY_PARTS = "(?:[^/]+/)*"
+#: What regular expressions have, and patterns and names of layers do not.
+_REGULAR = re.compile(r"[\\|]|^\^|\$$|\[\^|[.\])][+]|\)[*?]$")
 
 
 def _parts(text: str) -> list[str]:

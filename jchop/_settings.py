@@ -12,11 +12,30 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
+from jax.extend.backend import get_compile_options
+
+
+@functools.cache
+def has_fast_math() -> bool:
+    """Whether XLA's flags let it compute sums and products in another order on the CPU."""
+    with jax.ensure_compile_time_eval():
+        jax.numpy.zeros(())  # starts the backend, which reads the flags
+    options = get_compile_options(num_replicas=1, num_partitions=1).executable_build_options.debug_options
+    return options.xla_cpu_enable_fast_math
 
 
 @contextlib.contextmanager
 def own_settings() -> Iterator[None]:
-    """A context with JAX's defaults for compilation and promotion, for code that calls no function of the user."""
+    """A context with JAX's defaults for compilation and promotion, for code that calls no function of the user.
+
+    Raises:
+        RuntimeError: under a flag of XLA that changes arithmetic.
+    """
+    if has_fast_math():
+        raise RuntimeError(
+            "XLA_FLAGS: --xla_cpu_enable_fast_math=true lets XLA cancel the arithmetic of roundings, and jchop's "
+            "numbers would be wrong; leave the flag out"
+        )
     with jax.disable_jit(False), jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
         yield
 

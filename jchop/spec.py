@@ -237,7 +237,10 @@ def _text_of(value: object) -> str:
     """The end of an error that names the text of a dtype, such as `jax.numpy.bfloat16`."""
     with contextlib.suppress(TypeError):
         name = np.dtype(value).name if isinstance(value, np.dtype | type) else ""
-        return f"; the text of this dtype is {name!r}" if name in {*CATALOGUE, *ALIASES} else ""
+        if name in {*CATALOGUE, *ALIASES}:
+            return f"; the text of this dtype is {name!r}"
+        if name.lstrip("u").startswith("int"):
+            return f"; integers have scales, as {f'{name}(group=all)'!r}"
     return ""
 
 

@@ -23,7 +23,8 @@ OTHERS = {"test", "aot", "docs", "dev", "all"}
 def test_versions_and_this_machine(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["doctor"]) == 0
     out = capsys.readouterr().out
-    for words in (f"jax +{jax.__version__}", f"numpy +{np.__version__}", "64-bit mode +off", r"cpu +\d+ +XLA  "):
+    settings = ("64-bit mode +off", "fast math of XLA +off", r"cpu +\d+ +XLA  ")
+    for words in (f"jax +{jax.__version__}", f"numpy +{np.__version__}", *settings):
         assert re.search(words, out), out
 
 

@@ -56,6 +56,8 @@ def test_the_last_part() -> None:
         ("[z-a]", ValueError, "wrong bracket"),
         (r"a\.b", ValueError, "regular expression"), ("!", ValueError, "excludes nothing"),
         (".", ValueError, "no part"),
+        *((text, ValueError, "is a regular expression.*or terms with a space between") for text in
+          (".*q_proj|.*kv_proj", "(q|o)", "q$", "^layers", "layers/.+", "layers.[0-9]+.q", "[^q]", "(mlp)?", "a !b|c")),
     ],
 )  # fmt: skip
 def test_what_is_no_pattern(pattern: Any, error: type[Exception], words: str) -> None:

@@ -14,6 +14,7 @@ from jchop._cli._text import table
 from jchop._files import INSTALL_EXTRA
 from jchop._kernels.primitive import devices_at_hand
 from jchop._products.units import PLATFORMS
+from jchop._settings import has_fast_math
 
 #: The extras that users install: the distributions that each brings, and what needs them.
 EXTRAS = {
@@ -74,6 +75,7 @@ def findings() -> dict[str, Any]:
     except RuntimeError as error:  # a backend that does not start
         found["error"] = " ".join(str(error).split())
     else:
+        found["settings"]["fast math of XLA"] = "on: jchop refuses to compute" if has_fast_math() else "off"
         found["devices"] = [_device(*key, count) for key, count in devices.items()]
     found["extras"] = [_extra(*row) for row in EXTRAS.items()]
     return found

@@ -377,6 +377,7 @@ class QuantizedFunction:
             runner = Keeping(runner, program.sites, program.turns, scales.entries, mode)
         with jax.disable_jit(False):
             out = typed(interpret(runner, program.plan, keys, values), program.plan.jaxpr.outvars)
+        runner.check_codes()
         found = runner.found if isinstance(runner, Keeping) else {}
         return jax.tree.unflatten(program.tree, out), {**after, **found}, found
 
@@ -425,6 +426,7 @@ class QuantizedFunction:
         if program.runner.is_doubtful:
             with jax.disable_jit(False):
                 jax.eval_shape(run, call.values)
+            program.runner.check_codes()
             program.runner.is_doubtful = False
         return program
 

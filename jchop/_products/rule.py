@@ -7,8 +7,10 @@ from dataclasses import KW_ONLY, dataclass, replace
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Literal
 
-from jchop._checks import check_choice
-from jchop._paths import check_pattern, matches_path
+import numpy as np
+
+from jchop._checks import brief, check_choice
+from jchop._paths import check_pattern, matches_path, pattern_of, pattern_of_all
 from jchop._products.rotation import Hadamard
 from jchop._products.scale_from import ScaleFrom, check_scale_from
 from jchop.accumulation import MatmulSpec
@@ -294,8 +296,11 @@ def check_rows(name: str, spec: Spec) -> None:
 
 def left_alone(paths: Iterable[str], before: Rule, fields: str = "") -> str:
     """The advice of an error for a module that a rule cannot treat, so that its sublayers keep their rule."""
-    mine = ", ".join(f"Rule({f'{path}/'!r}{fields})" for path in paths)
-    return f"Put {mine} before {before}: it is for that module alone, and the layers below it keep their rule"
+    first, *others = paths
+    terms = pattern_of_all([first, *others]).split() if others else [pattern_of(first)]
+    pattern = " ".join(term if term.endswith("/") else f"{term}/" for term in terms)
+    told = "it is for that module alone, and the layers below it keep their rule"
+    return f"Put Rule({pattern!r}{fields}) before {before}: {told}"
 
 
 def as_rules(rules: Any) -> tuple[Rule, ...]:
@@ -307,8 +312,22 @@ def as_rules(rules: Any) -> tuple[Rule, ...]:
     given: Sequence[Any] = (rules,) if isinstance(rules, Rule) else tuple(rules) if isinstance(rules, Iterable) else ()
     wrong = [rule for rule in given if not isinstance(rule, Rule)]
     if wrong or not given:
-        raise TypeError(f"rules={rules!r} must be a jchop.Rule, or several, as jc.Rule(weight='int4')")
+        raise TypeError(
+            f"rules={brief(rules)} must be a jchop.Rule, or several, as jc.Rule(weight='int4')"
+            f"{_of_qwix(next(iter(wrong), rules))}"
+        )
     return tuple(given)
+
+
+def _of_qwix(rule: Any) -> str:
+    """The end of an error that writes a rule of qwix as one of jchop; its path is a regular expression."""
+    if type(rule).__name__ != "QuantizationRule":
+        return ""
+    group = rule.tile_size if isinstance(getattr(rule, "tile_size", None), int) else "all"
+    fields = {"weight": getattr(rule, "weight_qtype", None), "activation": getattr(rule, "act_qtype", None)}
+    given = {name: qtype if isinstance(qtype, str) else np.dtype(qtype).name for name, qtype in fields.items() if qtype}
+    words = (f"{name}='{text}(group={group})'" for name, text in given.items())
+    return f"; for this rule of qwix write jc.Rule({', '.join(['PATTERN', *words])})"
 
 
 def rule_of(path: str, rules: Sequence[Rule], layer: str = "", operation: str = "") -> int | None:

@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 from jax.extend.core import Literal
 
-from jchop._paths import pattern_of
+from jchop._paths import pattern_of_all
 from jchop._products.adapters import beside
 from jchop._products.codes import Coded, block_of
 from jchop._products.contraction import Roundings, contract
@@ -48,6 +48,8 @@ class Quantization(Runner):
     def __init__(self, roundings: dict[int, tuple[Roundings, int]], paths: Sequence[str] = ()) -> None:
         self.roundings, self.paths = roundings, paths
         self._busy: dict[int, bool] = {}
+        #: Products of codes whose weight has none, by the path of the weight, in a run that has not ended.
+        self.without_codes: dict[str, tuple[ProductStep, int, Roundings]] = {}
         #: Whether a run may find a weight without codes; False after one that did not.
         self.is_doubtful = any(how.codes and weight >= 0 for how, weight in roundings.values())
 
@@ -107,6 +109,16 @@ class Quantization(Runner):
             return [self._product(part, seeds, args)]
         return bind(part.eqn.primitive, part.eqn.params, *map(rounded, args))
 
+    def check_codes(self) -> None:
+        """Refuse a run, at its end, in which weights had no codes.
+
+        Raises:
+            ValueError: that names all of them, and the rule that leaves them in floats.
+        """
+        lost, self.without_codes = self.without_codes, {}
+        if lost:
+            raise ValueError(_without_codes(lost, self.paths))
+
     def _adapted(self, part: ProductStep, seeds: Keys | None, args: list[Any]) -> Array:
         """A product of a parameter that has an adapter."""
         side = next(i for i, x in enumerate(args) if _adapter_of(x) is not None)
@@ -156,11 +168,13 @@ class Quantization(Runner):
             return contract(product, x, rounded(w), how, key, extra=extra)
         full = w.full if isinstance(w, Twin) else w
         codes = w.codes if isinstance(w, Twin) and how.codes else None
-        if how.codes and how.right is not None:
-            if codes is None:
-                raise ValueError(_without_codes(step, weight, self.paths, how))
-            if (group := block_of(how.right, product.forward.right.ndim)) is not None:
-                codes = replace(codes, block=math.gcd(group, *(use.block_of(group) for use in step.uses[weight])))
+        if how.codes and how.right is not None and codes is None:  # an error, when all of them are known
+            path = next((self.paths[use.leaf] for use in step.uses[weight] if use.leaf < len(self.paths)), "*")
+            self.without_codes.setdefault(path, (step, weight, how))
+            how = replace(how, codes=False)
+        group = None if codes is None or how.right is None else block_of(how.right, product.forward.right.ndim)
+        if codes is not None and group is not None:
+            codes = replace(codes, block=math.gcd(group, *(use.block_of(group) for use in step.uses[weight])))
         return contract(product, x, full, how, key, rounded=rounded(w), codes=codes, extra=extra)
 
 
@@ -179,20 +193,21 @@ def _adapter_of(x: Any) -> Any:
     return x.adapter if isinstance(x, Twin) else None
 
 
-def _without_codes(step: ProductStep, weight: int, paths: Sequence[str], how: Roundings) -> str:
-    """Why a weight has no codes, and what to do."""
-    uses = step.uses[weight]
+def _without_codes(lost: dict[str, tuple[ProductStep, int, Roundings]], paths: Sequence[str]) -> str:
+    """Why weights have no codes, and what to do."""
+    path, *others = lost
+    step, weight, how = lost[path]
     why = "computed with before the product, or put in another order, or sent between devices"
-    if all(use.moved for use in uses):
+    if all(use.moved for use in step.uses[weight]):
         why = (
             "joined with others, padded, chosen by a branch, carried by a loop, or an argument of shard_map or of a "
             "function with a derivative of its own"
         )
-    path = next((paths[use.leaf] for use in uses if use.leaf < len(paths)), "*")
+    rest = f", like {len(others)} other{'s' * (len(others) > 1)}, such as {others[0]!r}," if others else ""
+    pattern = path if path == "*" else pattern_of_all(lost, (path for path in paths if path not in lost))
     return (
-        f"product='codes': the weight {path!r} of {step.name} at {step.source or 'an unknown line'} is {why}, so it "
-        f"has no codes there; put Rule({path if path == '*' else pattern_of(path)!r}, ...) without product before "
-        f"{how.place.rule}"
+        f"product='codes': the weight {path!r}{rest} of {step.name} at {step.source or 'an unknown line'} is {why}, so "
+        f"it has no codes there; put Rule({pattern!r}, ...) without product before {how.place.rule}"
     )
 
 

@@ -51,7 +51,9 @@ def _check_sparse(fmt: Any) -> None:
 def _check_zero_point(fmt: Any) -> None:
     given = f"zero_point={fmt.zero_point}"
     if bool(fmt.zero_point) != (fmt.scale_rule.fit == "range"):
-        raise ValueError(f"{given} with rule={fmt.rule!r}: zero points go with rule='minmax'")
+        more = "write rule=minmax, or " if fmt.zero_point else "add zero_point=integer, or "
+        more *= isinstance(fmt.element, IntegerFormat)
+        raise ValueError(f"{given} with rule={fmt.rule!r}: zero points go with rule='minmax'; {more}leave rule out")
     if not fmt.zero_point:
         return
     if not isinstance(fmt.element, IntegerFormat) or fmt.element.bits > MOST_SHIFTED_BITS:

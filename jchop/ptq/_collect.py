@@ -301,6 +301,51 @@ class Collector(Runner):
             self._add_at(site.leaf, indexes, make)
 
 
+class Errors(Collector):
+    """Runs a program in full precision, and sums up squares of what steps make of rounded parameters.
+
+    Args:
+        others: steps by the parameter, as `Sites.others`.
+    """
+
+    def __init__(self, others: Mapping[int, Sequence[Any]]) -> None:
+        every = [(leaf, place, use) for leaf, uses in others.items() for place, use in enumerate(uses)]
+        self.places = {-1 - i: (leaf, place) for i, (leaf, place, _) in enumerate(every)}  # no index of a parameter
+        self._operands: dict[int, list[tuple[int, int]]] = {}
+        for key, (_, _, (step, operand, _)) in zip(self.places, every, strict=True):
+            self._operands.setdefault(id(step), []).append((key, operand))
+        super().__init__([Plain()] * 3, {}, Sites(), frozenset())
+
+    def run(self, part: Any, seeds: Any, args: list[Any]) -> list[Any]:
+        """One equation: of parameters alone as often as they are rounded, else once."""
+        by_lane = self._by_lane(args)
+        if not any(part.data):
+            outs = self._each("run", part, seeds, by_lane)
+        else:
+            outs = self.lanes[0].run(part, seeds, by_lane[0])
+        for key, operand in self._operands.get(id(part), ()):
+            exact = by_lane[0]
+            lows = ([*exact[:operand], own[operand], *exact[operand + 1 :]] for own in by_lane[1:])
+            first, *others = (self.lanes[0].run(part, seeds, own)[0] for own in (exact, *lows))
+            vectors = [_as_float(v).reshape(-1) for v in (first, *(first - other for other in others))]
+            self._add_of(key, partial(of_rows, jnp.stack(vectors, -1)[None]))
+        return outs
+
+    def control(self, step: Any, seeds: Any, args: list[Any]) -> list[Any]:
+        """A step that holds programs, as often as it takes rounded parameters alone, else once."""
+        if step.name in ENTERED or self._looks_at(step):
+            return super().control(step, seeds, args)
+        if any(step.data):
+            return self.lanes[0].control(step, seeds, self._by_lane(args)[0])
+        return self._each("control", step, seeds, self._by_lane(args))
+
+    def _looks(self, plan: Plan) -> bool:
+        return True
+
+    def _looks_at(self, step: Any) -> bool:
+        return step.name in ("scan", "cond") and any(id(s) in self._operands for p in step.inner for s in p.walk())
+
+
 def _chooses(eqn: Any) -> bool:
     """Whether integers of an equation, such as ranks and codes, are made of data that are none."""
     if eqn.primitive.name != "convert_element_type":

@@ -70,8 +70,9 @@ def quantize(
         key: a typed key if a rule is stochastic.
         progress: called with the number of batches that were run.
         resume: a folder that keeps each stage as soon as it is done, and is made if there is none. A call with the same
-            arguments continues a run that was killed, and its result is that of a run that was not, bit for bit;
-            `batches` must be iterable more than once. Delete the folder when the result is saved. Default None.
+            arguments continues a run that was killed, and its result is that of a run that was not, bit for bit; what
+            a damaged file held is done again. `batches` must be iterable more than once. Delete the folder when the
+            result is saved. Default None.
         memory: the most memory that statistics may need at a time, in bytes, or text such as ``"4GiB"`` (KiB, MiB, GiB,
             TiB): two float32 matrices of the square of the inputs, and five vectors of them, for each weight and each
             turn of its loop, and as many of one batch. The data, which must be iterable more than once, are run as
@@ -287,6 +288,8 @@ class _Job:
         self.beside = [some for some in self.sites.beside(self.program, self.stages) if some[0] in wanted]
         for leaf, place, _ in self.beside:
             self.numbers[leaf] = self.numbers[leaf].at[place].set(numbers_of(rounded[leaf])[place])
+        several = (i for i in wanted if i in self.sites.others)
+        self.nearest = {i: numbers_of(rounded[i]) for i in several if placements[i][0].turn is None}
         self.biases: dict[int, Array] = {}  # corrected ones, before they are rounded
         none: tuple[dict[int, BiasSite], dict[int, str]] = {}, {}
         self.bias_of, self.no_bias = find_biases(self.program, self.sites) if self.steps.biases is not None else none
@@ -312,12 +315,23 @@ class _Job:
         if missing:
             note = _NEVER if not reached else f"no input reached {missing} of its {count.size} matrices"
         few = int(((count > 0) & (count < site.layout.matrices[1])).sum())
-        if few and (isinstance(self.steps.sweep, Sweep) or self.steps.correction is not None):
+        limits = jnp.finfo(inputs.largest.dtype)
+        least = float(np.sqrt(float(limits.tiny) / float(limits.eps)))
+        if bool(((inputs.largest > 0).any(-1) & (inputs.largest < least).all(-1)).any()):
+            note = _joined(note, f"inputs below {least:.2g}: their squares underflow, and count as zero or lose digits")
+        steps = self._steps_of(leaf)
+        if steps != self.steps:
+            note = _joined(note, _SEVERAL.format(", ".join(dict.fromkeys(map(_named, self.sites.others[leaf])))))
+        if few and (isinstance(steps.sweep, Sweep) or steps.correction is not None):
             some = "" if few == count.size else f" in {few} of its {count.size} matrices"
             note = _joined(note, f"fewer rows than inputs{some}")
         shared = self.call.values[leaf].shape[len(turn) : site.stack]
         for place in np.ndindex(*shared):
             self._round_one(leaf, (*turn, *place), inputs, note, placement)
+
+    def _steps_of(self, leaf: int) -> Steps:
+        """The steps of a weight: those by inputs of its product would make its other uses worse."""
+        return self.steps.without_data if leaf in self.sites.others else self.steps
 
     def _round_one(self, leaf: int, turn: tuple[int, ...], inputs: Sums, note: str, placement: Placement) -> None:
         rows = value(inputs.count)
@@ -340,7 +354,8 @@ class _Job:
                 both, one = placement.turn.gram, placement.turn.inputs
                 weight, gram, mean = placement.turned(weight), both(gram), one(mean)
                 cross, shift = None if cross is None else both(cross), None if shift is None else one(shift)
-            out = round_parameter(weight, gram, cross, drawn, placement=placement, layout=layout, steps=self.steps)
+            how: Any = {"placement": placement, "layout": layout, "steps": self._steps_of(leaf)}
+            out = round_parameter(weight, gram, cross, drawn, **how)
         if bool(out.failed.any()):
             raise ValueError(
                 f"params: the inputs of {path!r} have a Gram matrix that cannot be factorized even with damping="
@@ -411,19 +426,19 @@ class _Job:
         assert rows is not None
         energy, before, after = (float((v * rows).sum()) for v in (out.energy, out.before, out.after))
         return WeightRow(
-            path, shape, spec, bits, self.steps.names, _decibels(energy, before), _decibels(energy, after),
+            path, shape, spec, bits, self._steps_of(leaf).names, _decibels(energy, before), _decibels(energy, after),
             float(out.damping.max()), int(out.tries.max()), int(out.dead.sum()), float(rows.sum()),
-            float(out.zeros), bias, _joined(note, self.sites.notes.get(leaf, "")),
+            float(out.zeros), bias, note,
         )  # fmt: skip
 
     def _path(self, leaf: int, turn: tuple[int, ...]) -> str:
         return self.program.paths[leaf] + (f"[{','.join(map(str, turn))}]" if turn else "")
 
     def _others(self) -> None:
-        """Rows of the parameters, and layers, that are rounded by themselves, and of weights that no rule rounds."""
+        """Rows of other uses, of what is rounded by itself, and of weights that no rule rounds."""
+        self._other_uses()
         for leaf, place, use in self.beside:
-            note = _joined(_BY_THEMSELVES.get(use, _NEVER), self.sites.notes.get(leaf, ""))
-            row = self._row(leaf, place, note=note)
+            row = self._row(leaf, place, note=_BY_THEMSELVES.get(use, _NEVER))
             self.rows.append(self._of_mapping(leaf, place, row))
         for leaf in sorted({*self.program.placements, *self.sites.by_leaf, *self.sites.left_out} - set(self.wanted)):
             placed = self.program.placements.get(leaf)
@@ -435,6 +450,28 @@ class _Job:
                 note = _BY_THEMSELVES.get(placed[1].kind, "its product is not in every batch")
             self.rows.append(self._row(leaf, note=note))
 
+    def _other_uses(self) -> None:
+        """Rows of the uses of weights beside the products that are looked at."""
+        others = {leaf: self.sites.others[leaf] for leaf in self.nearest}
+        errors: dict[Any, tuple[float, float, float]] = {}
+        if others and iter(self.data.batches) is not iter(self.data.batches):
+            errors = self.data.errors(others, [self.nearest, {leaf: self.numbers[leaf] for leaf in others}])
+            self.passes += 1
+        for leaf, place, use in ((leaf, place, use) for leaf, uses in others.items() for place, use in enumerate(uses)):
+            row = self._row(leaf, note=f"taken by {_named(use)}")
+            found = errors.get((leaf, place))
+            if found is None:
+                row = replace(row, note=_joined(row.note, "its errors are not measured"))
+            else:
+                row = replace(row, before=_decibels(found[0], found[1]), after=_decibels(found[0], found[2]))
+            self.rows.append(replace(row, method=self._steps_of(leaf).names))
+
+
+def _named(other: tuple[Any, int, Use]) -> str:
+    """The name of a use."""
+    use = other[2]
+    return f"{use.primitive} at {use.source}" if use.source else use.primitive
+
 
 def _turn(sums: Mapping[int, Sums], stage: Stage, window: tuple[int, int] | None = None) -> dict[int, Sums]:
     """The sums of one turn of the loops, of all turns or of those in a window of the outermost loop."""
@@ -442,6 +479,7 @@ def _turn(sums: Mapping[int, Sums], stage: Stage, window: tuple[int, int] | None
     return {leaf: jax.tree.map(lambda v: v[place], sums[leaf]) for leaf in stage.leaves if leaf in sums}
 
 
+_SEVERAL = "no step by the inputs of one use, since it has others: {}"
 _NEVER = "no input reached it"
 _NOT_COUNTED = "worse than nearest, not counting the errors that correct_error makes up for"
 #: Why a parameter without a product is rounded by itself.

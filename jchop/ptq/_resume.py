@@ -135,9 +135,11 @@ class Journal:
         others = [name for name in names if not _OWN.fullmatch(name)]
         if others:
             raise ValueError(f"resume={str(folder)!r} has files of something else, such as {others[0]!r}")
+        self._facts, self._files = run.facts, {}
         if not any(name.endswith(".safetensors") for name in names):  # nothing is done yet
-            write_atomically(path, lambda file: file.write(json.dumps(run.facts, indent=1).encode()))
+            self._write()
         before = _read(path)
+        self._files = before.pop("files")
         changed = sorted(name for name in {*before, *run.facts} if before.get(name) != run.facts.get(name))
         if len(changed) > 1 and "function" in changed:
             changed.remove("function")  # its digest is that of a trace for parameters and data, so it follows them
@@ -147,28 +149,40 @@ class Journal:
                 "alone. Give the old ones, another folder, or delete this one to begin anew"
             )
 
+    def _write(self) -> None:
+        """Write what the run depends on, and the digests of its files."""
+        text = json.dumps({**self._facts, "files": self._files}, indent=1)
+        write_atomically(self.folder / _RUN, lambda file: file.write(text.encode()))
+
+    def _keep(self, name: str, arrays: Mapping[str, Any], metadata: Mapping[str, str] | None = None) -> None:
+        """Keep a file, whole or not at all, and then its digest."""
+        save_safetensors(self.folder / name, arrays, metadata=metadata)
+        self._files[name] = _digest(self.folder / name)
+        self._write()
+
+    def _has(self, name: str) -> bool:
+        """Whether a file is there as it was written; one that is not, is written again."""
+        path = self.folder / name
+        return name in self._files and path.is_file() and _digest(path) == self._files[name]
+
     def sums(self) -> dict[int, Sums] | None:
         """The sums of a run that rounds all weights at once, if its pass is done."""
-        path = self.folder / _SUMS
-        if not path.exists():
+        if not self._has(_SUMS):
             return None
         parts: dict[int, dict[int, Any]] = {}  # by parameter, then by the place in its sums
-        for name, array in load_safetensors(path).items():
+        for name, array in load_safetensors(self.folder / _SUMS).items():
             leaf, number = map(int, name.split("."))
             parts.setdefault(leaf, {})[number] = array
         return {leaf: jax.tree.unflatten(_PARTS, [own[i] for i in sorted(own)]) for leaf, own in sorted(parts.items())}
 
     def keep_sums(self, sums: Mapping[int, Sums]) -> None:
         """Keep the sums of the pass over the data."""
-        save_safetensors(
-            self.folder / _SUMS,
-            {f"{leaf}.{i}": part for leaf, own in sums.items() for i, part in _numbered_leaves(own)},
-        )
+        self._keep(_SUMS, {f"{leaf}.{i}": part for leaf, own in sums.items() for i, part in _numbered_leaves(own)})
 
     def stage(self, number: int) -> Kept | None:
         """What a stage has changed, if it is done."""
         path = self.folder / _STAGE.format(number)
-        if not path.exists():
+        if not self._has(path.name):
             return None
         with TensorFile(path) as file:
             told = json.loads(file.metadata["ptq"])
@@ -190,18 +204,27 @@ class Journal:
             "weights": [(leaf, turn, len(leaves)) for leaf, turn, leaves in kept.weights],
             "biases": list(kept.biases),
         }
-        save_safetensors(self.folder / _STAGE.format(number), arrays, metadata={"ptq": json.dumps(told)})
+        self._keep(_STAGE.format(number), arrays, {"ptq": json.dumps(told)})
 
 
 def _numbered_leaves(tree: Any) -> list[tuple[int, Any]]:
     return list(enumerate(map(jnp.asarray, jax.tree.leaves(tree))))
 
 
-def _read(path: Path) -> dict[str, str]:
+def _digest(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _read(path: Path) -> dict[str, Any]:
+    """The facts of a run, and the digests of its files."""
+    why = "it has no facts of a run and digests of its files"
     try:
         found: Any = json.loads(path.read_bytes())
-    except ValueError as error:
-        raise ValueError(f"{path} is damaged ({error}); delete the folder to begin anew") from None
+    except (ValueError, RecursionError, FileNotFoundError) as error:
+        found, why = None, str(error)
+    if not isinstance(found, dict) or not isinstance(found.get("files"), dict):
+        raise ValueError(f"{path} is damaged ({why}); delete the folder to begin anew")
     return found
 
 

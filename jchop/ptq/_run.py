@@ -16,9 +16,9 @@ from jchop._products.quantize_fn import QuantizedFunction
 from jchop._products.runner import Quantization
 from jchop._products.traced.call import arguments_of, numbered
 from jchop._products.weights import Keys
-from jchop.ptq._collect import Collector, Plain
+from jchop.ptq._collect import Collector, Errors, Plain
 from jchop.ptq._sites import Site, Sites, Stage, find_sites
-from jchop.ptq._sums import Sums, added, of_rows
+from jchop.ptq._sums import Sums, added, of_rows, value
 
 Array = jax.Array
 
@@ -272,6 +272,36 @@ class Data:
                     "with NaN or infinities, or one whose square overflows; leave these batches out"
                 )
         return total, last
+
+    def errors(
+        self, others: Mapping[int, Sequence[Any]], rounded: Sequence[Mapping[int, Array]]
+    ) -> dict[tuple[int, int], tuple[float, float, float]]:
+        """Sums of squares over all batches, of what steps make of parameters: of their results, and of their errors.
+
+        Args:
+            others: the uses, as `Sites.others` of the first batch; those of other programs count, too.
+            rounded: two roundings of the parameters.
+
+        Returns:
+            By the parameter and the number of its use; those that are not reached are absent.
+        """
+        total: dict[tuple[int, int], Any] = {}
+        for _, batch in numbered(self.batches):
+            program, call, sites = self.program(batch)
+            if (id(program), "errors") not in self._compiled:
+                collector = Errors({leaf: sites.others.get(leaf, ()) for leaf in others})
+
+                def run(
+                    values: list[Any], changed: Any, collector: Errors = collector, plan: Any = program.plan
+                ) -> Any:
+                    return collector.collect(plan, None, collector.values(values, changed))
+
+                self._compiled[id(program), "errors"] = jax.jit(run), collector
+            compiled, collector = self._compiled[id(program), "errors"]
+            for key, sums in compiled([*map(_array, call.values)], [{}, *map(dict, rounded)]).items():
+                place = collector.places[key]
+                total[place] = total.get(place, 0) + np.diagonal(np.asarray(value(sums.gram)[0], np.float64))
+        return {place: tuple(map(float, sums)) for place, sums in total.items()}  # type: ignore[misc]
 
     def _run(
         self, program: Any, sites: Sites, lanes: int, rounded: bool, wanted: frozenset[int], size: int | None

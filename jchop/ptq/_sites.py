@@ -84,7 +84,8 @@ class Sites:
             of the parameter.
         stacks: the axes of these stacks, by the index of the parameter.
         left_out: why a parameter that reaches a product is not looked at.
-        notes: products of a parameter beside those that are looked at.
+        others: what takes a parameter beside the products that are looked at: the step, which of its operands it is,
+            and the use.
         parts: the products in the order of the program.
         given: of each operand of a product 0 if it depends on no parameter, 1 if it does, 2 if it does on one that was
             joined with something; by the identity of its step.
@@ -95,7 +96,7 @@ class Sites:
     indexes: dict[tuple[int, int], tuple[int, ...]] = field(default_factory=dict)
     stacks: dict[int, tuple[int, ...]] = field(default_factory=dict)
     left_out: dict[int, str] = field(default_factory=dict)
-    notes: dict[int, str] = field(default_factory=dict)
+    others: dict[int, list[tuple[ProductStep, int, Use]]] = field(default_factory=dict)
     parts: list[Any] = field(default_factory=list)
     given: dict[int, list[int]] = field(default_factory=dict)
 
@@ -162,8 +163,22 @@ def find_sites(program: Any) -> Sites:
     found.stacks = {leaf: program.shapes[leaf][: counts[0]] for leaf, counts in taken.items() if all(counts)}
     _walk(program.plan, program, first, found, {}, "")
     for leaf in set(found.left_out) & set(found.by_leaf):
-        found.notes[leaf] = f"not of all its products: {found.left_out.pop(leaf)}"
+        del found.left_out[leaf]
+    for step in program.plan.walk():
+        for place, use in ((place, use) for place, some in enumerate(step.uses) for use in some):
+            if use.leaf in found.by_leaf and _is_beside(step, place, use, program.shapes[use.leaf], found):
+                found.others.setdefault(use.leaf, []).append((step, place, use))
     return found
+
+
+def _is_beside(step: ProductStep, place: int, use: Use, shape: tuple[int, ...], found: Sites) -> bool:
+    """Whether a use is none that is looked at, and takes numbers that one of these takes, too."""
+    side, sites = found.of_step.get(id(step), (0, []))
+    if (side == place and any(site.leaf == use.leaf for site in sites)) or not (step.product or any(step.data)):
+        return False
+    layer = _indexes(use, shape) if use.leaf in found.stacks else ()
+    layers = [own for (_, leaf), own in found.indexes.items() if leaf == use.leaf]
+    return not layers or any(own[: len(layer)] == layer for own in layers)
 
 
 def _walk(plan: Plan, program: Any, first: dict[int, Laid], found: Sites, loops: _Lengths, inside: str) -> None:

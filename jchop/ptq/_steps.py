@@ -127,6 +127,13 @@ class Steps:
     biases: BiasCorrection | None = None
 
     @property
+    def without_data(self) -> Steps:
+        """The steps that look at no inputs."""
+        pruning = self.pruning if self.pruning is not None and self.pruning.by == "magnitude" else None
+        scales = self.scales if isinstance(self.scales, HalfQuadratic) else None
+        return Steps(self.mappings, None, pruning, scales, None, self.biases)
+
+    @property
     def names(self) -> str:
         """The steps that round a weight, for a report."""
         steps = (self.correction, self.pruning, self.scales, self.sweep)

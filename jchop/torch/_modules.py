@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, Literal
 
@@ -41,11 +41,18 @@ def quantize_module(module: nn.Module, rules: Mapping[str, Mapping[str, Any]], s
     layers = list(layers_of(result))
     used: dict[str, set[str]] = {}
     shared: _Shared | None = None if mode == "qat" else {}
-    for number, (path, layer, opaque) in enumerate(layers):
-        pattern = first_match(path, checked)
+    patterns = [first_match(path, checked) for path, *_ in layers]
+    weights = [_weights_of(layer) for _, layer, _ in layers]
+    wide = {pattern for pattern, own in zip(patterns, weights, strict=True) if own}
+    for number, (pattern, own, (path, layer, opaque)) in enumerate(zip(patterns, weights, layers, strict=True)):
         if pattern is not None:
-            _check_layer(layer, path, checked[pattern], opaque)
-            used.setdefault(pattern, set()).update(_equip(layer, path, checked[pattern], (seed, number), shared))
+            roundings, names = checked[pattern], own_parameters(layer)
+            if pattern in wide:  # a gain and an input of a norm enter no product
+                names = [name for name in names if name.endswith("bias") or name in own]
+                if not own:
+                    roundings = Roundings(bias=roundings.bias, output=roundings.output)
+            _check_layer(layer, path, roundings, opaque)
+            used.setdefault(pattern, set()).update(_equip(layer, path, roundings, names, (seed, number), shared))
     for pattern, roundings in checked.items():
         if pattern not in used:
             raise ValueError(f"rules: {pattern!r} matches {_why_unused(pattern, checked, layers)}")
@@ -91,6 +98,23 @@ def own_parameters(layer: nn.Module) -> list[str]:
     return [*names, *getattr(layer, "parametrizations", ())]
 
 
+def _weights_of(layer: nn.Module) -> list[str]:
+    """The names of a layer's parameters that a product takes as a matrix, or that are tables to look up."""
+    if isinstance(layer, nn.LayerNorm | nn.RMSNorm):
+        return []
+    names = [name for name in own_parameters(layer) if not name.endswith("bias")]
+    shapes = {name: getattr(layer, name).shape for name in names if not is_lazy(getattr(layer, name))}
+    return [
+        name
+        for name, shape in shapes.items()
+        if (name == "weight" and isinstance(layer, _PRODUCTS)) or (len(shape) > 1 and 1 not in shape)
+    ]
+
+
+#: Layers whose weight may have an axis of one element; in others such a parameter is added, or scales.
+_PRODUCTS = (nn.Linear, nn.Bilinear, nn.modules.conv._ConvNd, nn.Embedding, nn.EmbeddingBag)
+
+
 def _check_layer(layer: nn.Module, path: str, roundings: Roundings, opaque: bool) -> None:
     """Refuse a layer that cannot follow its rule."""
     what = f"the layer {path!r} ({type(layer).__name__})"
@@ -116,11 +140,16 @@ def _check_layer(layer: nn.Module, path: str, roundings: Roundings, opaque: bool
 
 
 def _equip(
-    layer: nn.Module, path: str, roundings: Roundings, seed: tuple[int, ...], shared: _Shared | None
+    layer: nn.Module,
+    path: str,
+    roundings: Roundings,
+    names: Sequence[str],
+    seed: tuple[int, ...],
+    shared: _Shared | None,
 ) -> set[str]:
-    """Add roundings to a layer, and return the kinds of its parameters."""
+    """Add roundings to a layer and to some of its parameters, and return the kinds of these."""
     seen = set()
-    for place, name in enumerate(own_parameters(layer)):
+    for place, name in ((place, name) for place, name in enumerate(own_parameters(layer)) if name in names):
         field = "bias" if name.endswith("bias") else "weight"
         seen.add(field)
         spec = getattr(roundings, field)

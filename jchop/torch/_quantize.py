@@ -57,10 +57,14 @@ def quantize(
     is a dict of specs, with some of these keys:
 
     * ``weight``, ``bias``: the parameters, rounded at each use, as parametrizations (`torch.nn.utils.parametrize`):
-      ``layer.parametrizations.weight.original`` is trained. Every parameter whose name does not end with "bias" is a
-      weight.
+      ``layer.parametrizations.weight.original`` is trained. A weight is what a product takes as a matrix, or a table
+      that is looked up: no gain of a norm, no vector, and, but in linear layers, convolutions and embeddings, no
+      parameter with an axis of one element. A bias has a name that ends with "bias".
     * ``activation``: the inputs of the layer; ``output``: its outputs.
     * ``gradient``: the gradient with respect to the outputs, an operand of both products of the backward pass.
+
+    As in `jchop.nn.quantize`, layers without a weight, as norms, take only ``bias`` and ``output`` of a rule that
+    matches layers with one. A rule for such layers alone rounds all of their parameters, inputs and gradients.
 
     Axes of scaled formats are axes of torch's tensors: ``"mxfp8_e4m3"`` has blocks along the contracted axis of a
     linear layer, and a convolution has its channels on axis 1. Gradients pass straight through the roundings. The

@@ -633,6 +633,54 @@ def test_a_rule_of_products_of_parameters_alone_is_said() -> None:
         jc.quantize_fn(lambda p, x: x @ (p["a"] + p["down"]), [own, rest])({"a": PARAMS["up"], "down": PARAMS["up"]}, X)
 
 
+_BLOCKS = {f"{i}/{name}": PARAMS["up"] for i in (0, 10) for name in ("kernel", "other")}
+_OTHERS = {"b8": np.zeros((32, 4), np.float32), "s": np.zeros((2, 8, 8), np.float32)}
+_MASKED = {
+    "flat": ({"a": PARAMS["up"], "b": PARAMS["up"], "c": PARAMS["up"]}, "a", "b", "a b"),
+    "layers": (_BLOCKS, "0/kernel", "10/kernel", "*/kernel"),
+    "some layers": (_BLOCKS | {"5/kernel": PARAMS["up"]}, "0/kernel", "10/kernel", "0/kernel 10/kernel"),
+    "in a loop": (_OTHERS | {"a": PARAMS["up"]}, "a", "s", "a s"),
+}
+
+
+@pytest.mark.parametrize("name", ["flat", *(pytest.param(name, marks=pytest.mark.slow) for name in list(_MASKED)[1:])])
+def test_all_weights_without_codes_are_said_at_once_with_a_rule_that_leaves_them(name: str) -> None:
+    params, first, other, pattern = _MASKED[name]
+    masked = {"a", "b", "s"} | {path for path in params if path in ("0/kernel", "10/kernel")}
+
+    def fun(p: Any, x: jax.Array) -> jax.Array:
+        for path, w in p.items():
+            if w.ndim == 3:
+                _, y = jax.lax.scan(lambda x, w: (x, x[:, :8] @ (w * 2)), x, w)
+                x = x + y.sum()
+            else:
+                x = x + (x @ (jnp.tril(w) if path in masked else w)).sum()
+        return x
+
+    rule = jc.Rule(weight="int8(group=all)", activation="int8(group=all)", product="codes")
+    with pytest.raises(ValueError, match=f"the weight {first!r}, like 1 other, such as {other!r}") as error:
+        jc.quantize_fn(fun, rule)(params, X)
+    assert f"put Rule({pattern!r}, ...) without product before" in str(error.value)
+    left = jc.quantize_fn(fun, [jc.Rule(pattern, weight="int8(group=all)"), rule])
+    rows = {row.parameters[0]: row.rule for row in left.report(params, X).products}
+    assert {path for path, text in rows.items() if "codes" not in text} == masked & set(params)
+
+
+def test_all_weights_whose_groups_are_no_blocks_are_said_at_once() -> None:
+    params = dict.fromkeys(("l0", "l1", "z"), PARAMS["up"])
+
+    def fun(p: Any, x: jax.Array) -> jax.Array:
+        for name in ("l0", "l1"):
+            x = (x @ p[name]) @ p[name].T
+        return x @ p["z"]
+
+    rule = jc.Rule(weight="int8(group=4)", product="codes")
+    words = r"'l0' follow its first product.*; 1 more are like it: put Rule\('l\*', \.\.\.\) without product"
+    with pytest.raises(ValueError, match=words):
+        jc.quantize_fn(fun, rule)(params, X)
+    jc.quantize_fn(fun, [jc.Rule("l*", weight="int8(group=4)"), rule]).report(params, X)
+
+
 def test_a_weight_without_codes_is_said_with_its_rule() -> None:
     codes = jc.Rule(weight="int8(group=all)", product="codes")
     with pytest.raises(ValueError, match=r"the weight '' .* is computed with before .*Rule\('/', \.\.\.\) without"):

@@ -207,6 +207,18 @@ def test_modules_among_the_arguments_keep_their_state() -> None:
     np.testing.assert_array_equal(first, jc.round_to_format(noise, ACTIVATION) @ jnp.ones((32, 4)))
 
 
+class Gain(nnx.Module):
+    def __init__(self) -> None:
+        self.gain = nnx.Param(jnp.ones(4))
+
+
+def test_modules_that_need_a_program_are_counted_with_one_rule_for_all() -> None:
+    model = nnx.Sequential(*(Gain() for _ in range(9)), nnx.Linear(4, 4, rngs=nnx.Rngs(0)))
+    with pytest.raises(ValueError, match=r"'layers/2' \(Gain\) and 6 more, .*Put Rule\('layers/\*/'\) before") as error:
+        jc.nn.quantize(model, jc.Rule(weight="int8"), "ptq")
+    assert len(str(error.value)) < 600
+
+
 @each(
     ("call", "message"),
     [

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+import jax.numpy as jnp
+import numpy as np
 import pytest
 from layer_references import each
 
@@ -71,6 +73,13 @@ def test_rules_are_values() -> None:
         ({"layer": "{A"}, ValueError, "layer='{A' is no pattern.*not closed"),
         ({"operation": "exp"}, ValueError, "operation='exp' must match one of dot_general, conv"),
         ({"weight": 8}, TypeError, "weight=8"),
+        ({"path": ".*q_proj|.*kv_proj"}, ValueError, "is a regular expression"),
+        ({"weight": jnp.int8}, TypeError, r"weight=.*; integers have scales, as 'int8\(group=all\)'"),
+        ({"activation": np.dtype("uint8")}, TypeError, r"scales, as 'uint8\(group=all\)'"),
+        ({"bias": jnp.int4}, TypeError, r"scales, as 'int4\(group=all\)'"),
+        ({"weight": "int8(rule=minmax)"}, ValueError, "add zero_point=integer, or leave rule out"),
+        ({"weight": "e4m3(group=4,rule=minmax)"}, ValueError, "zero points go with rule='minmax'; leave rule out"),
+        ({"weight": "int4(zero_point=float,rule=absmax)"}, ValueError, "write rule=minmax, or leave rule out"),
         ({"weight": "int99x"}, ValueError, "int99x"),
         ({"matmul": "e5m2"}, TypeError, "matmul='e5m2'"),
         ({"matmul": jc.MatmulSpec("e5m2")}, ValueError, "activation= and weight="),
@@ -81,6 +90,19 @@ def test_rules_are_values() -> None:
 def test_fields_are_checked(fields: dict[str, Any], error: type[Exception], words: str) -> None:
     with pytest.raises(error, match=words):
         jc.nn.Rule(**fields)
+
+
+class QuantizationRule:
+    """Fields of the rule of qwix."""
+
+    module_path, weight_qtype, act_qtype, tile_size = ".*", jnp.int4, "int8", 32
+
+
+@each("given", [QuantizationRule(), [QuantizationRule()]])
+def test_a_rule_of_qwix_is_answered_with_one_of_jchop(given: Any) -> None:
+    words = r"jc\.Rule\(PATTERN, weight='int4\(group=32\)', activation='int8\(group=32\)'\)"
+    with pytest.raises(TypeError, match=f"for this rule of qwix write {words}"):
+        jc.quantize_fn(lambda p, x: x @ p, given)
 
 
 @each("rules", ["int4", {"*": {"weight": "int4"}}])

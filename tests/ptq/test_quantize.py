@@ -443,6 +443,18 @@ def half_precision_and_float64(dtype: str) -> None:
     assert packed["w"].dtype == dtype and report.weights[0].after > report.weights[0].before + 5
 
 
+_OTHER_SCALES = [pytest.param(scale, marks=pytest.mark.slow) for scale in (1.0, 1e-15, 1e-18, 1e-25)]
+
+
+@pytest.mark.parametrize("scale", [1e-22, *_OTHER_SCALES])
+def test_inputs_whose_squares_underflow_are_noted(scale: float) -> None:
+    rng = np.random.default_rng(0)
+    w, x = (jnp.asarray(rng.normal(size=shape), jnp.float32) for shape in ((8, 4), (40, 8)))
+    rule = jc.Rule(weight="int4(group=4)")
+    _, report = jc.ptq.quantize(dense, rule, {"w": w}, [x * jnp.float32(scale)], [])
+    assert ("their squares underflow" in report.weights[0].note) == (scale < 1e-15)
+
+
 def test_stochastic_rounding_takes_a_key() -> None:
     params, x, _ = outliers()
     rule = jc.Rule(weight=jc.Spec(jc.int4(group=32), rounding="stochastic"))

@@ -124,6 +124,55 @@ def test_a_run_with_other_names_of_parameters_is_refused(tmp_path: Path) -> None
         jc.ptq.quantize(dense, RULE, {"v": w}, [x], [], resume=tmp_path / "run")
 
 
+def flipped(path: Path, place: float) -> None:
+    """Change one bit of a file."""
+    data = bytearray(path.read_bytes())
+    data[int(place * (len(data) - 1))] ^= 1
+    path.write_bytes(data)
+
+
+DAMAGES: dict[str, Any] = {
+    "last byte": lambda folder: flipped(folder / "stage-00000.safetensors", 1),
+    "header": lambda folder: flipped(folder / "stage-00001.safetensors", 0.3),
+    "length": lambda folder: flipped(folder / "stage-00001.safetensors", 0),
+    "short": lambda folder: (folder / "stage-00000.safetensors").write_bytes(b"12345"),
+    "empty": lambda folder: (folder / "stage-00001.safetensors").write_bytes(b""),
+    "gone": lambda folder: (folder / "stage-00000.safetensors").unlink(),
+    "swapped": lambda folder: (folder / "stage-00000.safetensors").replace(folder / "stage-00001.safetensors"),
+    "sums": lambda folder: flipped(folder / "sums.safetensors", 0.9),
+    "no sums": lambda folder: (folder / "sums.safetensors").write_text("{}"),
+    "foreign": lambda folder: (folder / "sums.safetensors").replace(folder / "stage-00001.safetensors"),
+}
+NOTHING = [b"", b"[]", b"{}", b"null", b"[" * 100_000, b"\xff", b'{"files": []}', None]
+
+
+@pytest.mark.parametrize("damage", ["last byte", *(pytest.param(n, marks=pytest.mark.slow) for n in list(DAMAGES)[1:])])
+def test_damaged_stages_are_done_again(damage: str, tmp_path: Path) -> None:
+    params, batches = squares()
+    folder = tmp_path / "run"
+    whole, report = jc.ptq.quantize(two_layers, RULE, params, batches, [], resume=folder)
+    DAMAGES[damage](folder)
+    again, told = jc.ptq.quantize(two_layers, RULE, params, batches, [], resume=folder)
+    jax.tree.map(np.testing.assert_array_equal, again, whole)
+    assert str(told) == str(report)
+    DAMAGES["gone"](folder)  # what was done again is kept, too
+    once_more, _ = jc.ptq.quantize(two_layers, RULE, params, batches, [], resume=folder)
+    jax.tree.map(np.testing.assert_array_equal, once_more, whole)
+
+
+@further
+@pytest.mark.parametrize("text", NOTHING)
+def a_damaged_list_of_what_a_run_depends_on_is_an_error(text: bytes | None, tmp_path: Path) -> None:
+    params, batches = squares()
+    folder = tmp_path / "run"
+    jc.ptq.quantize(two_layers, RULE, params, batches, [], resume=folder)
+    (folder / "run.json").unlink()
+    if text is not None:
+        (folder / "run.json").write_bytes(text)
+    with pytest.raises(ValueError, match=r"run\.json is damaged \([^)].*; delete the folder to begin anew"):
+        jc.ptq.quantize(two_layers, RULE, params, batches, [], resume=folder)
+
+
 @further.first
 def bad_folders(tmp_path: Path) -> None:
     params, batches = problem()

@@ -255,4 +255,54 @@ def test_errors_of_arguments():
         jc.torch.quantize(nn.Linear(2, 2), {"*": {"weight": "e5m2"}}, copy=True)  # type: ignore[call-overload]
 
 
+# -- which parameters are weights --------------------------------------------------------------------------------------
+
+
+class Scaled(nn.Module):
+    """A matrix and an embedding of positions; a gain, a scale of channels, and tokens that are added."""
+
+    def __init__(self):
+        super().__init__()
+        self.matrix, self.positions = nn.Parameter(torch.randn(4, 4)), nn.Embedding(1, 4)
+        self.gain, self.channels = nn.Parameter(torch.randn(4)), nn.Parameter(torch.randn(4, 1, 1))
+        self.added, self.norm = nn.Parameter(torch.randn(1, 5, 4)), nn.LayerNorm((5, 4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.norm((x @ self.matrix + self.added) * self.gain) * self.channels[0]
+
+
+def of_many_kinds() -> nn.ModuleDict:
+    torch.manual_seed(0)
+    layers = {"linear": nn.Linear(8, 1), "norm": nn.BatchNorm1d(4), "group": nn.GroupNorm(2, 4), "root": nn.RMSNorm(4),
+              "conv": nn.Conv1d(1, 4, 1), "act": nn.PReLU(4), "own": Scaled(), "rnn": nn.GRUCell(4, 4)}  # fmt: skip
+    return nn.ModuleDict(layers)
+
+
+@pytest.mark.parametrize("mode", ["weight_only", pytest.param("qat", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("pattern", ["**", pytest.param("!head", marks=pytest.mark.slow)])
+def test_a_rule_for_all_layers_rounds_what_products_take_and_tables(mode: str, pattern: str):
+    low = jc.torch.quantize(of_many_kinds(), {pattern: {"weight": "float8_e4m3fn"}}, mode=mode)
+    rows = {row.path for row in jc.torch.report(low).rows if "e4m3" in f"{row.stored} {row.rounds}"}
+    wanted = {"linear.weight", "conv.weight", "own.matrix", "own.positions.weight", "rnn.weight_ih", "rnn.weight_hh"}
+    assert rows == wanted
+
+
+@further
+@pytest.mark.parametrize("mode", ["ptq", "qat"])
+def norms_take_biases_and_outputs_of_a_rule_for_all_layers(mode: str):
+    rule = {"weight": "int4(group=4)", "bias": "float8_e4m3fn", "activation": "e5m2", "gradient": "e5m2"}
+    low = jc.torch.quantize(of_many_kinds(), {"*": rule}, mode=mode)
+    x = torch.randn(3, 4)
+    group = of_many_kinds()["group"]
+    wanted = nn.functional.group_norm(x, 2, group.weight, rounded(group.bias, "e4m3"))
+    assert torch.equal(low["group"](x), wanted)
+
+
+@further
+def a_rule_for_norms_alone_rounds_their_gains():
+    low = jc.torch.quantize(of_many_kinds(), {"/norm group act": {"weight": "int4(group=4)"}}, mode="ptq")
+    rows = {row.path for row in jc.torch.report(low).rows if "int4" in row.stored}
+    assert rows == {"norm.weight", "group.weight", "act.weight"}
+
+
 test_further = further.test()

@@ -12,7 +12,7 @@ import jax.core
 import jax.numpy as jnp
 
 from jchop._checks import check_choice
-from jchop._paths import names_last, nearest_paths, pattern_of
+from jchop._paths import names_last, nearest_paths, pattern_of, pattern_of_all
 from jchop._products.codes import block_of
 from jchop._products.contraction import Roundings, check_operands
 from jchop._products.matrices import MatrixLayout
@@ -211,14 +211,19 @@ def resolve(
         _check_matches(rules, call.paths, numbers, uses, products)
     chosen = {id(step): rule for step, rule in products if rule is not None}
     by_leaf = {leaf: rules[n] for leaf in placements if (n := numbers[leaf]) is not None}
-    roundings = {}
+    roundings, refused = {}, {}
     for step, rule in products:
         how = None if rule is None else _roundings(step, rule, placements)
         how = turned(step, how, placements, call.paths, by_leaf)
         if rule is not None and how is not None:
             roundings[id(step)] = how
             if how[0].codes:
-                _check_codes(step, rule, call.paths, shapes, placements)
+                refused |= dict(_without_blocks(step, rule, call.paths, shapes, placements))
+    if refused:
+        path, *others = refused
+        pattern = pattern_of_all(refused, (path for path in call.paths if path not in refused))
+        more = f"; {len(others)} more are like it: put Rule({pattern!r}, ...) without product before that rule"
+        raise ValueError(f"{refused[path]}{more * bool(others)}")
     sites, turns = sites_of(plan, roundings, chosen, call.paths)
     if all_in_use:
         _check_effect(
@@ -311,14 +316,14 @@ def _roundings(step: ProductStep, rule: Rule, placements: Mapping[int, Any]) -> 
     return how, weight
 
 
-def _check_codes(
+def _without_blocks(
     step: ProductStep,
     rule: Rule,
     paths: Sequence[str],
     shapes: Sequence[tuple[int, ...]],
     placements: Mapping[int, tuple[Placement, Use]],
-) -> None:
-    """Refuse the codes of a parameter whose groups are not blocks along the sum of this product."""
+) -> Iterator[tuple[str, str]]:
+    """The parameters whose groups are not blocks along the sum of this product, so that codes are refused; and why."""
     for use in (use for some in step.uses for use in some):
         found = placements.get(use.leaf)
         if found is None or use.laid is None or rule.weight is None:
@@ -329,17 +334,20 @@ def _check_codes(
         if place(shapes[use.leaf], use.laid, rule.weight) != replace(found[0], turn=None):
             first, shape = found[1], shapes[use.leaf]
             alike = first.laid is not None and stack_of(shape, first.laid) == stack_of(shape, use.laid)
-            raise ValueError(
+            why = (
                 f"{what} follow its first product, which sums over {_summed(first)}, and are not blocks along the sum "
                 f"of another, over {_summed(use)}; leave product out of {rule}"
                 f"{', or give weight a format with one scale, as int8(group=tensor)' if alike else ''}"
             )
-        if not blocks_fit(use.laid, block):
+        elif not blocks_fit(use.laid, block):
             sizes = " × ".join(str(part.size) for part in use.laid.summed)
-            raise ValueError(
+            why = (
                 f"{what} are no blocks along the sum of the product at {line}: blocks of {block} numbers do not "
                 f"fit its axes of {sizes}; leave product out of {rule}, or name a group that fits, or group=all"
             )
+        else:
+            continue
+        yield paths[use.leaf], why
 
 
 def _summed(use: Use) -> str:

@@ -331,7 +331,8 @@ def check_traceable(model: nnx.Module, rules: Sequence[Rule]) -> None:
     found = [] if is_program(model) else _outside(model, rules)
     if not found:
         return
-    names = ", ".join(f"{placed.paths[0]!r} ({type(placed.module).__name__})" for placed, _ in found)
+    names = ", ".join(f"{placed.paths[0]!r} ({type(placed.module).__name__})" for placed, _ in found[:3])
+    names += f" and {len(found) - 3} more" if len(found) > 3 else ""
     own = [path for placed, _ in found for path in placed.paths]
     raise ValueError(
         f"inputs=None, but rules match {names}, whose parameters no plain layer of Flax holds. So the program of the "
