@@ -19,8 +19,9 @@ from jchop._products.scales.sites import Scales
 from jchop._products.traced.report import ProgramReport
 from jchop._products.traced.resolved import check_weights
 from jchop._products.weights import is_packed
-from jchop.nn._nnx.attach import QuantizedParam, fork
+from jchop.nn._nnx.attach import fork
 from jchop.nn._nnx.modules import modules_of
+from jchop.nn._nnx.variables import QuantizedParam, packed_variable
 from jchop.nn._scale_state import KeptScales
 from jchop.ptq._quantize import calibrated
 from jchop.ptq._report import PtqReport
@@ -358,13 +359,12 @@ def _pack(model: Any, rules: Sequence[Rule], inputs: Inputs, scales: Scales, key
 
 def _put_packed(model: Any, params: Any) -> None:
     """Put packed parameters in the places of others, and the numbers of those that changed in theirs."""
-    before = dict(nnx.to_flat_state(nnx.state(model, _PARAMETERS)))
     for path, value in nnx.to_flat_state(params):
         numbers = value.get_value()
         if not is_packed(numbers) and numbers is not (held := _variable_at(model, path)).get_value():
             held.set_value(numbers)
     made = {
-        id(_variable_at(model, path)): QuantizedParam(value.get_value(), **before[path].get_metadata())
+        id(_variable_at(model, path)): packed_variable(_variable_at(model, path), value.get_value())
         for path, value in nnx.to_flat_state(params)
         if is_packed(value.get_value())
     }
