@@ -266,7 +266,7 @@ def bundle(inner_state: Any, key: Any, skips: Mapping[str, Any], like: Any) -> Q
 
 def rows_sharding(leaf: QArray | PackedRows, sharding: NamedSharding) -> NamedSharding:
     """The sharding of the rows of a packed leaf, from that of its array."""
-    spec = entries_after_reshape(sharding.spec, parts_of_axes(sharding), leaf.shape, codes_of(leaf).shape)
+    spec = entries_after_reshape(tuple(sharding.spec), parts_of_axes(sharding), leaf.shape, codes_of(leaf).shape)
     return sharding.update(spec=jax.P(*spec))
 
 

@@ -86,10 +86,10 @@ def packed_variable(variable: nnx.Variable, codes: QArray | Rearranged, layout: 
     if layout is not None:
         if metadata.get("out_sharding"):
             metadata["out_sharding"] = layout.entries(metadata["out_sharding"], value.shape)
-        own = None if own is None else own.update(spec=PartitionSpec(*layout.entries(own.spec, value.shape)))
+        own = None if own is None else own.update(spec=PartitionSpec(*layout.entries(tuple(own.spec), value.shape)))
     if own is None:
         return QuantizedParam(codes, **metadata)
-    return QuantizedParam.from_metadata(placed(codes, own), metadata)
+    return QuantizedParam.from_metadata(placed(codes, own), metadata)  # type: ignore[return-value]
 
 
 def sharding_of(variable: nnx.Variable) -> NamedSharding | None:
@@ -145,7 +145,7 @@ def _specs(value: QArray | Rearranged, spec: PartitionSpec, mesh: Any) -> Any:
         return PartitionSpec(*(entry if n % count == 0 else None for entry, count, n in found))
 
     specs = replace(jax.tree.map(of, stored), qvalue=PartitionSpec(*entries))
-    return replace(value, stored=specs) if isinstance(value, Rearranged) else specs
+    return replace(value, stored=specs) if isinstance(value, Rearranged) else specs  # type: ignore[type-var]
 
 
 def _parts(entry: Any, mesh: Any) -> int:
