@@ -49,7 +49,7 @@ def as_array(name: str, value: Any) -> Array | np.ndarray:
     if not isinstance(value, np.ndarray):
         _check_kind(name, value)
     array = as_numpy(name, value)
-    if array.dtype == object and not (value is None or isinstance(value, np.ndarray) or hasattr(value, "todense")):
+    if array.dtype == object and not (value is None or isinstance(value, np.ndarray)):
         raise TypeError(
             f"{name} is a {type(value).__name__}, not an array; jchop.nn.quantize takes models, and jax.tree.map calls "
             "a function for each leaf of a pytree"

@@ -8,15 +8,18 @@ data, because XLA's CPU backend reads subnormal inputs as zero in arithmetic and
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from typing import Any
 
 import jax
+import jax.core
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.sharding import NamedSharding
 
 
 @dataclass(frozen=True)
@@ -114,9 +117,10 @@ def where(condition: Any, yes: Any, no: Any) -> jax.Array:
     arrays = [x for x in (yes, no) if isinstance(x, jax.Array)]
     if not arrays or any(x.weak_type or x.dtype.itemsize > dtype.itemsize for x in arrays):
         return jnp.where(condition, yes, no)  # of weak type, or 64-bit data without jax_enable_x64
-    if any(is_sharded(x) for x in (condition, yes, no)):
-        return jnp.where(condition, yes, no)  # which gives all operands one sharding
     shape = jnp.broadcast_shapes(*map(jnp.shape, (condition, yes, no)))
+    if sharded := [x for x in (condition, yes, no) if is_sharded(x)]:
+        whole = next((x for x in sharded if x.shape == shape), sharded[0])
+        return jnp.where(*(sharded_like(x, whole) if jnp.shape(x) == whole.shape else x for x in (condition, yes, no)))
     like = next((x for x in (condition, yes, no) if jnp.shape(x) == shape), None)
     return lax.select(*(_broadcast(x, shape, kind, like) for x, kind in ((condition, bool), (yes, dtype), (no, dtype))))
 
@@ -135,18 +139,86 @@ def gathered(x: Any, axes: Sequence[int]) -> Any:
     return jax.sharding.reshard(x, where.update(spec=jax.P(*spec)))
 
 
+def cut_axes(x: jax.Array, sizes: Sequence[int]) -> list[int]:
+    """The axes, counted from the end, that an explicit sharding cuts within parts of these sizes."""
+    if not is_sharded(x):
+        return []
+    shard = jax.typeof(x).sharding.shard_shape(x.shape)
+    return [i - x.ndim for i, size in enumerate(sizes) if shard[i] < x.shape[i] and shard[i] % size]
+
+
 def of_whole_parts(x: jax.Array, sizes: Sequence[int]) -> jax.Array:
     """An array gathered along the axes that an explicit sharding cuts within parts of these sizes."""
-    if not is_sharded(x):
+    return gathered(x, cut_axes(x, sizes))
+
+
+def sharded_like(x: Any, like: jax.Array) -> Any:
+    """An array of the same shape with the explicit sharding of `like`, if that has one; other values as they are."""
+    if not isinstance(x, jax.Array) or not is_sharded(like) or jax.typeof(x).sharding == jax.typeof(like).sharding:
         return x
-    shard = jax.typeof(x).sharding.shard_shape(x.shape)
-    return gathered(x, [i - x.ndim for i, size in enumerate(sizes) if shard[i] % size])
+    return jax.sharding.reshard(x, jax.typeof(like).sharding)
 
 
-def sharded_like(x: jax.Array, like: jax.Array) -> jax.Array:
-    """`x` with the explicit sharding of an array of its shape, if that has one."""
-    where = jax.typeof(like).sharding
-    return jax.sharding.reshard(x, where) if is_sharded(like) and jax.typeof(x).sharding != where else x
+def placed_like(x: Any, like: Any) -> Any:
+    """An array, sharded as far as its shape allows like one whose sharding is known: explicit, or not traced."""
+    if is_sharded(like):
+        where = fitting(jax.typeof(like).sharding, x.shape)
+        return x if jax.typeof(x).sharding == where else jax.sharding.reshard(x, where)
+    known = isinstance(like, jax.Array) and not any(isinstance(v, jax.core.Tracer) for v in (x, like))
+    where = like.sharding if known else None
+    return jax.device_put(x, fitting(where, x.shape)) if isinstance(where, NamedSharding) else x
+
+
+def reshape(x: Any, shape: Sequence[int]) -> Any:
+    """``x.reshape(shape)``; with an explicit sharding, as `entries_after_reshape`."""
+    if not is_sharded(x):
+        return x.reshape(shape)
+    where = jax.typeof(x).sharding
+    entries = entries_after_reshape(where.spec, parts_of_axes(where), x.shape, shape)
+    return jnp.reshape(x, shape, out_sharding=where.update(spec=jax.P(*entries)))
+
+
+def entries_after_reshape(
+    entries: Sequence[Any], counts: Sequence[int], old: Sequence[int], new: Sequence[int]
+) -> tuple[Any, ...]:
+    """The entries of a `PartitionSpec` for an array in another shape of as many elements.
+
+    Of axes that are joined or split, the first one keeps or gives its entry, if its length can be cut so.
+
+    Args:
+        entries: of the axes before; those that are missing at the end are None.
+        counts: the number of parts of each.
+        old: the shape before.
+        new: the shape.
+    """
+    found: list[Any] = [None] * len(new)
+    at = to = 0
+    while at < len(old) and to < len(new) and math.prod(old):
+        first, goal, size, wanted = at, to, old[at], new[to]
+        at, to = at + 1, to + 1
+        while size != wanted:
+            if size < wanted:
+                size, at = size * old[at], at + 1
+            else:
+                wanted, to = wanted * new[to], to + 1
+        owner = next((i for i in range(first, at) if old[i] > 1), first)
+        taker = next((i for i in range(goal, to) if new[i] > 1), goal)
+        if owner < len(entries) and new[taker] % counts[owner] == 0:
+            found[taker] = entries[owner]
+    return tuple(found)
+
+
+def parts_of_axes(sharding: NamedSharding) -> list[int]:
+    """The number of parts that each axis which a sharding names is cut into."""
+    named = [entry if isinstance(entry, tuple) else (entry,) for entry in sharding.spec]
+    return [math.prod(sharding.mesh.shape[axis] for axis in axes if axis is not None) for axes in named]
+
+
+def fitting(sharding: NamedSharding, shape: Sequence[int]) -> NamedSharding:
+    """A sharding without the axes that arrays of a shape do not have, or have no equal parts along."""
+    counts = zip(sharding.spec, parts_of_axes(sharding), shape, strict=False)
+    spec = jax.P(*(entry if length % count == 0 else None for entry, count, length in counts))
+    return NamedSharding(sharding.mesh, spec, memory_kind=sharding.memory_kind)
 
 
 def in_auto_mesh(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import operator
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
@@ -14,7 +15,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.errors import InconclusiveDimensionOperation
 
-from jchop._bits import CARRIERS, types_for
+from jchop._bits import CARRIERS, cut_axes, fitting, gathered, is_sharded, types_for
 from jchop._core.rounding.codebooks import refuse_table
 from jchop._core.rounding.codes import packed_size
 from jchop._core.rounding.stream_offset import AT_START, StreamOffset
@@ -386,7 +387,9 @@ def round_scaled(x: Array, *drawn: Array, spec: Spec, place: StreamOffset = AT_S
     if _empty(x.shape):
         return x
     dense, number, kept = dense_of(spec, x)
-    result = round_scaled_op(number, *drawn, impl=impl, plan=make_plan(dense, CARRIERS[x.dtype.name]), place=place)
+    plan = make_plan(dense, CARRIERS[x.dtype.name])
+    run = partial(round_scaled_op, impl=impl, plan=plan, place=place)
+    result = _across_parts(run, plan.fmt, x, number, *drawn)
     return result if kept is None else jnp.where(kept, result, 0)
 
 
@@ -395,7 +398,8 @@ def overflowed_scaled(x: Array, *drawn: Array, spec: Spec, place: StreamOffset =
     if _empty(x.shape):
         return jnp.zeros_like(x, bool)
     dense, number, kept = dense_of(spec, x)
-    beyond = overflowed_body(number, *drawn, plan=make_plan(dense, CARRIERS[x.dtype.name]), place=place)
+    plan = make_plan(dense, CARRIERS[x.dtype.name])
+    beyond = _across_parts(partial(overflowed_body, plan=plan, place=place), plan.fmt, x, number, *drawn)
     return beyond if kept is None else kept & beyond
 
 
@@ -508,9 +512,62 @@ def _quantize(
     x: Array, given: tuple, drawn: tuple, *, plan: Plan, place: StreamOffset, impl: str, as_dtype: Any
 ) -> tuple:
     more = {"plan": plan, "given": len(given), "place": place, "as_dtype": as_dtype}
-    return quantize_scaled_op(x, *given, *drawn, impl=impl, **more)
+    codes, *stored = stored_shapes(Spec(plan.fmt), x.shape)
+    like = (*([] if as_dtype is None else [codes]), *flat(*stored))
+    return _across_parts(partial(quantize_scaled_op, impl=impl, **more), plan.fmt, like, x, *given, *drawn)
 
 
 @partial(compiled, static_argnames=("plan", "shape"), inline=True)
 def _dequantize(codes: Array, stored: tuple, *, plan: Plan, shape: tuple[int, ...]) -> Array:
-    return dequantize_scaled_op(codes, *stored, plan=plan, shape=shape)
+    like = jax.ShapeDtypeStruct(shape, plan.carrier.name)
+    run = partial(dequantize_scaled_op, plan=plan, shape=shape)
+    return _across_parts(run, plan.fmt, like, codes, *stored, bits=plan.fmt.bits)
+
+
+# -- explicit shardings ------------------------------------------------------------------------------------------------
+
+
+def _across_parts(
+    run: Callable[..., Any], fmt: ScaledFormat, like: Any, x: Array, *arrays: Array, bits: int = 8
+) -> Any:
+    """``run(x, *arrays)``; as in an automatic mesh, if an explicit sharding of `x` cuts groups.
+
+    The types of arrays in such parts would refuse their views. Where a rule adds the numbers of a group, these are
+    gathered first, so that the order of sums is that of one device.
+
+    Args:
+        run: the operation.
+        fmt: its format.
+        like: the shapes of the results, each of which is sharded like `x` as far as its shape allows.
+        x: numbers; or packed codes, of which `like` are the numbers.
+        arrays: the other operands.
+        bits: of a code.
+    """
+    if not is_sharded(x):
+        return run(x, *arrays)
+    *units, last = _units(fmt, x.shape if bits == 8 else like.shape)
+    cut = cut_axes(x, [*units, last * bits // math.gcd(8, last * bits)])
+    if not cut:
+        return run(x, *arrays)
+    whole = x if _by_ends(fmt) else gathered(x, cut)
+    where, then = (jax.tree.map(partial(_placed, part), like) for part in (whole, x))
+    explicit = jax.typeof(x).sharding.mesh.explicit_axes
+    # In two steps: a sharding of the results along gathered axes would spread to the sums.
+    out = jax.sharding.auto_axes(run, axes=explicit, out_sharding=where)(whole, *arrays)
+    return out if whole is x else jax.sharding.reshard(out, then)
+
+
+def _placed(x: Array, part: Any) -> Any:
+    return fitting(jax.typeof(x).sharding, part.shape)
+
+
+def _units(fmt: Any, shape: tuple[int, ...]) -> tuple[int, ...]:
+    """The length along each axis that parts must be multiples of: of groups, and of groups of their scales."""
+    if not isinstance(fmt, ScaledFormat):
+        return (1,) * len(shape)
+    return tuple(map(operator.mul, fmt.group_shape(shape), _units(fmt.scale, fmt.scale_shape(shape))))
+
+
+def _by_ends(fmt: Any) -> bool:
+    """Whether the scales of groups, and the scales of these, depend on nothing but ends."""
+    return not isinstance(fmt, ScaledFormat) or (fmt.scale_rule.by_ends and _by_ends(fmt.scale))

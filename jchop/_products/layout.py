@@ -13,6 +13,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from jchop._arguments import run_numpy
+from jchop._bits import reshape
 from jchop._products.rotation import Hadamard
 from jchop._products.rule import StreamOffset
 from jchop._round.round_to_format import round_to_format
@@ -67,14 +68,24 @@ class Layout:
 
     def lay(self, x: Array, rotation: Hadamard | None = None) -> Array:
         """`x` in this layout, rotated along its last axis."""
-        laid = x.transpose(self._order).reshape(self.shape(x.shape))
+        laid = reshape(x.transpose(self._order), self.shape(x.shape))
         return laid if rotation is None else rotation.rotate(laid)
 
     def back(self, laid: Array, shape: Sequence[int]) -> Array:
         """An array of `shape` from its layout."""
         order = self._order
         inverse = sorted(range(len(order)), key=order.__getitem__)
-        return laid.reshape([shape[axis] for axis in order]).transpose(inverse)
+        return reshape(laid, [shape[axis] for axis in order]).transpose(inverse)
+
+    def entries(self, entries: Sequence[Any], shape: Sequence[int]) -> tuple[Any, ...]:
+        """The entries of a `PartitionSpec` for the layout of an array, with a stack in front, from those of its axes.
+
+        Of the axes that become one, the first keeps its entry.
+        """
+        entries, stack = (*entries, *[None] * (len(shape) - len(entries))), len(shape) - len(self._order)
+        first = next((axis for axis in self.summed if shape[stack + axis] > 1), None)
+        kept = (*entries[:stack], *(entries[stack + axis] for axis in self.kept))
+        return (*kept, None if first is None else entries[stack + first])
 
     def concerns(self, spec: Spec) -> bool:
         """Whether rounding to `spec` in this layout may differ from rounding the array as it lies."""

@@ -12,6 +12,7 @@ from typing import Any
 import jax
 from jax import export
 
+from jchop._bits import reshape
 from jchop._products.layout import with_nan
 from jchop._products.matrices import Laid, Turn
 from jchop._products.scale_from import LSQ, ScaleFrom
@@ -57,13 +58,13 @@ class Placement:
     def round(self, x: Array, key: Array | None = None, gradient_key: Array | None = None) -> Array:
         """A parameter, or one of a stack, rounded; straight-through, but for what the spec does to its cotangent."""
         stack = x.ndim - self.ndim
-        laid = x.reshape(x.shape[:stack] + self.shape)
-        return over_stack(stack, partial(_round, self.spec), laid, key, gradient_key).reshape(x.shape)
+        laid = reshape(x, x.shape[:stack] + self.shape)
+        return reshape(over_stack(stack, partial(_round, self.spec), laid, key, gradient_key), x.shape)
 
     def round_under(self, kept: Kept, x: Array, key: Array | None = None) -> Array:
         """A parameter rounded under kept scales."""
         stack = x.ndim - self.ndim
-        laid = x.reshape(x.shape[:stack] + self.shape)
+        laid = reshape(x, x.shape[:stack] + self.shape)
 
         def one(both: tuple[Array, Array], key: Array | None) -> Array:
             v, entry = both
@@ -72,12 +73,12 @@ class Placement:
                 return with_nan(v, round_learned(v, self.spec, entry, key, sharing=sharing), self.spec)
             return round_within(v, self.spec, entry, key)
 
-        return over_stack(stack, one, (laid, kept.entry), key).reshape(x.shape)
+        return reshape(over_stack(stack, one, (laid, kept.entry), key), x.shape)
 
     def fitted(self, x: Array) -> Array:
         """The scales that a parameter has by the format's rule."""
         stack = x.ndim - self.ndim
-        return over_stack(stack, lambda v: fit_scale(v, self.spec)[0], x.reshape(x.shape[:stack] + self.shape))
+        return over_stack(stack, lambda v: fit_scale(v, self.spec)[0], reshape(x, x.shape[:stack] + self.shape))
 
     def pack(
         self, x: Array, key: Array | None = None, scale: Array | None = None, zero_point: Array | None = None
@@ -85,7 +86,7 @@ class Placement:
         """A parameter as codes and scales, in its own shape; under given scales and zero points, if it has such."""
         stack = x.ndim - self.ndim
         core = tuple(x.shape[stack:])
-        laid = x.reshape(x.shape[:stack] + self.shape)
+        laid = reshape(x, x.shape[:stack] + self.shape)
 
         def one(given: tuple[Array, Array | None, Array | None], key: Array | None) -> QArray:
             return quantize(given[0], self.spec, key, scale=given[1], zero_point=given[2])
@@ -163,11 +164,11 @@ class StoredAs(Rearranged):
 
     def dequantize(self, dtype: Any = None) -> Array:
         """The numbers, in the shape of the parameter."""
-        return dequantize(self.stored, dtype).reshape(self.shape)
+        return reshape(dequantize(self.stored, dtype), self.shape)
 
     def requantize(self, x: Array, key: Array | None = None) -> StoredAs:
         """Other numbers of the parameter, packed in the same way."""
-        return replace(self, stored=requantize(self.stored, x.reshape(self.stored.shape), key))
+        return replace(self, stored=requantize(self.stored, reshape(x, self.stored.shape), key))
 
 
 export.register_pytree_node_serialization(

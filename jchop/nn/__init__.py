@@ -17,7 +17,6 @@ from jchop.nn._calibrate import calibrate
 from jchop.nn._folding import Folded, fold_batch_norms
 from jchop.nn._lora_files import load_lora, save_lora
 from jchop.nn._lora_rule import LoraRule
-from jchop.nn._nnx.attach import QuantizedParam
 from jchop.nn._nnx.checkpoints import load_checkpoint, save_checkpoint
 from jchop.nn._nnx.data import quantize_with_data
 from jchop.nn._nnx.layers import (
@@ -42,6 +41,7 @@ from jchop.nn._nnx.layers import (
 )
 from jchop.nn._nnx.lora import Adapted, add_lora, merge_lora, split_lora
 from jchop.nn._nnx.surgery import quantize
+from jchop.nn._nnx.variables import QuantizedParam
 from jchop.nn._params import quantize_params
 from jchop.nn._recipes import keep_wide, recipe
 from jchop.nn._report import LayerRow, ModelReport, report

@@ -15,9 +15,9 @@ from jchop._checks import brief
 from jchop._products.traced.call import numbered
 from jchop.nn._calibrate import check_calls
 from jchop.nn._folding import give_bias
-from jchop.nn._nnx.attach import QuantizedParam
 from jchop.nn._nnx.layers import CLASSES, layers_of
 from jchop.nn._nnx.programs import is_program
+from jchop.nn._nnx.variables import QuantizedParam
 
 Array = jax.Array
 Model = TypeVar("Model", bound=nnx.Module)

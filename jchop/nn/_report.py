@@ -16,11 +16,12 @@ from jchop._products.rule import FIELDS, Rule, StreamOffset, as_rules
 from jchop._products.traced.report import ProgramReport
 from jchop._products.units import PLATFORMS, operands_on
 from jchop._text import Part, Tables
-from jchop.nn._nnx.attach import QuantizedParam, check_parameters, packed_shape
+from jchop.nn._nnx.attach import check_parameters, packed_shape
 from jchop.nn._nnx.classes import Inputs
 from jchop.nn._nnx.hooks import Convolution
 from jchop.nn._nnx.layers import Decided, decided_layers, own_parameters
 from jchop.nn._nnx.programs import report_program
+from jchop.nn._nnx.variables import QuantizedParam
 from jchop.nn._ratios import Ratios, ratios_of
 from jchop.nn._trees.modules import is_module, report_module
 from jchop.storage import QArray

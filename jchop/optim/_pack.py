@@ -13,13 +13,17 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import NamedSharding
 
+from jchop._bits import entries_after_reshape, parts_of_axes, placed_like, reshape, sharded_like
+from jchop._core.rounding.codes import packed_size
 from jchop._paths import check_pattern, matches_path, nearest_paths
 from jchop._text import Part, Tables
 from jchop.formats import ElementFormat, ScaledFormat
 from jchop.optim._leaves import is_float, path_text
 from jchop.spec import Gradient, Spec, as_spec
 from jchop.storage import QArray, dequantize, quantize
+from jchop.storage._codes import is_packed as codes_are_packed
 from jchop.storage._layout import from_end
 
 Array = jax.Array
@@ -141,7 +145,8 @@ def repack(key: Array | None, old: Any, leaf: Any, offset: Any = 0) -> Any:
     """A leaf packed like the old leaf, with its dtype; unchanged if the old leaf is not packed."""
     if not is_packed(old):
         return leaf
-    return jax.tree.unflatten(jax.tree.structure(old), jax.tree.leaves(pack(key, leaf, codes_of(old).spec, offset)))
+    new = jax.tree.leaves(pack(key, leaf, codes_of(old).spec, offset))
+    return jax.tree.unflatten(jax.tree.structure(old), map(sharded_like, new, jax.tree.leaves(old)))
 
 
 def pack(key: Array | None, x: Array, spec: Spec, offset: Any = 0) -> QArray | PackedRows:
@@ -149,7 +154,7 @@ def pack(key: Array | None, x: Array, spec: Spec, offset: Any = 0) -> QArray | P
 
     `offset` is the index of its first element in a larger array, for the random bits.
     """
-    rows = x.reshape(row_shape(x.shape, spec))
+    rows = reshape(x, row_shape(x.shape, spec))
     if isinstance(spec.element, ElementFormat) and not _has_zero(spec.element):
         rows = jnp.where(rows == 0, jnp.asarray(_NEXT_TO_ZERO, rows.dtype), rows)
     codes = quantize(rows, spec, key, offset=offset) if spec.rounding.stochastic else quantize(rows, spec)
@@ -159,7 +164,7 @@ def pack(key: Array | None, x: Array, spec: Spec, offset: Any = 0) -> QArray | P
 def unpack(leaf: Any) -> Any:
     """The numbers of a packed leaf; other leaves unchanged."""
     if isinstance(leaf, PackedRows):
-        return dequantize(leaf.rows).reshape(leaf.shape)
+        return reshape(dequantize(leaf.rows), leaf.shape)
     return dequantize(leaf) if isinstance(leaf, QArray) else leaf
 
 
@@ -203,6 +208,9 @@ class Packing(NamedTuple):
 class QuantizedState(NamedTuple):
     """State of `quantize_state`: a tree of plain arrays, for programs that expect such trees; `inner_state` reads it.
 
+    Codes have the shape of their array, with fewer entries along one axis if several fill a byte. So the sharding of an
+    array is one of its codes.
+
     Args:
         skips: an int32 count of the skipped steps. Its one name identifies the specs and the shapes of the packed
             arrays. A checkpoint has names but no static parts; so it does not fit a state of other specs or shapes.
@@ -228,24 +236,57 @@ class QuantizedState(NamedTuple):
         """The state of the wrapped transformation, with a `QArray` for each packed array (or a `PackedRows`)."""
         leaves, structure = jax.tree.flatten(self.arrays)
         for (place, spec, size, dtype, shape), scales in zip(self.packing.entries, self.scales, strict=True):
-            codes = QArray(leaves[place], *scales, as_spec(spec, scaled=True), size, np.dtype(dtype))
+            own, packed = leaves[place], as_spec(spec, scaled=True)
+            if shape is not None:
+                rows = _codes_of_rows(shape, packed)
+                stack = own.ndim - len(_codes_of_array(shape, rows))  # axes that vmap added
+                own = _in_shape(own, (*own.shape[:stack], *rows))
+            codes = QArray(own, *scales, packed, size, np.dtype(dtype))
             leaves[place] = codes if shape is None else PackedRows(codes, shape)
         return jax.tree.unflatten(structure, leaves)
 
 
-def bundle(inner_state: Any, key: Any, skips: Mapping[str, Any]) -> QuantizedState:
-    """The state whose `inner_state` is a tree with packed leaves."""
+def bundle(inner_state: Any, key: Any, skips: Mapping[str, Any], like: Any) -> QuantizedState:
+    """The state whose `inner_state` is a tree with packed leaves; codes are sharded as the arrays of `like`."""
     leaves, structure = jax.tree.flatten(inner_state, is_leaf=is_packed)
     entries, scales = [], []
-    for place, leaf in enumerate(leaves):
+    for place, (leaf, own) in enumerate(zip(leaves, jax.tree.leaves(like, is_leaf=is_packed), strict=True)):
         if is_packed(leaf):
             codes, shape = codes_of(leaf), leaf.shape if isinstance(leaf, PackedRows) else None
-            leaves[place] = codes.qvalue
+            rows = codes.qvalue.shape
+            leaves[place] = placed_like(
+                codes.qvalue if shape is None else _in_shape(codes.qvalue, _codes_of_array(shape, rows)), own
+            )
             entries.append((place, str(codes.spec), codes.length, np.dtype(codes.dtype).name, shape))
             scales.append((codes.scale, codes.zero_point))
     return QuantizedState(
         dict(skips), jax.tree.unflatten(structure, leaves), tuple(scales), Packing(tuple(entries)), key
     )
+
+
+def rows_sharding(leaf: QArray | PackedRows, sharding: NamedSharding) -> NamedSharding:
+    """The sharding of the rows of a packed leaf, from that of its array."""
+    spec = entries_after_reshape(tuple(sharding.spec), parts_of_axes(sharding), leaf.shape, codes_of(leaf).shape)
+    return sharding.update(spec=jax.P(*spec))
+
+
+def _codes_of_rows(shape: tuple[int, ...], spec: Spec) -> tuple[int, ...]:
+    """The shape of the codes of an array's rows."""
+    *lead, last = row_shape(shape, spec)
+    return (*lead, packed_size(last, spec.element.bits) if codes_are_packed(spec.element) else last)
+
+
+def _codes_of_array(shape: tuple[int, ...], rows: tuple[int, ...]) -> tuple[int, ...]:
+    """The shape in which codes of rows are kept: that of the array, with fewer entries along the last axis that can."""
+    size, count = math.prod(shape), math.prod(rows)
+    for axis in reversed(range(len(shape))):
+        if size and shape[axis] * count % size == 0:
+            return (*shape[:axis], shape[axis] * count // size, *shape[axis + 1 :])
+    return rows
+
+
+def _in_shape(x: Any, shape: tuple[int, ...]) -> Any:
+    return jax.ShapeDtypeStruct(shape, x.dtype) if isinstance(x, jax.ShapeDtypeStruct) else reshape(x, shape)
 
 
 def require_plan(state: QuantizedState, rules: Rules, min_size: int) -> None:

@@ -14,7 +14,7 @@ import optax
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from jchop._bits import varying_like
+from jchop._bits import fitting, varying_like
 from jchop._checks import check_choice
 from jchop._settings import compiled
 from jchop.optim._arguments import as_transformation, check_size
@@ -34,7 +34,6 @@ from jchop.optim._leaves import (
 )
 from jchop.optim._nonfinite import counted
 from jchop.optim._pack import (
-    PackedRows,
     QuantizedState,
     as_rules,
     bundle,
@@ -46,6 +45,7 @@ from jchop.optim._pack import (
     plan,
     repack,
     require_plan,
+    rows_sharding,
     unpack_tree,
 )
 from jchop.spec import Spec
@@ -122,7 +122,7 @@ def quantize_state(
     def init(params: Any) -> QuantizedState:
         inner_state = inner.init(params)
         following, packed = map_drawing(pack_as_planned, start, inner_state, plan(inner_state, rules, least))
-        return bundle(packed, following, {fingerprint(packed): jnp.zeros([], jnp.int32)})
+        return bundle(packed, following, {fingerprint(packed): jnp.zeros([], jnp.int32)}, inner_state)
 
     def update(updates: Any, state: QuantizedState, params: Any = None, **extra: Any) -> tuple[Any, QuantizedState]:
         require_plan(state, rules, least)
@@ -139,12 +139,16 @@ def quantize_state(
             made, packed, sound = _step(advance, keys, (updates, state.inner_state, params), leaves_out)
         else:
             made, packed, sound = _step_in_chunks(advance, keys, (updates, state.inner_state, params), leaves_out, cut)
+        if leaves_out:
+            sound = agreed(sound, advance, updates, state.inner_state, params)
+        skips = {name: counted(skipped, sound) for name, skipped in state.skips.items()} if leaves_out else state.skips
+        after = bundle(structure.unflatten(packed), following, skips, state.arrays)
         if not leaves_out:
-            return made, bundle(structure.unflatten(packed), following, state.skips)
-        sound = agreed(sound, advance, updates, state.inner_state, params)
-        kept = structure.unflatten(select(sound, packed, before))
-        skips = {name: counted(skipped, sound) for name, skipped in state.skips.items()}
-        return zeros_unless(sound, made), bundle(kept, following, skips)
+            return made, after
+        # A choice between codes in the shape of their array keeps the sharding that the old ones have.
+        codes, treedef = jax.tree.flatten((after.arrays, after.scales))
+        arrays, scales = treedef.unflatten(select(sound, codes, jax.tree.leaves((state.arrays, state.scales))))
+        return zeros_unless(sound, made), after._replace(arrays=arrays, scales=scales)
 
     return transformation(init, update)
 
@@ -304,45 +308,33 @@ def state_shardings(tx: optax.GradientTransformation, params: Any) -> Any:
                              "a NamedSharding")  # fmt: skip
     replicated = NamedSharding(known[0][1].sharding.mesh, P())
 
-    def sharded(path: tuple[Any, ...], leaf: Any) -> Any:
+    def place_of(path: tuple[Any, ...], leaf: Any) -> NamedSharding:
         keys = tuple(map(str, path))
-        owner = next((p for name, p in known if _ends(keys, name) and tuple(leaf.shape) == tuple(p.shape)), None)
-        if owner is None:
-            return jax.tree.map(lambda _: replicated, leaf)
-        axes = _joined(owner.sharding.spec, leaf)
-        return jax.tree.map(lambda part: _fitting(owner.sharding.mesh, axes, part.shape), leaf)
+        owners = (p for name, p in known if _ends(keys, name) and tuple(leaf.shape) == tuple(p.shape))
+        return next((owner.sharding for owner in owners), replicated)
 
     def of_state(path: tuple[Any, ...], leaf: Any) -> Any:
         if not isinstance(leaf, QuantizedState):
-            return sharded(path, leaf)
-        inner_state = jax.tree_util.tree_map_with_path(sharded, leaf.inner_state, is_leaf=is_packed)
-        return bundle(inner_state, *jax.tree.map(lambda _: replicated, (leaf.key, leaf.skips)))
+            return fitting(place_of(path, leaf), leaf.shape)
+        inner, _ = jax.tree_util.tree_flatten_with_path(leaf.inner_state, is_leaf=is_packed)
+        arrays, structure = jax.tree.flatten(leaf.arrays)
+        places = [place_of(keys, array) for keys, array in inner]
+        of_arrays = list(map(_fitting_part, places, arrays))
+        of_rows = [rows_sharding(inner[place][1], places[place]) for place, *_ in leaf.packing.entries]
+        of_scales = [jax.tree.map(partial(_fitting_part, at), s) for at, s in zip(of_rows, leaf.scales, strict=True)]
+        key, skips = jax.tree.map(lambda _: replicated, (leaf.key, leaf.skips))
+        return QuantizedState(skips, structure.unflatten(of_arrays), tuple(of_scales), leaf.packing, key)
 
     state = jax.eval_shape(tx.init, params)
     return jax.tree_util.tree_map_with_path(of_state, state, is_leaf=lambda x: isinstance(x, QuantizedState))
 
 
+def _fitting_part(sharding: NamedSharding, part: Any) -> NamedSharding:
+    return fitting(sharding, part.shape)
+
+
 def _ends(path: tuple[str, ...], name: tuple[str, ...]) -> bool:
     return path[len(path) - len(name) :] == name
-
-
-def _joined(spec: P, leaf: Any) -> tuple[Any, ...]:
-    """The mesh axes of a leaf's axes, for a parameter sharded by `spec`; joined axes take the first axis's."""
-    count = len(codes_of(leaf).shape) if isinstance(leaf, PackedRows) else len(leaf.shape)
-    return (*spec, *([None] * max(count - len(spec), 0)))[:count]
-
-
-def _fitting(mesh: Any, axes: tuple[Any, ...], shape: tuple[int, ...]) -> NamedSharding:
-    """The sharding along `axes`, without axes along which the shape is not divisible."""
-    if len(shape) != len(axes):
-        return NamedSharding(mesh, P())
-
-    def parts(axis: Any) -> int:
-        names = axis if isinstance(axis, tuple) else () if axis is None else (axis,)
-        return math.prod(mesh.shape[name] for name in names)
-
-    kept = [axis if n % parts(axis) == 0 else None for axis, n in zip(axes, shape, strict=True)]
-    return NamedSharding(mesh, P(*kept))
 
 
 def offload_state(

@@ -17,6 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import export
 
+from jchop._bits import reshape
 from jchop._checks import check_int
 from jchop._core.scaled_bodies import flat, unflat
 from jchop.formats import ElementFormat, ScaledFormat
@@ -244,7 +245,7 @@ class QArray:
             if not any(found):
                 raise ValueError(f"shape={new} would split groups of {self._unit} along axis {axis} of which "
                                  f"{self.spec.format} keeps some; dequantize, reshape and quantize")  # fmt: skip
-            return dense.reshape(new).thinned(kept.reshape(new), self.spec, found.index(True))
+            return dense.reshape(new).thinned(reshape(kept, new), self.spec, found.index(True))
         kinds, lead = self._kinds()
         core = reshaped(kinds[lead:], self.shape[lead:], new[lead:]) if new[:lead] == self.shape[:lead] else None
         if core is None or not new:
@@ -255,15 +256,15 @@ class QArray:
         scales = new[:lead] + scale_shape(core, new[lead:])
         keeps_rows = new[-1:] == self.shape[-1:] or not is_packed(self._element)
         if keeps_rows:
-            qvalue = self.qvalue.reshape(*new[:-1], -1 if not is_packed(self._element) else self.qvalue.shape[-1])
+            qvalue = reshape(self.qvalue, (*new[:-1], self.qvalue.shape[-1] if is_packed(self._element) else new[-1]))
         else:
-            qvalue = self._codes(self._entries().reshape(new))
-        zero_point = None if self.zero_point is None else self.zero_point.reshape(scales)
+            qvalue = self._codes(reshape(self._entries(), new))
+        zero_point = None if self.zero_point is None else reshape(self.zero_point, scales)
         return self._with(
             qvalue,
             new[-1],
             core,
-            self._map_scale(lambda part: part.reshape(scales), lambda inner: inner.reshape(scales)),
+            self._map_scale(lambda part: reshape(part, scales), lambda inner: inner.reshape(scales)),
             zero_point,
         )
 

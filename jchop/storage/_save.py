@@ -24,6 +24,7 @@ from jchop.storage._files.json import Reader, read_object, shown, small, string
 from jchop.storage._files.parts import read_placed, spans_processes, write_together
 from jchop.storage._files.safetensors import Entry, TensorFile, TensorWriter, lay_out
 from jchop.storage._nested import TREE, nest, paths_in, tree_metadata
+from jchop.storage._sharding import sharding_in
 
 #: The metadata key that describes QArrays: JSON, which maps the name of each to its spec as text, the length of its
 #: last axis and its dtype.
@@ -157,8 +158,8 @@ def load_safetensors(path: str | os.PathLike[str], *, like: Any = None, nested: 
             found[name] = joined([read(part) for part in part_names(name, fields)], fields)
         for name, kind in keys.items():
             found[name] = jax.random.wrap_key_data(found[name], impl=kind)
-            sharding = getattr(wanted.get(name), "sharding", None)
-            found[name] = jax.device_put(found[name], sharding) if isinstance(sharding, NamedSharding) else found[name]
+            sharding = sharding_in(wanted.get(name))
+            found[name] = found[name] if sharding is None else jax.device_put(found[name], sharding)
     if nested:
         return nest([(paths[name], found[name]) for name in found])
     if like is None:
@@ -210,8 +211,7 @@ def _placed(wanted: Mapping[str, Any]) -> dict[str, NamedSharding]:
     for name, leaf in wanted.items():
         if not _is_key(leaf):
             tensors |= parts_of(name, leaf) if _is_qarray(leaf) else {name: leaf}
-    shardings = {name: getattr(leaf, "sharding", None) for name, leaf in tensors.items()}
-    return {name: sharding for name, sharding in shardings.items() if isinstance(sharding, NamedSharding)}
+    return {name: where for name, leaf in tensors.items() if (where := sharding_in(leaf)) is not None}
 
 
 def _check_like(path: object, wanted: Mapping[str, Any], found: Mapping[str, Any]) -> None:

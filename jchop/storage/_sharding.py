@@ -7,8 +7,9 @@ from dataclasses import replace
 from typing import Any
 
 import jax
-from jax.sharding import NamedSharding, PartitionSpec, Sharding
+from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding
 
+from jchop._bits import fitting, parts_of_axes
 from jchop.formats import ScaledFormat
 from jchop.storage._array import QArray, check_qarray
 from jchop.storage._decode import spec_of_part
@@ -53,24 +54,31 @@ def shardings(q: QArray, sharding: Sharding) -> QArray:
     if len(sharding.spec) > q.ndim:
         raise ValueError(f"sharding={sharding} names {len(sharding.spec)} axes, and q has {q.ndim}")
     names = (*sharding.spec, *[None] * (q.ndim - len(sharding.spec)))
-    counts = [_count(sharding, name) for name in names]
-
-    def of(leaf: Any) -> NamedSharding:
-        # A tensor scale has only the axes that vmap added.
-        fits = (name if n % count == 0 else None for name, count, n in zip(names, counts, leaf.shape, strict=False))
-        spec = PartitionSpec(*fits)
-        return NamedSharding(sharding.mesh, spec, memory_kind=sharding.memory_kind)
-
-    placed = jax.tree.map(of, q)
+    whole = sharding.update(spec=PartitionSpec(*names))
+    placed = jax.tree.map(lambda leaf: fitting(whole, leaf.shape), q)  # a tensor scale has only axes that vmap added
     if tuple(placed.qvalue.spec) != names[: len(q.qvalue.shape)]:
         raise ValueError(f"sharding={sharding} does not cut codes of shape {list(q.qvalue.shape)} into equal parts")
     return placed
 
 
-def _count(sharding: NamedSharding, name: Any) -> int:
-    """The number of shards of an axis under an entry of a `PartitionSpec`."""
-    axes = name if isinstance(name, tuple) else (name,)
-    return math.prod(sharding.mesh.shape[axis] for axis in axes if axis is not None)
+def sharding_in(like: Any) -> NamedSharding | None:
+    """The sharding of an array, or of its shape and dtype; one of an abstract mesh is that of the current mesh.
+
+    Raises:
+        ValueError: for an abstract mesh that is not the current one.
+    """
+    sharding = getattr(like, "sharding", None)
+    if not isinstance(sharding, NamedSharding) or sharding.mesh.empty:
+        return None
+    if isinstance(sharding.mesh, Mesh):
+        return sharding
+    mesh = jax.sharding.get_mesh()
+    if mesh.shape != sharding.mesh.shape:
+        raise ValueError(
+            f"like has the sharding {sharding.spec} on an abstract mesh of {dict(sharding.mesh.shape)}, whose devices "
+            "are not known; call it under jax.set_mesh(mesh)"
+        )
+    return NamedSharding(mesh, sharding.spec)
 
 
 def check_groups_uncut(q: QArray, sharding: NamedSharding, name: str) -> None:
@@ -86,8 +94,8 @@ def check_groups_uncut(q: QArray, sharding: NamedSharding, name: str) -> None:
     Raises:
         ValueError: names the axis, and the numbers of parts that fit.
     """
-    for axis, entry in enumerate(sharding.spec):
-        count, unit, length = _count(sharding, entry), group_length(q, axis), q.shape[axis]
+    for axis, (entry, count) in enumerate(zip(sharding.spec, parts_of_axes(sharding), strict=True)):
+        unit, length = group_length(q, axis), q.shape[axis]
         if length % (count * unit):
             fits = [n for n in range(1, length // unit + 1) if length % (n * unit) == 0]
             raise ValueError(

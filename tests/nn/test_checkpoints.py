@@ -5,10 +5,13 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
 from layer_references import checked, each
 
 import jchop as jc
@@ -161,3 +164,25 @@ def packed_layers_stay_packed(model: Any, layout: str, tmp_path: Path) -> None:
 def test_models_come_back(check: Any, request: Any) -> None:
     """A case for each of these checks; the first runs by default."""
     checked(check, request)
+
+
+@pytest.mark.parametrize("layout", ["plain", pytest.param("compressed-tensors", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("abstract", [False, pytest.param(True, marks=pytest.mark.slow)])
+@pytest.mark.skipif(jax.device_count() < 4, reason="needs four (forced host) devices")
+def test_arrays_land_where_those_of_like_lie(layout: str, abstract: bool, tmp_path: Path) -> None:
+    def make() -> Any:
+        return nnx.Sequential(nnx.Linear(32, 8, rngs=nnx.Rngs(0)))
+
+    model = make()
+    wanted = model if layout == "plain" else jc.nn.quantize(model, Rule(weight=INT4), "ptq")
+    save_checkpoint(tmp_path / "model", wanted, layout)
+    mesh = jax.make_mesh((2, 2), ("x", "y"), devices=jax.devices()[:4])
+    where = NamedSharding(mesh, P("x", "y"))
+    kernel = jax.device_put(model.layers[0].kernel[...], where)
+    model.layers[0].kernel.set_value(
+        jax.ShapeDtypeStruct((32, 8), kernel.dtype, sharding=where) if abstract else kernel
+    )
+    loaded = load_checkpoint(tmp_path / "model", model)
+    for leaf in jax.tree.leaves(loaded.layers[0].kernel.get_value()):
+        assert leaf.sharding.is_equivalent_to(where, 2)
+    jax.tree.map(np.testing.assert_array_equal, *(nnx.to_pure_dict(nnx.state(m)) for m in (loaded, wanted)))

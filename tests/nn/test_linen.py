@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from flax import linen, nnx
 from further import Further
+from jax import export
 from layer_references import checked
 
 import jchop as jc
@@ -239,6 +240,15 @@ def test_norms_are_rounded_by_rules_of_their_own_alone() -> None:
     norm = quantized_linen.quantize(linen.RMSNorm(), jc.nn.Rule(activation="e4m3"))
     by_hand = linen.RMSNorm().apply(scale, jc.round_to_format(x, "e4m3"))
     np.testing.assert_array_equal(norm.apply(scale, x), by_hand)
+
+
+@further
+def packed_variables_are_arguments_of_exported_programs() -> None:
+    dense, x = quantized_linen.quantize(linen.Dense(2), jc.nn.Rule(weight="int4(group=4)")), X[0]
+    variables = dense.pack(dense.init(jax.random.key(0), x), x)
+    run = jax.jit(dense.apply)
+    stored = export.export(run)(variables, x).serialize()
+    np.testing.assert_array_equal(export.deserialize(stored).call(variables, x), run(variables, x))
 
 
 test_further = further.test()

@@ -10,7 +10,7 @@ import numpy as np
 import optax
 import pytest
 from further import Further
-from jax.sharding import NamedSharding
+from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jchop as jc
@@ -140,6 +140,84 @@ def several_steps_in_one_program(name: str, rng: np.random.Generator) -> None:
     got, parts = jax.jit(run, out_shardings=(rows, of_state))(parts, jax.device_put(grads, rows), placed)
     wanted, state = jax.jit(run)(jax.jit(tx.init)(params), grads, params)
     jax.tree.map(np.testing.assert_array_equal, (got, parts.arrays), (wanted, state.arrays))
+
+
+def of_kind(kind: AxisType) -> Any:
+    return jax.make_mesh((2, 2), ("a", "b"), axis_types=(kind, kind), devices=jax.devices()[:4])
+
+
+JOINED = {
+    "int8": jc.optim.quantize_state(optax.trace(0.5), "int8(group=16)", min_size=16),
+    "int4": jc.optim.quantize_state(optax.trace(0.5), "int4(group=16)", min_size=16),
+    "adamw8bit": jc.optim.adamw8bit(RATE, 0.5, 0.5, min_size=16),
+    "adamw_fp8": jc.optim.adamw_fp8(RATE, 0.5, 0.5, min_size=16),
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "where", "kind", "steps_too"),
+    [
+        pytest.param("int8", P(None, "b"), AxisType.Auto, False, id="init"),
+        *(
+            pytest.param(name, where, kind, True, marks=pytest.mark.slow)
+            for kind in (AxisType.Auto, AxisType.Explicit)
+            for where in (P(None, "b"), P("a", "b"), P("a"))
+            for name in JOINED
+        ),
+    ],
+)
+def test_codes_of_joined_axes_lie_as_their_array(name: str, where: P, kind: AxisType, steps_too: bool) -> None:
+    """Codes have the shape of the parameter, so each device has those of its own part, in every step."""
+    tx, w = JOINED[name], np.random.default_rng(1).standard_normal((8, 4)).astype(np.float32)
+    sharding = NamedSharding(of_kind(kind), where)
+    params, plain = {"w": jax.device_put(w, sharding)}, {"w": w}
+
+    def check(state: Any) -> None:
+        found = [x for x in jax.tree.leaves(state.arrays) if x.ndim]
+        assert found and all(x.sharding.is_equivalent_to(sharding, 2) for x in found)
+
+    state, single = tx.init(params), tx.init(plain)
+    check(state)
+    if steps_too:
+        step = jax.jit(lambda g, s, p: tx.update(g, s, p))
+        for _ in range(2):
+            updates, state = step(params, state, params)
+            wanted, single = step(plain, single, plain)
+            check(state)
+        np.testing.assert_array_equal(updates["w"], wanted["w"])
+    jax.tree.map(np.testing.assert_array_equal, state, single)
+    places = jc.optim.state_shardings(tx, params)
+    jax.tree.map(lambda x, place: place.shard_shape(x.shape), state, places)
+    assert jax.tree.leaves(places.arrays)[-1].is_equivalent_to(sharding, 2)
+
+
+@further
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
+@pytest.mark.parametrize("name", ["int8", "int4", "adamw8bit", "adamw_fp8"])
+def optimizers_of_flax_take_annotated_kernels(kind: AxisType, name: str) -> None:
+    nnx = pytest.importorskip("flax.nnx")
+
+    def trained(annotation: Any, **more: Any) -> Any:
+        model = nnx.Linear(16, 8, rngs=nnx.Rngs(0), kernel_metadata=annotation)
+        optimizer = nnx.Optimizer(model, JOINED[name], wrt=nnx.Param)
+
+        @nnx.jit
+        def step(model: Any, optimizer: Any) -> None:
+            loss = lambda model: (model(jax.numpy.ones((2, 16)), **more) ** 2).mean()  # noqa: E731
+            optimizer.update(model, nnx.grad(loss)(model))
+
+        step(model, optimizer)
+        step(model, optimizer)
+        return optimizer
+
+    wanted = trained({})
+    with jax.set_mesh(on := of_kind(kind)):
+        explicit = {"out_sharding": P(None, None)} if kind == AxisType.Explicit else {}
+        got = trained({"out_sharding": (None, "b")}, **explicit)
+        codes = [x for x in jax.tree.leaves(nnx.state(got)) if x.ndim == 2 and x.dtype.itemsize == 1]
+        assert codes and all(x.sharding.is_equivalent_to(NamedSharding(on, P(None, "b")), 2) for x in codes)
+    for a, b in zip(jax.tree.leaves(nnx.state(got)), jax.tree.leaves(nnx.state(wanted)), strict=True):
+        assert a.shape == b.shape and a.dtype == b.dtype
 
 
 test_further = further.test()

@@ -133,6 +133,41 @@ def explicit_meshes() -> None:
     same(values, jc.round_to_format(numbers(), "int4(group=16,scale=bfloat16)"))
 
 
+NESTED = "nf4(group=8,scale=uint8(group=256,zero_point=float))"
+
+
+@pytest.mark.parametrize(
+    ("text", "where"),
+    [
+        ("e2m1", P(None, "a")),
+        *(
+            pytest.param(text, where, marks=pytest.mark.slow)
+            for where in (P("a", "b"), P(None, ("a", "b")))
+            for text in (
+                NESTED, "hif4", "uint4(group=all,zero_point=float)", "int4(group=4,scale=int8(group=all))",
+                "int4(group=16,rule=mse)", "int3(group=10)", "int4(group=8,sparse=2:4)",
+            )
+        ),
+    ],
+)  # fmt: skip
+def test_explicit_shardings_may_cut_groups_and_words_of_codes(text: str, where: P) -> None:
+    sharding, x = NamedSharding(mesh(AxisType.Explicit), where), numbers((4, 16) if text == "e2m1" else (8, 48))
+    wanted, placed = jc.quantize(x, text), jax.device_put(x, sharding)
+    try:
+        stored = jax.device_put(wanted, jc.storage.shardings(wanted, sharding))
+    except ValueError:  # codes that cannot be cut into equal parts
+        stored = wanted
+    values = jc.dequantize(stored)
+    same(values, jc.dequantize(wanted))
+    if stored is not wanted:
+        assert jax.typeof(values).sharding.spec == jax.typeof(placed).sharding.spec
+    if text != "e2m1":
+        same(jc.quantize(placed, text), wanted)
+        rounded = jc.round_to_format(placed, text)
+        same(rounded, values)
+        assert jax.typeof(rounded).sharding.spec == jax.typeof(placed).sharding.spec
+
+
 @further
 def shard_map_quantizes_its_own_part() -> None:
     x = numbers()

@@ -285,6 +285,7 @@ def unpack(packed: Array, bits: int, count: int) -> Array:
     if bits == 8:
         return packed
     whole = 8 % bits == 0 and packed.shape[-1] % 4 == 0 and packed.shape[-1] * 8 == count * bits
+    whole = whole and not _bits.cut_axes(packed, [*[1] * (packed.ndim - 1), 4])
     if whole and are_known(packed.shape):  # XLA has no shape for words of symbolic ones
         # The codes of a 32-bit word fill a vector, which is faster than the codes of a byte.
         words = lax.bitcast_convert_type(packed.reshape(*packed.shape[:-1], packed.shape[-1] // 4, 4), jnp.int32)

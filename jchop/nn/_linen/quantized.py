@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import partial
@@ -10,6 +11,7 @@ from typing import Any
 import jax
 from flax import linen as nn
 from flax.traverse_util import flatten_dict, unflatten_dict
+from jax import export
 
 from jchop._checks import check_choice
 from jchop._products.codes import Coded, codes_of
@@ -72,6 +74,21 @@ class Packed(Rearranged):
     def requantize(self, x: Array, key: Array | None = None) -> Packed:
         """Other numbers of the parameter, packed in the same way."""
         return replace(self, stored=requantize(self.stored, over_stack(self._stack, self.layout.lay, x), key))
+
+
+def _to_bytes(static: tuple[Layout, tuple[int, ...]]) -> bytes:
+    layout, shape = static
+    return json.dumps([layout.kept, layout.summed, shape]).encode()
+
+
+def _from_bytes(data: bytes) -> tuple[Layout, tuple[int, ...]]:
+    kept, summed, shape = map(tuple, json.loads(data))
+    return Layout(kept, summed), shape
+
+
+export.register_pytree_node_serialization(
+    Packed, serialized_name="jchop.nn.linen.Packed", serialize_auxdata=_to_bytes, deserialize_auxdata=_from_bytes
+)
 
 
 @dataclass(frozen=True)

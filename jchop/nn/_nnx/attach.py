@@ -20,6 +20,7 @@ from jchop._round.round_to_format import round_to_format
 from jchop.nn._nnx.emulation import EmulatedAttention, Emulation
 from jchop.nn._nnx.hooks import Output, Promote
 from jchop.nn._nnx.kinds import PRODUCT_FIELDS, Kind
+from jchop.nn._nnx.variables import QuantizedParam, packed_variable
 from jchop.nn._scale_state import LearnedStep, Source, source_of
 from jchop.spec import Spec, as_spec
 from jchop.storage import QArray, fit_scale, quantize
@@ -28,7 +29,6 @@ from jchop.storage._layout import over_stack
 Array = jax.Array
 
 __all__ = [
-    "QuantizedParam",
     "Tied",
     "attach",
     "attach_emulated",
@@ -45,21 +45,6 @@ __all__ = [
 #: By a variable and how it is packed: the variable, which keeps its identity from being used again, the packed one, and
 #: its layout.
 Tied = dict[Any, tuple[Any, Any, Layout | None]]
-
-
-class QuantizedParam(nnx.Variable):
-    """A parameter that is stored as a `jchop.QArray`, in its own shape.
-
-    If groups run over several axes, it is laid out with the contracted axes last, as one. It is not a
-    `flax.nnx.Param`: codes have no gradient, and filters for trainable parameters ignore it.
-
-    Example:
-        >>> from flax import nnx
-        >>> import jchop as jc
-        >>> layer = jc.nn.quantize(nnx.Linear(8, 3, rngs=nnx.Rngs(0)), jc.nn.Rule(weight="int4(group=4)"), mode="ptq")
-        >>> type(layer.kernel).__name__, layer.kernel[...].shape, layer.kernel[...].nbytes
-        ('QuantizedParam', (8, 3), 40)
-    """
 
 
 def attach(
@@ -219,7 +204,7 @@ def _pack(
                 continue
             codes, laid = pack(_in_use(layer, name, masked), layout, stacked, spec, key, scale)
         made.append((name, codes.spec, laid, shape))
-        new = QuantizedParam(codes)
+        new = packed_variable(variable, codes, laid)
         setattr(layer, name, new)
         if same is not None:
             tied[same] = variable, new, laid

@@ -19,15 +19,17 @@ from jchop._paths import check_pattern, matches_path, nearest_paths
 from jchop._products.layout import Layout
 from jchop._products.placement import StoredAs
 from jchop._products.rule import Rule
-from jchop.nn._nnx.attach import QuantizedParam, attach, layout_of
+from jchop.nn._nnx.attach import attach, layout_of
 from jchop.nn._nnx.kinds import KINDS, Kind
 from jchop.nn._nnx.layers import CLASSES, placed_layers
 from jchop.nn._nnx.lora import Adapted
 from jchop.nn._nnx.modules import Placed
+from jchop.nn._nnx.variables import QuantizedParam
 from jchop.storage import QArray
 from jchop.storage import save_checkpoint as save_tree
 from jchop.storage._checkpoints.folder import SHARD
 from jchop.storage._checkpoints.opened import Checkpoint, open_checkpoint
+from jchop.storage._sharding import sharding_in
 
 Model = TypeVar("Model", bound=nnx.Module)
 Names = Callable[[str], str]
@@ -106,8 +108,8 @@ def load_checkpoint(
 
     Args:
         path: a folder or a file, as of `jchop.storage.load_checkpoint`.
-        like: a model with the structure, shapes and dtypes, not quantized; under `flax.nnx.eval_shape` its construction
-            allocates no arrays.
+        like: a model with the structure, shapes, dtypes and shardings, not quantized; under `flax.nnx.eval_shape` its
+            construction allocates no arrays.
         layout: as of `jchop.storage.load_checkpoint`.
         names: as of `save_checkpoint`.
         ignore: a pattern of names in the file that the model does not need, such as ``"rotary_emb"``. Default: none.
@@ -205,8 +207,9 @@ class _Tensor(NamedTuple):
                 f"{self.name!r} in {value.dtype} has numbers that {held.dtype} of the model has not: make the model "
                 f"with param_dtype={value.dtype}"
             )
-        laid = jnp.asarray(numbers)
-        self.variable.set_value(laid if layout is None else layout.back(laid, held.shape))
+        numbers = numbers if layout is None else layout.back(numbers, held.shape)
+        sharding = sharding_in(held)
+        self.variable.set_value(jnp.asarray(numbers) if sharding is None else jax.device_put(numbers, sharding))
         return None
 
 

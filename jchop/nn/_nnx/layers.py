@@ -14,11 +14,12 @@ from jchop._paths import nearest_paths
 from jchop._products.rule import FIELDS, Rule, as_rules, left_alone, rule_of_parameter, rules_of
 from jchop.nn import _cache
 from jchop.nn._nnx import hooks
-from jchop.nn._nnx.attach import QuantizedParam, Tied, attach, attach_emulated
+from jchop.nn._nnx.attach import Tied, attach, attach_emulated
 from jchop.nn._nnx.classes import is_as_written, plain_class
 from jchop.nn._nnx.kinds import KINDS, Kind, for_norms
 from jchop.nn._nnx.modules import Placed, modules_of
 from jchop.nn._nnx.programs import EXAMPLES, is_program
+from jchop.nn._nnx.variables import QuantizedParam
 from jchop.nn._scale_state import Source
 
 Array = jax.Array

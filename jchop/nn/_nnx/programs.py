@@ -22,9 +22,10 @@ from jchop._products.scales.sites import Scales
 from jchop._products.traced.report import ProgramReport
 from jchop._products.traced.resolved import check_weights
 from jchop._products.weights import is_packed
-from jchop.nn._nnx.attach import QuantizedParam, fork
+from jchop.nn._nnx.attach import fork
 from jchop.nn._nnx.classes import Inputs, Part, body_of, method_of, methods_of, plain_class
 from jchop.nn._nnx.modules import Keys, modules_of
+from jchop.nn._nnx.variables import UNPACKED_CLASS, QuantizedParam, packed_variable
 from jchop.nn._scale_state import KeptScales
 from jchop.ptq._quantize import calibrated
 from jchop.ptq._report import PtqReport
@@ -52,8 +53,6 @@ _RULES, _STREAM, _SCALES = "quantization_rules", "quantization_stream", "quantiz
 _PART = "quantization_part"
 #: The attribute of a module that holds the adapters of its parameters, by the names of these.
 _ADAPTERS = "quantization_adapters"
-#: The entry of the metadata of a packed parameter for its class before; none if that was `flax.nnx.Param` itself.
-_CLASS = "unpacked_class"
 
 
 #: The advice of an error for a program that has to be traced.
@@ -431,7 +430,7 @@ def _unpack(model: Any) -> None:
     made = {}
     for held, variable in packed.items():
         metadata = variable.get_metadata()
-        made[held] = metadata.pop(_CLASS, nnx.Param)(variable.get_raw_value(), **metadata)
+        made[held] = metadata.pop(UNPACKED_CLASS, nnx.Param)(variable.get_raw_value(), **metadata)
     _replace(model, made)
 
 
@@ -501,17 +500,15 @@ def _pack(model: Any, rules: Sequence[Rule], inputs: Inputs, scales: Scales, key
 
 def _put_packed(model: Any, params: Any) -> None:
     """Put packed parameters in the places of others, and the numbers of those that changed in theirs."""
-    before = dict(nnx.to_flat_state(nnx.state(model, _PARAMETERS)))
     for path, value in nnx.to_flat_state(params):
         numbers = value.get_value()
         if not is_packed(numbers) and numbers is not (held := _variable_at(model, path)).get_value():
             held.set_value(numbers)
-    made = {}
-    for path, value in nnx.to_flat_state(params):
-        if is_packed(value.get_value()):
-            cls, metadata = type(before[path]), before[path].get_metadata()
-            metadata |= {} if cls in (nnx.Param, QuantizedParam) else {_CLASS: cls}
-            made[id(_variable_at(model, path))] = QuantizedParam(value.get_value(), **metadata)
+    made = {
+        id(_variable_at(model, path)): packed_variable(_variable_at(model, path), value.get_value())
+        for path, value in nnx.to_flat_state(params)
+        if is_packed(value.get_value())
+    }
     _replace(model, made)
 
 
@@ -616,7 +613,7 @@ def put_params(model: Any, params: Any, rules: tuple[Rule, ...], rngs: nnx.Rngs 
         value = _base(held[id(variable)])
         if isinstance(variable, QuantizedParam) and not is_packed(value):
             metadata = variable.get_metadata()
-            unpacked[id(variable)] = metadata.pop(_CLASS, nnx.Param)(value, **metadata)
+            unpacked[id(variable)] = metadata.pop(UNPACKED_CLASS, nnx.Param)(value, **metadata)
         elif value is not variable.get_value():
             variable.set_value(value)
     _replace(model, unpacked)

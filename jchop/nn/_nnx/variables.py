@@ -1,0 +1,158 @@
+"""`QuantizedParam`: a variable of codes and scales, with the sharding annotation of the parameter that it replaces."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import jax
+import jax.core
+from flax import nnx
+from flax.core.meta import get_global_mesh
+from flax.nnx.spmd import get_var_pspec
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from jchop._bits import entries_after_reshape
+from jchop._products.layout import Layout
+from jchop.storage import QArray
+from jchop.storage._array import Rearranged
+from jchop.storage._sharding import sharding_in
+
+__all__ = ["UNPACKED_CLASS", "QuantizedParam", "packed_variable", "placed", "sharding_of"]
+
+#: The entry of the metadata of a packed parameter for its class before; none if that was `flax.nnx.Param` itself.
+UNPACKED_CLASS = "unpacked_class"
+
+
+class QuantizedParam(nnx.Variable):
+    """A parameter that is stored as a `jchop.QArray`, in its own shape.
+
+    If groups run over several axes, it is laid out with the contracted axes last, as one. It is not a
+    `flax.nnx.Param`: codes have no gradient, and filters for trainable parameters ignore it.
+
+    An annotation `out_sharding` is for the axes of the array. The codes have it, and each scale as far as its shape
+    can be cut so; `flax.nnx.get_partition_spec` gives a `jax.sharding.PartitionSpec` for each.
+
+    Example:
+        >>> from flax import nnx
+        >>> import jchop as jc
+        >>> layer = jc.nn.quantize(nnx.Linear(8, 3, rngs=nnx.Rngs(0)), jc.nn.Rule(weight="int4(group=4)"), mode="ptq")
+        >>> type(layer.kernel).__name__, layer.kernel[...].shape, layer.kernel[...].nbytes
+        ('QuantizedParam', (8, 3), 40)
+    """
+
+    def __init__(self, value: Any, *, eager_sharding: bool | None = None, **metadata: Any) -> None:
+        super().__init__(value, eager_sharding=False, **metadata)  # which would give all leaves one sharding
+        eager = nnx.using_eager_sharding() if eager_sharding is None else eager_sharding
+        self.set_metadata("eager_sharding", eager)
+        where = sharding_of(self) if eager else None
+        if where is not None:
+            self.set_value(placed(self.get_raw_value(), where))
+
+    def copy(self, *value: Any, **updates: Any) -> Any:
+        """As of `flax.nnx.Variable`. A sharding, or a shape with one, becomes that of each leaf of codes and scales."""
+        return super().copy(*(self._of_leaves(one) for one in value), **updates)
+
+    replace = copy
+
+    def set_value(self, value: Any, **more: Any) -> None:
+        """As of `flax.nnx.Variable`, with shardings as `copy`."""
+        super().set_value(self._of_leaves(value), **more)
+
+    def _of_leaves(self, value: Any) -> Any:
+        held = self.get_raw_value()
+        if not isinstance(held, QArray | Rearranged):
+            return value
+        if isinstance(value, PartitionSpec):
+            return _specs(held, value, self.get_metadata("mesh", None) or get_global_mesh())
+        if isinstance(value, NamedSharding):
+            return _shardings(held, value)
+        if isinstance(value, jax.ShapeDtypeStruct) and value.shape == held.shape:
+            return placed(jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), held), value.sharding)
+        return value
+
+
+def packed_variable(variable: nnx.Variable, codes: QArray | Rearranged, layout: Layout | None = None) -> QuantizedParam:
+    """A variable of codes in the place of a parameter, with its metadata.
+
+    It is sharded as the parameter's array is, or as its annotation says.
+
+    Args:
+        variable: of the parameter.
+        codes: its numbers, packed.
+        layout: of the codes, if that is not the parameter's own.
+    """
+    metadata, value = variable.get_metadata(), variable.get_raw_value()
+    metadata |= {} if type(variable) in (nnx.Param, QuantizedParam) else {UNPACKED_CLASS: type(variable)}
+    own = None if isinstance(value, jax.core.Tracer) else sharding_in(value)
+    if layout is not None:
+        if metadata.get("out_sharding"):
+            metadata["out_sharding"] = layout.entries(metadata["out_sharding"], value.shape)
+        own = None if own is None else own.update(spec=PartitionSpec(*layout.entries(tuple(own.spec), value.shape)))
+    if own is None:
+        return QuantizedParam(codes, **metadata)
+    return QuantizedParam.from_metadata(placed(codes, own), metadata)  # type: ignore[return-value]
+
+
+def sharding_of(variable: nnx.Variable) -> NamedSharding | None:
+    """The sharding that a variable's annotation says for its array, on its mesh, the current one, or its array's."""
+    spec = get_var_pspec(variable)
+    on = (getattr(leaf, "sharding", None) for leaf in jax.tree.leaves(variable.get_raw_value()))
+    meshes = (where.mesh for where in on if isinstance(where, NamedSharding))
+    mesh = variable.get_metadata("mesh", None) or get_global_mesh() or next(meshes, None)
+    return None if not spec or mesh is None else NamedSharding(mesh, spec)
+
+
+def placed(value: Any, sharding: NamedSharding | None) -> Any:
+    """An array, or codes and scales, on the devices of an array's sharding; of shapes, shapes with a sharding."""
+    return value if sharding is None else jax.tree.map(_put, value, _shardings(value, sharding))
+
+
+def _put(leaf: Any, where: NamedSharding) -> Any:
+    if isinstance(leaf, jax.ShapeDtypeStruct):
+        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=where)
+    if isinstance(where.mesh, Mesh):
+        return jax.device_put(leaf, where)
+    move = jax.sharding.reshard if where.mesh.are_all_axes_explicit else jax.lax.with_sharding_constraint
+    return move(leaf, where)
+
+
+def _shardings(value: Any, sharding: NamedSharding) -> Any:
+    """The sharding of each leaf of an array, or of codes and scales, by that of the array."""
+    if not isinstance(value, QArray | Rearranged):
+        return sharding
+    specs = _specs(value, sharding.spec, sharding.mesh)
+    return jax.tree.map(lambda spec: sharding.update(spec=spec), specs)
+
+
+def _specs(value: QArray | Rearranged, spec: PartitionSpec, mesh: Any) -> Any:
+    """The `PartitionSpec` of each leaf of codes and scales, by that of the array.
+
+    An axis that codes cannot be cut along is whole in every leaf. Where the mesh has one device along an axis, or no
+    mesh is known, scales are cut only if they have one for each number, so that the result fits other meshes, too.
+    """
+    stored = value.stored if isinstance(value, Rearranged) else value
+    entries: Sequence[Any] = (*spec, *[None] * (len(value.shape) - len(spec)))
+    counts = [_parts(entry, mesh) for entry in entries]
+    entries = entries_after_reshape(entries, counts, value.shape, stored.shape)
+    codes = stored.qvalue.shape
+    entries = [e if n % _parts(e, mesh) == 0 else None for e, n in zip(entries, codes, strict=False)]
+
+    counts = [
+        length if (count := _parts(e, mesh)) == 1 else count for e, length in zip(entries, stored.shape, strict=True)
+    ]
+
+    def of(leaf: Any) -> PartitionSpec:
+        found = zip(entries, counts, leaf.shape, strict=False)
+        return PartitionSpec(*(entry if n % count == 0 else None for entry, count, n in found))
+
+    specs = replace(jax.tree.map(of, stored), qvalue=PartitionSpec(*entries))
+    return replace(value, stored=specs) if isinstance(value, Rearranged) else specs  # type: ignore[type-var]
+
+
+def _parts(entry: Any, mesh: Any) -> int:
+    """The number of parts of an axis under an entry of a `PartitionSpec`; 1 without a mesh that has its names."""
+    names = [name for name in (entry if isinstance(entry, tuple) else (entry,)) if name is not None]
+    return 1 if mesh is None else math.prod(mesh.shape.get(name, 1) for name in names)
