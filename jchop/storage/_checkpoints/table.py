@@ -280,6 +280,7 @@ def _compressed(written: Written, ignored: Sequence[str]) -> dict[str, Any]:
         targets = ["Linear"] if len(kinds) == 1 else modules
         groups[f"group_{number}"] = {"targets": targets, "weights": facts, "input_activations": None, "format": name}
     found = {"quant_method": "compressed-tensors", "quantization_status": "compressed", "config_groups": groups}
+    found["version"] = ".".join(map(str, (*compressed.DENSE, 0)))
     return found | {"format": formats.pop() if len(formats) == 1 else "mixed-precision", "ignore": list(ignored)}
 
 
