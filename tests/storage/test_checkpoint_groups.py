@@ -236,7 +236,7 @@ def test_widths_that_words_do_not_have(tmp_path: Path) -> None:
     tensors["m.weight_shape"] = np.array(codes.shape)
     for bits in (1, 4, 6, 9):
         config = compressed("pack-quantized", num_bits=bits, type="int", strategy="channel")
-        with pytest.raises(ValueError, match=f"16 words for 64 columns are no codes of {bits} bits"):
+        with pytest.raises(ValueError, match=f"16 words for 64 columns are no codes .* names {bits}$"):
             load_checkpoint(folder_of(tmp_path, tensors, config))
     path = tmp_path / "alone.safetensors"
     path.write_bytes(pack_file(tensors, {}))

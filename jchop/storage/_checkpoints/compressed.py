@@ -139,13 +139,14 @@ def _form(packed: np.ndarray, shape: tuple[int, int], zero: np.ndarray | None, f
     The configuration names widths and the version. What it leaves open, the numbers of words and spare bits show.
     """
     (out, columns), words = shape, packed.shape[1]
-    named = {field(weights, "num_bits", int, 8) for weights in _arguments(facts)} or set(_WIDTHS)
+    named = {field(weights, "num_bits", int, 8) for weights in _arguments(facts)}
     longest = columns if zero is None else max(shape)
     gaps = {bits: (None, 32 // bits) if 32 % bits and longest > 32 // bits else (None,) for bits in _WIDTHS}
-    forms = [(bits, each) for bits in sorted(named & set(_WIDTHS)) for each in gaps[bits]]
+    forms = [(bits, each) for bits in _WIDTHS if bits in named or not named for each in gaps[bits]]
     forms = [form for form in forms if words_of(columns, *form) == words]
     said = f"{words} words for {columns} columns"
-    check(bool(forms), f"{said} are no codes of {' or '.join(map(str, sorted(named)))} bits")
+    of = f", of which the configuration names {' and '.join(map(str, sorted(named)))}" if named else ""
+    check(bool(forms), f"{said} are no codes of 2 to 8 bits{of}")
     if version := re.match(r"(\d{1,4})\.(\d{1,4})", str(facts.get("version"))):
         place = -1 if (int(version[1]), int(version[2])) < DENSE else 0
         forms = [(bits, each) for bits, each in forms if each == gaps[bits][place]] or forms
