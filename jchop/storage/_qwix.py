@@ -128,6 +128,8 @@ def _qwix() -> Any:
 
 
 def _kind(n: int, count: int) -> Kind:
+    if n % max(count, 1):
+        raise ValueError(f"q has {count} scales along an axis of {n}, which they do not divide evenly")
     return OWN if count == n else WHOLE if count == 1 else n // count
 
 

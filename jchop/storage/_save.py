@@ -276,18 +276,26 @@ def qarray_metadata(described: Mapping[str, Mapping[str, Any]]) -> dict[str, str
     return {QARRAYS: json.dumps(described)} if described else {}
 
 
-def described_in(file: TensorFile) -> dict[str, dict[str, Any]]:
+def described_in(file: TensorFile, unread: dict[str, str] | None = None) -> dict[str, dict[str, Any]]:
     """The QArrays in the metadata of a file: the spec, the length of the last axis and the dtype by name.
+
+    Args:
+        file: of the metadata.
+        unread: takes the errors of single QArrays, which are left out. Default: the first is raised.
 
     Raises:
         ValueError: if the metadata are damaged, or the tensors of a QArray do not match its spec.
     """
     found = _own_metadata(file, QARRAYS)
-    for name, fields in found.items():
+    for name, fields in list(found.items()):
         try:
             _check_described(file, name, fields)
         except (ValueError, TypeError, OverflowError) as error:
-            raise ValueError(f"{file.path}: bad metadata {QARRAYS!r} for {shown(name)}: {error}") from None
+            why = f"bad metadata {QARRAYS!r} for {shown(name)}: {error}"
+            if unread is None:
+                raise ValueError(f"{file.path}: {why}") from None
+            unread[name] = why
+            del found[name]
     return found
 
 

@@ -112,7 +112,8 @@ def load_checkpoint(
             construction allocates no arrays.
         layout: as of `jchop.storage.load_checkpoint`.
         names: as of `save_checkpoint`.
-        ignore: a pattern of names in the file that the model does not need, such as ``"rotary_emb"``. Default: none.
+        ignore: a pattern of names in the file that the model does not need, such as ``"rotary_emb"``, which may be of
+            arrays that cannot be read. Default: none.
         exact: as of `jchop.storage.load_checkpoint`.
 
     Returns:

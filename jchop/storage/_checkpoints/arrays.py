@@ -13,7 +13,7 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
-from jchop.formats import ElementFormat, IntegerFormat, ScaledFormat, bfloat16, binary16, binary32
+from jchop.formats import ElementFormat, IntegerFormat, ScaledFormat, bfloat16, binary16, binary32, float8_e8m0fnu
 from jchop.spec import Spec
 from jchop.storage._array import QArray
 from jchop.storage._checkpoints.integers import pack, spread
@@ -28,6 +28,7 @@ SCALES = {
     np.dtype(np.float16): binary16,
     np.dtype(ml_dtypes.bfloat16): bfloat16,
     np.dtype(np.float32): binary32,
+    np.dtype(ml_dtypes.float8_e8m0fnu): float8_e8m0fnu,
 }
 
 
@@ -37,24 +38,21 @@ def kinds_from(shape: Sequence[int], scales: Sequence[int], block: Sequence[int]
     Args:
         shape: of the weight.
         scales: shape of the scales, with as many axes.
-        block: the sizes of groups if the facts have them. Default: the axes are divided evenly.
+        block: the sizes of groups if the facts have them. Default: the axes are divided evenly. Blocks of several rows
+            must then have lengths that are powers of two, since the last one may be smaller.
 
     Raises:
         ValueError: if no grouping has such scales.
     """
-    kinds: list[Kind] = []
-    for axis, (n, count) in enumerate(zip(shape, scales, strict=True)):
-        if count == n:
-            kinds.append(OWN)
-        elif count == 1:
-            kinds.append(WHOLE)
-        else:
-            size = block[axis] if block is not None else n // max(count, 1)
-            check(
-                size > 0 and -(-n // size) == count,
-                f"scales of shape {list(scales)} do not divide a weight of shape {list(shape)} into equal groups",
-            )
-            kinds.append(size)
+    sizes = block or [n // max(count, 1) for n, count in zip(shape, scales, strict=True)]
+    fits = all(size > 0 and -(-n // size) == count for n, count, size in zip(shape, scales, sizes, strict=True))
+    kinds = [OWN if m == n else WHOLE if m == 1 else size for n, m, size in zip(shape, scales, sizes, strict=True)]
+    unsure = block is None and isinstance(kinds[0], int) and any(isinstance(k, int) and k & k - 1 for k in kinds)
+    check(
+        fits and not unsure,
+        f"scales of shape {list(scales)} do not divide a weight of shape {list(shape)} into "
+        + (f"groups of {list(sizes)}" if block else "blocks of a known size" if unsure else "equal groups"),
+    )
     return kinds
 
 
@@ -154,6 +152,8 @@ def made(codes: np.ndarray, scale: Any, zero_point: Any, fmt: ScaledFormat) -> Q
     """A QArray of one byte for each code; its dtype is float32."""
     element = fmt.element
     packed = hold(pack(codes, element.bits) if element.bits < 8 else np.ascontiguousarray(codes), element)
+    if fmt.scale == float8_e8m0fnu:
+        scale = scale.view(np.uint8)
     return QArray(packed, scale, zero_point, Spec(fmt), codes.shape[-1], np.dtype(np.float32))
 
 
@@ -258,18 +258,30 @@ def in_dtype(values: np.ndarray, dtype: Any, what: str) -> np.ndarray:
 
 
 def facts_of(parts: Pieces, kind: str, symmetric: bool) -> dict[str, Any]:
-    """The arguments of a weight in a ``quantization_config`` of compressed-tensors."""
-    rows, last = parts.kinds
-    block = None
-    if isinstance(rows, int):
-        strategy, size, block = "block", None, [rows, last if isinstance(last, int) else parts.codes.shape[1]]
-    elif rows == WHOLE:
-        strategy, size = "tensor", None
+    """The arguments of a weight in a ``quantization_config`` of compressed-tensors.
+
+    Raises:
+        ValueError: for groups that do not divide the last axis. Blocks may do so.
+    """
+    (rows, _), (out, columns) = parts.kinds, parts.codes.shape
+    block, size = lengths(parts), None
+    if rows == WHOLE and block[1] == columns:
+        strategy = "tensor"
+    elif rows != OWN and out > 1:
+        strategy = "block"
     else:
-        strategy, size = ("group", last) if isinstance(last, int) else ("channel", None)
+        strategy, size = ("channel", None) if block[1] == columns else ("group", block[1])
+        check(columns % block[1] == 0, f"its groups of {block[1]} do not divide its last axis of {columns}")
     found = {"num_bits": parts.fmt.element.bits, "type": kind, "symmetric": symmetric, "strategy": strategy}
     found |= {"group_size": size, "dynamic": False}
-    return found | ({"block_structure": block} if block else {})
+    named = [kind if isinstance(kind, int) else size for kind, size in zip(parts.kinds, block, strict=True)]
+    return found | ({"block_structure": named} if strategy == "block" else {})
+
+
+def lengths(parts: Pieces) -> list[int]:
+    """The size of the groups along each axis, at most its length."""
+    pairs = zip(parts.kinds, parts.codes.shape, strict=True)
+    return [1 if kind == OWN else n if kind == WHOLE else min(int(kind), n) for kind, n in pairs]
 
 
 def entry_of(array: np.ndarray) -> Entry:

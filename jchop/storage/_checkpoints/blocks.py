@@ -99,6 +99,7 @@ def _write_q8_0(q: QArray) -> np.ndarray:
 
 def _signed(q: QArray, bits: int) -> tuple[np.ndarray, np.ndarray]:
     """Codes u and scales s of the numbers s (u - 2^(bits - 1)); a scale may be below zero."""
+    q = q.reshape(-1, q.shape[-1]) if q.ndim > 2 and 0 not in q.shape else q
     found = pieces(q)
     codes, scale, zero = unsigned(found, (bits,))
     grouped = found.kinds[0] == OWN and (found.kinds[1] == 32 or scale.shape[1] * 32 == q.shape[1])

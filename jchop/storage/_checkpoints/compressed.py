@@ -1,10 +1,12 @@
 """compressed-tensors: integers packed into words, and integers or 8-bit floats one by one.
 
 Definition: https://github.com/vllm-project/compressed-tensors, `compressors/pack_quantized` and `naive_quantized`.
+Words have no gaps. Before version 0.18 no code crossed a word, so words of 3, 5, 6 and 7 bits had spare bits.
 """
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import ml_dtypes
@@ -26,12 +28,53 @@ from jchop.storage._checkpoints.arrays import (
 )
 from jchop.storage._checkpoints.integers import from_words, to_words, words_of
 from jchop.storage._checkpoints.row import Entries, Facts, Parts, Row, check, field, matrix
-from jchop.storage._layout import OWN, Kind
+from jchop.storage._files.json import shown
+from jchop.storage._layout import OWN
 
 _WORD, _BYTE = np.dtype("<i4"), np.dtype(np.int8)
 _FLOAT8 = np.dtype(ml_dtypes.float8_e4m3fn)
 #: Widths that may be packed.
 _WIDTHS = range(2, 9)
+#: The first version whose words have no gaps.
+DENSE = (0, 18)
+
+
+# -- the arguments of a weight in the configuration --------------------------------------------------------------------
+
+
+def _arguments(facts: Facts) -> list[Facts]:
+    """The arguments of the weights of the groups that name the module in their targets; else of all groups."""
+    groups = [group for group in field(facts, "config_groups", dict, {}).values() if isinstance(group, dict)]
+    own = [group for group in groups if facts.get("module") in field(group, "targets", list, [])]
+    return [weights for group in own or groups if isinstance(weights := group.get("weights"), dict)]
+
+
+def _sizes(weights: Facts, shape: tuple[int, int]) -> tuple[int, int] | None:
+    """The sizes of the groups along both axes, by the arguments of a weight; None if they do not have them."""
+    strategy, size, block = weights.get("strategy"), field(weights, "group_size", int), weights.get("block_structure")
+    if strategy == "block":
+        found: Any = list(map(int, re.findall(r"\d{1,9}", block))) if isinstance(block, str) else block
+        ok = isinstance(found, list) and len(found) == 2 and all(type(n) is int and n > 0 for n in found)
+        check(ok, f"block_structure={shown(block)} must be two integers above zero")
+        return min(found[0], shape[0]), min(found[1], shape[1])
+    if strategy in ("tensor", "channel") or size == -1:
+        return (shape[0] if strategy == "tensor" else 1), shape[1]
+    check(size is None or size > 0, f"group_size={size} must be an integer above zero, or -1")
+    return None if size is None else (1, min(size, shape[1]))
+
+
+def _block(facts: Facts, shape: tuple[int, int], scales: tuple[int, ...], bits: int) -> tuple[int, int] | None:
+    """The sizes of the groups of a weight of a module; None if the configuration does not have them.
+
+    Raises:
+        ValueError: if several groups of the configuration fit.
+    """
+    own = [weights for weights in _arguments(facts) if weights.get("num_bits", bits) == bits]
+    said = {_sizes(weights, shape) for weights in own} if scales != (1, 1) else {None}  # one scale fits all strategies
+    known = sorted(sizes for sizes in said if sizes is not None)
+    fitting = [sizes for sizes in known if tuple(-(-n // m) for n, m in zip(shape, sizes, strict=True)) == scales]
+    check(len(fitting) < 2, f"groups of {fitting} fit; a group with the module's name in its targets says which")
+    return fitting[0] if fitting else None if None in said or not known else known[0]
 
 
 # -- pack-quantized: words of int32 along the last axis, codes + 2^(bits - 1) ------------------------------------------
@@ -46,18 +89,28 @@ def _read_packed(parts: Parts, facts: Facts) -> QArray:
     packed, shape = parts["weight_packed"], _shape(parts["weight_shape"])
     scale = as_scales(parts["weight_scale"], shape)
     check(packed.shape[0] == shape[0], f"weight_packed has {packed.shape[0]} rows, and weight_shape {list(shape)}")
-    bits = _bits(packed.shape[1], shape[1], facts)
-    codes = from_words(packed, bits, shape[1])
     zero = parts.get("weight_zero_point")
-    if zero is not None:
-        wanted = (words_of(shape[0], bits), scale.shape[1])
+    bits, each = _form(packed, shape, zero if zero is not None and zero.dtype == _WORD else None, facts)
+    codes = from_words(packed, bits, shape[1], each)
+    if zero is not None and zero.dtype == _BYTE:  # of strategies whose zero points are not packed
+        zero = _unpacked_zero(zero, scale, bits)
+    elif zero is not None:
+        wanted = (words_of(shape[0], bits, each), scale.shape[1])
         check(zero.dtype == _WORD and zero.shape == wanted, f"weight_zero_point must be int32 of shape {list(wanted)}")
-        zero = from_words(zero.T, bits, shape[0]).T.astype(np.int32)
+        zero = from_words(zero.T, bits, shape[0], each).T.astype(np.int32)
         check(scale.shape[0] == shape[0], "weight_zero_point needs a scale for each row")
     index = parts.get("weight_g_idx")
     if index is None or (index < 0).all():  # -1 everywhere: no order was chosen
-        return integer_array(codes, scale, zero, bits, kinds_from(shape, scale.shape))
+        kinds = kinds_from(shape, scale.shape, _block(facts, shape, scale.shape, bits))
+        return integer_array(codes, scale, zero, bits, kinds)
     return ordered(codes, scale, zero, index, bits)
+
+
+def _unpacked_zero(zero: np.ndarray, scale: np.ndarray, bits: int) -> np.ndarray:
+    """Zero points of signed codes, one for each scale, as those of unsigned codes."""
+    ok = zero.dtype == _BYTE and zero.size == scale.size
+    check(ok, "weight_zero_point must be int8, one for each scale")
+    return zero.reshape(scale.shape).astype(np.int32) + (1 << bits - 1)
 
 
 def ordered(codes: np.ndarray, scale: np.ndarray, zero: np.ndarray | None, index: np.ndarray, bits: int) -> QArray:
@@ -67,10 +120,9 @@ def ordered(codes: np.ndarray, scale: np.ndarray, zero: np.ndarray | None, index
     check(
         ok and bool(((index >= 0) & (index < count)).all()), f"g_idx must be {columns} integers from 0 to {count - 1}"
     )
-    size = -(-columns // count)
-    if np.array_equal(index, np.arange(columns) // size):
-        kinds: list[Kind] = [OWN, size] if count > 1 else kinds_from(codes.shape, scale.shape)
-        return integer_array(codes, scale, zero, bits, kinds)
+    size = int((index != 0).argmax()) or columns  # the first group is whole, and the last may be smaller
+    if np.array_equal(index, np.arange(columns) // size) and count == -(-columns // size):
+        return integer_array(codes, scale, zero, bits, kinds_from(codes.shape, scale.shape, (1, size)))
     spread_zero = None if zero is None else zero[:, index]
     return integer_array(codes, scale[:, index], spread_zero, bits, [OWN, OWN])
 
@@ -81,33 +133,58 @@ def _shape(stored: np.ndarray) -> tuple[int, int]:
     return int(stored[0]), int(stored[1])
 
 
-def _bits(words: int, columns: int, facts: Facts) -> int:
-    """The width of the codes that fits the words, and the groups of the module if several do."""
-    groups = [group for group in field(facts, "config_groups", dict, {}).values() if isinstance(group, dict)]
-    own = [group for group in groups if facts.get("module") in field(group, "targets", list, [])]
-    weights = [group.get("weights") for group in own or groups]
-    named = {field(weight, "num_bits", int, 0) for weight in weights if isinstance(weight, dict)}
-    fitting = [bits for bits in _WIDTHS if words_of(columns, bits) == words]
-    check(bool(fitting), f"{words} words for {columns} columns are no codes of 2 to 8 bits")
-    chosen = [bits for bits in fitting if bits in named]
-    said = f"{words} words for {columns} columns may be codes of {fitting} bits"
-    check(len(chosen) == 1 or len(fitting) == 1, f"{said}; a group with the module's name in its targets says which")
-    return chosen[0] if len(chosen) == 1 else fitting[0]
+def _form(packed: np.ndarray, shape: tuple[int, int], zero: np.ndarray | None, facts: Facts) -> tuple[int, int | None]:
+    """The width of the codes, and how many are in each word if some of its bits are spare; else None.
+
+    The configuration names widths and the version. What it leaves open, the numbers of words and spare bits show.
+    """
+    (out, columns), words = shape, packed.shape[1]
+    named = {field(weights, "num_bits", int, 8) for weights in _arguments(facts)}
+    longest = columns if zero is None else max(shape)
+    gaps = {bits: (None, 32 // bits) if 32 % bits and longest > 32 // bits else (None,) for bits in _WIDTHS}
+    forms = [(bits, each) for bits in _WIDTHS if bits in named or not named for each in gaps[bits]]
+    forms = [form for form in forms if words_of(columns, *form) == words]
+    said = f"{words} words for {columns} columns"
+    of = f", of which the configuration names {' and '.join(map(str, sorted(named)))}" if named else ""
+    check(bool(forms), f"{said} are no codes of 2 to 8 bits{of}")
+    if version := re.match(r"(\d{1,4})\.(\d{1,4})", str(facts.get("version"))):
+        place = -1 if (int(version[1]), int(version[2])) < DENSE else 0
+        forms = [(bits, each) for bits, each in forms if each == gaps[bits][place]] or forms
+    if zero is not None:
+        forms = [form for form in forms if words_of(out, *form) == zero.shape[0]] or forms
+    if len(forms) > 1:
+        forms = [form for form in forms if _spare_is_zero(packed, columns, *form)] or forms
+    widths = sorted({bits for bits, _ in forms})
+    known = "a group with the module's name in its targets" if len(widths) > 1 else "the version of compressed-tensors"
+    check(len(forms) == 1, f"{said} may be codes of {widths} bits in several forms; {known} says which")
+    return forms[0]
+
+
+def _spare_is_zero(packed: np.ndarray, columns: int, bits: int, each: int | None) -> bool:
+    """Whether the bits that hold no codes are zero: those of each word, or the last ones of a row."""
+    last = columns * bits - 32 * (packed.shape[1] - 1)
+    words, used = (packed[:, -1:], last) if each is None else (packed, bits * each)
+    return used == 32 or not (np.ascontiguousarray(words).view(np.uint32) >> np.uint32(used)).any()
 
 
 def _write_packed(q: QArray, exact: bool) -> tuple[dict[str, np.ndarray], dict[str, Any]]:
     found, index = by_index(pieces(q))
-    along_rows(found)
     codes, scale, zero = unsigned(found, _WIDTHS)
     bits = found.fmt.element.bits
-    parts = {"weight_packed": to_words(codes, bits), "weight_scale": scale, "weight_shape": np.array(q.shape, np.int64)}
     symmetric = bool((zero == 1 << bits - 1).all())
+    facts = facts_of(found, "int", symmetric)
+    if facts["strategy"] != "tensor":
+        along_rows(found)
+    parts = {"weight_packed": to_words(codes, bits), "weight_scale": scale, "weight_shape": np.array(q.shape, np.int64)}
     if not symmetric:
         check(bool(((zero >= 0) & (zero < 1 << bits)).all()), f"a zero point is no code of {bits} bits")
         parts["weight_zero_point"] = np.ascontiguousarray(to_words(zero.astype(np.uint8).T, bits).T)
+    if facts["strategy"] == "tensor":  # a single scale, and a zero point that is not packed
+        parts["weight_scale"] = scale.reshape(1)
+        parts |= {} if symmetric else {"weight_zero_point": (zero - (1 << bits - 1)).astype(np.int8).reshape(1)}
     if index is None:
-        return parts, facts_of(found, "int", symmetric)
-    return {**parts, "weight_g_idx": index}, {**facts_of(found, "int", symmetric), "actorder": "group"}
+        return parts, facts
+    return {**parts, "weight_g_idx": index}, {**facts, "actorder": "group"}
 
 
 PACKED = Row(
@@ -135,10 +212,10 @@ def _read_integer(parts: Parts, facts: Facts) -> QArray:
     weight = parts["weight"]
     scale, zero = as_scales(parts["weight_scale"], weight.shape), parts.get("weight_zero_point")
     if zero is not None:
-        check(zero.dtype == _BYTE and zero.size == scale.size, "weight_zero_point must be int8, one for each scale")
-        zero = zero.reshape(scale.shape).astype(np.int32) + 128
+        zero = _unpacked_zero(zero, scale, 8)
     codes = weight.view(np.uint8) ^ np.uint8(128)
-    return integer_array(codes, scale, zero, 8, kinds_from(weight.shape, scale.shape))
+    kinds = kinds_from(weight.shape, scale.shape, _block(facts, weight.shape, scale.shape, 8))
+    return integer_array(codes, scale, zero, 8, kinds)
 
 
 def _write_integer(q: QArray, exact: bool) -> tuple[dict[str, np.ndarray], dict[str, Any]]:
@@ -174,7 +251,8 @@ def _look_float(entries: Entries) -> tuple[int, ...] | None:
 
 
 def _read_float(parts: Parts, facts: Facts) -> QArray:
-    return float8_array(parts["weight"], parts["weight_scale"], None)
+    weight, scale = parts["weight"], as_scales(parts["weight_scale"], parts["weight"].shape)
+    return float8_array(weight, scale, _block(facts, weight.shape, scale.shape, 8))
 
 
 def float8_array(weight: np.ndarray, scale: np.ndarray, block: tuple[int, int] | None) -> QArray:

@@ -1,4 +1,4 @@
-"""DeepSeek's 8-bit floats: e4m3 in tiles of 128 x 128, each times a binary32 number.
+"""DeepSeek's 8-bit floats: e4m3 in tiles of 128 x 128, each times a binary32 number or a power of two (e8m0).
 
 Definition: https://github.com/deepseek-ai/DeepSeek-V3, `inference/kernel.py` (`weight_dequant`). Despite its name,
 ``weight_scale_inv`` is the factor.
@@ -12,13 +12,13 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
-from jchop.formats import float8_e4m3fn
+from jchop.formats import float8_e4m3fn, float8_e8m0fnu
 from jchop.storage._array import QArray
-from jchop.storage._checkpoints.arrays import float_scales, in_dtype, pieces
+from jchop.storage._checkpoints.arrays import float_scales, in_dtype, lengths, pieces
 from jchop.storage._checkpoints.compressed import FLOAT, float8_array
 from jchop.storage._checkpoints.row import Entries, Facts, Parts, Row, check, field, matrix
 
-_FLOAT8 = np.dtype(ml_dtypes.float8_e4m3fn)
+_FLOAT8, _EXPONENT = np.dtype(ml_dtypes.float8_e4m3fn), np.dtype(ml_dtypes.float8_e8m0fnu)
 
 
 def _look(entries: Entries) -> tuple[int, ...] | None:
@@ -31,6 +31,8 @@ def _read(parts: Parts, facts: Facts) -> QArray:
     ok = len(block) == 2 and all(type(n) is int and 0 < n < 1 << 31 for n in block)
     check(ok, f"weight_block_size={block} must be two integers above zero")
     weight, scale = parts["weight"], parts["weight_scale_inv"]
+    if scale.dtype == np.uint8 and facts.get("scale_fmt") == "ue8m0":
+        scale = scale.view(_EXPONENT)
     if scale.size == 1 and facts.get("weight_block_size") is None:
         return float8_array(weight, scale, None)
     wanted = tuple(-(-n // size) for n, size in zip(weight.shape, block, strict=True))
@@ -42,9 +44,13 @@ def _read(parts: Parts, facts: Facts) -> QArray:
 def _write(q: QArray, exact: bool) -> tuple[dict[str, np.ndarray], dict[str, Any]]:
     found = pieces(q)
     check(found.fmt.element == float8_e4m3fn, "its elements are not float8_e4m3fn")
-    check(found.kinds == (128, 128), f"it has the grouping of {found.fmt}, not tiles of 128 x 128")
-    scale = in_dtype(float_scales(found), np.float32, "scales")
-    return {"weight": found.codes.view(_FLOAT8), "weight_scale_inv": scale}, {"weight_block_size": [128, 128]}
+    sizes = zip(found.kinds, lengths(found), q.shape, strict=True)
+    tiles = all(kind == 128 or (not isinstance(kind, int) and size == n <= 128) for kind, size, n in sizes)
+    check(tiles, f"it has the grouping of {found.fmt}, not tiles of 128 x 128")
+    powers = found.fmt.scale == float8_e8m0fnu
+    scale = found.scale.view(_EXPONENT) if powers else in_dtype(float_scales(found), np.float32, "scales")
+    facts = {"weight_block_size": [128, 128]} | ({"scale_fmt": "ue8m0"} if powers else {})
+    return {"weight": found.codes.view(_FLOAT8), "weight_scale_inv": scale}, facts
 
 
 ROW = Row(

@@ -114,7 +114,7 @@ def _copy(others: Sequence[Path], target: Path) -> None:
 
 def write_file(jobs: Sequence[Job], target: Path, layout: str, *, exact: bool, progress: Progress) -> None:
     """Writes arrays to one file, in one step."""
-    _write(target, jobs, layout, exact, SHARD, _after(progress, 0, sum(job.nbytes for job in jobs)))
+    _write(target, jobs, layout, exact, SHARD, _after(progress, 0, sum(job.nbytes for job in jobs)), config=False)
 
 
 def _plan(jobs: Sequence[Job], shard_bytes: int) -> list[list[Job]]:
@@ -163,10 +163,16 @@ def _after(progress: Progress, before: int, total: int) -> Callable[[str, int], 
 
 
 def _write(
-    path: Path, jobs: Sequence[Job], layout: str, exact: bool, most: int, progress: Callable[[str, int], None]
+    path: Path,
+    jobs: Sequence[Job],
+    layout: str,
+    exact: bool,
+    most: int,
+    progress: Callable[[str, int], None],
+    config: bool = True,
 ) -> dict[str, Any]:
     """Writes one file, with at most so many bytes of tensors in memory; the record of it."""
-    record, done = Record(), 0
+    record, done = Record(config=config), 0
     with tempfile.TemporaryFile(dir=path.parent) as file:
         tensors = _Tensors(file, most)
         for job in jobs:

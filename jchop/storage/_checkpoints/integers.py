@@ -42,9 +42,13 @@ def pack(codes: np.ndarray, bits: int, multiple: int = 1) -> np.ndarray:
     return _padded(np.packbits(stream.reshape(*codes.shape[:-1], count * bits), axis=-1, bitorder="little"), size)
 
 
-def from_words(words: np.ndarray, bits: int, count: int) -> np.ndarray:
-    """The codes of rows of 32-bit words."""
-    return spread(np.ascontiguousarray(words).view(np.uint8), bits, count)
+def from_words(words: np.ndarray, bits: int, count: int, each: int | None = None) -> np.ndarray:
+    """The codes of rows of 32-bit words: without gaps, or so many in each word."""
+    if each is None:
+        return spread(np.ascontiguousarray(words).view(np.uint8), bits, count)
+    shifts = np.arange(0, bits * each, bits, dtype=np.uint32)
+    codes = np.ascontiguousarray(words).view(np.uint32)[..., None] >> shifts & np.uint32((1 << bits) - 1)
+    return codes.astype(np.uint8).reshape(*words.shape[:-1], -1)[..., :count]
 
 
 def to_words(codes: np.ndarray, bits: int) -> np.ndarray:
@@ -52,9 +56,9 @@ def to_words(codes: np.ndarray, bits: int) -> np.ndarray:
     return pack(codes, bits, multiple=4).view("<i4")
 
 
-def words_of(count: int, bits: int) -> int:
-    """The number of 32-bit words for so many codes."""
-    return -(-count * bits // 32)
+def words_of(count: int, bits: int, each: int | None = None) -> int:
+    """The number of 32-bit words for so many codes, without gaps or with so many in each word."""
+    return -(-count * bits // 32) if each is None else -(-count // each)
 
 
 def _padded(rows: np.ndarray, size: int) -> np.ndarray:

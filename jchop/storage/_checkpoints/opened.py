@@ -13,7 +13,7 @@ import numpy as np
 
 from jchop.storage._array import QArray
 from jchop.storage._checkpoints.blocks import BLOCKS, READ
-from jchop.storage._checkpoints.table import LAYOUTS, named_in
+from jchop.storage._checkpoints.table import LAYOUTS, Unread, named_in, pairs_in
 from jchop.storage._files.gguf import GGUFFile, is_gguf, known
 from jchop.storage._files.json import shown
 from jchop.storage._files.shards import Shards
@@ -38,18 +38,29 @@ class Checkpoint(ABC):
     """A checkpoint open for reading.
 
     Attributes:
+        path: of the file or folder.
         layout: its name.
         items: the arrays by name.
+        unread: why some of them cannot be read, as far as it is known before they are read.
         config: the fields of ``config.json``; empty if there is none.
     """
 
+    path: Path
     layout: str
     items: dict[str, Item]
+    unread: dict[str, str]
     config: Mapping[str, Any]
 
-    @abstractmethod
     def read(self, name: str, exact: bool = True) -> QArray | np.ndarray:
-        """An array, with NumPy leaves."""
+        """An array, with NumPy leaves; ValueError for one that cannot be read."""
+        if name in self.unread:
+            raise ValueError(f"{self.path}: {self.unread[name]}")
+        with _named(self.path, name):
+            return self._read(name, exact)
+
+    @abstractmethod
+    def _read(self, name: str, exact: bool) -> QArray | np.ndarray:
+        """An array that is not `unread`."""
 
     @abstractmethod
     def close(self) -> None:
@@ -85,31 +96,26 @@ class _Blocks(Checkpoint):
     """A GGUF file."""
 
     def __init__(self, path: Path) -> None:
-        self._file, self.layout, self.config = GGUFFile(path, known(BLOCKS)), GGUF, {}
+        self.path, self._file, self.layout, self.config = path, GGUFFile(path, known(BLOCKS)), GGUF, {}
+        self.items, self.unread = {}, {}
         for name, blob in self._file.tensors.items():
+            block = BLOCKS.get(blob.kind)
+            kind = f"type {blob.kind}" if block is None else block.name
+            self.items[name] = Item(kind, blob.shape, blob.nbytes, block is None or block.dtype is None)
             if blob.kind not in READ:
-                self.close()
-                raise ValueError(
-                    f"{path}: tensor {shown(name)} is {BLOCKS[blob.kind].name}, which jchop does not read; it reads "
-                    f"{', '.join(BLOCKS[kind].name for kind in READ)}"
-                )
-        self.items = {
-            name: Item(BLOCKS[blob.kind].name, blob.shape, blob.nbytes, BLOCKS[blob.kind].dtype is None)
-            for name, blob in self._file.tensors.items()
-        }
+                read = ", ".join(BLOCKS[kind].name for kind in READ)
+                self.unread[name] = f"tensor {shown(name)} is {kind}, which jchop does not read; it reads {read}"
 
-    def read(self, name: str, exact: bool = True) -> QArray | np.ndarray:
+    def _read(self, name: str, exact: bool) -> QArray | np.ndarray:
         blob, data = self._file.tensors[name], self._file.read(name)
         block = BLOCKS[blob.kind]
         if block.dtype is not None:
             return data.view(block.dtype).reshape(blob.shape)
         assert block.read is not None
-        if len(blob.shape) != 2 or not data.size:
-            raise ValueError(
-                f"{self._file.path}: tensor {shown(name)} of {block.name} has shape {list(blob.shape)}, not two axes"
-            )
-        with _named(self._file.path, name):
-            return block.read(data.reshape(blob.shape[0], blob.shape[1] // block.count, block.size))
+        if len(blob.shape) < 2 or not data.size:
+            raise ValueError(f"a tensor of {block.name} has shape {list(blob.shape)}, not two axes or more")
+        rows = data.reshape(-1, blob.shape[-1] // block.count, block.size)
+        return block.read(rows).reshape(blob.shape)  # such as (experts, out, in)
 
     def close(self) -> None:
         self._file.__exit__(None, None, None)
@@ -119,7 +125,7 @@ class _Tensors(Checkpoint):
     """Safetensors files."""
 
     def __init__(self, path: Path, layout: str) -> None:
-        self._source = Shards(path)
+        self.path, self._source, self.unread = path, Shards(path), {}
         try:
             with _named(path, None):
                 self._find(layout)
@@ -132,12 +138,23 @@ class _Tensors(Checkpoint):
         self.config = source.config
         own = any(QARRAYS in file.metadata for file in source.files)
         self.layout = layout if layout != "auto" else OWN if own else named_in(source) or PLAIN
-        self._weights = LAYOUTS[self.layout].find(source) if self.layout in LAYOUTS else {}
+        self._weights, lost = LAYOUTS[self.layout].find(source) if self.layout in LAYOUTS else ({}, {})
+        if layout == "auto" and self.layout == PLAIN:
+            lost = pairs_in(entries, PLAIN)
         self._described: dict[str, Any] = {}
         if self.layout == OWN:
+            bad: dict[str, str] = {}
             for file in source.files:
-                self._described |= described_in(file)
+                self._described |= described_in(file, bad)
+            lost = {
+                name: Unread(why, [one for one in entries if f"{one}.".startswith(f"{name}.")])
+                for name, why in bad.items()
+            }
         self.items, used = {}, set()
+        for name, weight in lost.items():
+            used |= set(weight.tensors)
+            self.unread[name] = weight.why
+            self.items[name] = Item("unread", (), sum(entries[part].nbytes for part in weight.tensors), quantized=True)
         for name, weight in self._weights.items():
             used |= set(weight.names.values())
             nbytes = sum(entries[part].nbytes for part in weight.names.values())
@@ -153,7 +170,7 @@ class _Tensors(Checkpoint):
                     raise ValueError(f"a tensor has the name {shown(name)} of a quantized weight, too")
                 self.items[name] = Item(entry.dtype.name, entry.shape, entry.nbytes, quantized=False)
 
-    def read(self, name: str, exact: bool = True) -> QArray | np.ndarray:
+    def _read(self, name: str, exact: bool) -> QArray | np.ndarray:
         if name in self._described:
             fields = self._described[name]
             return joined([self._source.read(part) for part in part_names(name, fields)], fields)
@@ -161,8 +178,7 @@ class _Tensors(Checkpoint):
         if weight is None:
             return self._source.read(name)
         parts = {part: self._source.read(tensor) for part, tensor in weight.names.items()}
-        with _named(self._source.path, name):
-            return weight.row.read(parts, weight.facts.new_child({"exact": exact}))
+        return weight.row.read(parts, weight.facts.new_child({"exact": exact}))
 
     def close(self) -> None:
         self._source.close()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -15,23 +16,34 @@ import numpy as np
 from jchop._arguments import has_tracer
 from jchop._checks import check_bool, check_int
 from jchop._files import path_of
+from jchop._paths import check_pattern, matches_path
 from jchop.storage._array import QArray, Rearranged
 from jchop.storage._checkpoints.folder import SHARD, Progress, write_file, write_folder
 from jchop.storage._checkpoints.ggufs import write_gguf
 from jchop.storage._checkpoints.opened import GGUF, NAMES, OWN, PLAIN, Checkpoint, open_checkpoint
 from jchop.storage._checkpoints.written import Job, written_bytes
+from jchop.storage._files.json import shown
 from jchop.storage._files.shards import CONFIG, INDEX
 from jchop.storage._save import named_leaves
 
+#: Names in a warning.
+_MOST = 9
 #: Changes an array of a checkpoint before it is written: by its name.
 Change = Callable[[str, QArray | np.ndarray], QArray | np.ndarray]
 
 
-def load_checkpoint(path: str | os.PathLike[str], layout: str = "auto", *, exact: bool = True) -> dict[str, Any]:
+def load_checkpoint(
+    path: str | os.PathLike[str],
+    layout: str = "auto",
+    *,
+    exact: bool = True,
+    skip: str | None = None,
+    strict: bool = True,
+) -> dict[str, Any]:
     """Reads a checkpoint of another program, quantized or not, as arrays and QArrays.
 
-    The weights stay packed. The numbers of a QArray are those that the layout defines in float32, bit for bit, and a
-    weight has the axes (out, in) of its model in every layout.
+    The weights stay packed. The numbers of a QArray are those that the layout defines in float32, bit for bit but for
+    the sign of zeros, and a weight has the axes (out, in) of its model in every layout.
 
     Args:
         path: a safetensors file, a folder with ``model.safetensors`` or ``model.safetensors.index.json`` and possibly
@@ -43,12 +55,15 @@ def load_checkpoint(path: str | os.PathLike[str], layout: str = "auto", *, exact
         exact: whether NVFP4 keeps every bit: its groups then have float32 scales, unless the reciprocal of
             ``weight_global_scale`` gives the same numbers. With False the scales stay in 8 bits, and numbers may differ
             in their last bit. Default True.
+        skip: a pattern of names that are not read, such as ``"visual"``. Default: none.
+        strict: whether an array that cannot be read is an error. With False it is left out, and a warning
+            (RuntimeWarning) names it. Default True.
 
     Returns:
         JAX arrays and QArrays by name, such as ``"model.layers.0.mlp.up_proj.weight"``.
 
     Raises:
-        TypeError: for an `exact` that is no boolean.
+        TypeError: for `exact` or `strict` that is no boolean, or a `skip` that is no text.
         ValueError: for an invalid or damaged file, a layout that is not known, or a weight that no QArray holds.
         OSError: if a file cannot be read.
 
@@ -62,8 +77,25 @@ def load_checkpoint(path: str | os.PathLike[str], layout: str = "auto", *, exact
         ('int4(group=32,scale=binary16)', (32,))
     """
     check_bool("exact", exact)
+    check_bool("strict", strict)
+    if skip is not None:
+        check_pattern("skip", skip, "'visual'")
+    found: dict[str, Any] = {}
+    lost: dict[str, str] = {}
     with open_checkpoint(path_of("path", path), layout) as source, jax.enable_x64(True):
-        return {name: jax.tree.map(jnp.asarray, source.read(name, exact)) for name in source.items}
+        names = [name for name in source.items if skip is None or not matches_path(skip, name)]
+        for name in sorted(names, key=lambda name: name not in source.unread):  # errors before large arrays
+            try:
+                found[name] = jax.tree.map(jnp.asarray, source.read(name, exact))
+            except ValueError as error:
+                if strict:
+                    others = "; strict=False reads the other arrays, and names those it leaves out"
+                    raise ValueError(f"{error}{others if len(names) > 1 else ''}") from None
+                lost[name] = str(error)
+    if lost:
+        more = f", and {len(lost) - 1} more: {', '.join(map(shown, list(lost)[1:_MOST]))}" if len(lost) > 1 else ""
+        warnings.warn(f"{shown(next(iter(lost)))} is not read: {next(iter(lost.values()))}{more}", RuntimeWarning, 2)
+    return found
 
 
 def save_checkpoint(
@@ -196,6 +228,8 @@ def convert(
     if source.resolve() == target.resolve():
         raise ValueError(f"{target} is the checkpoint that is read; write to another place")
     with open_checkpoint(source, read_as) as opened:
+        for name in opened.unread:  # an error before anything is written
+            opened.read(name)
         jobs = []
         for name, item in opened.items.items():
             nbytes = written_bytes(layout, item.nbytes, item.shape, item.quantized)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections import ChainMap
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -29,6 +29,14 @@ class Weight:
     names: dict[str, str]
     facts: ChainMap[str, Any]
     shape: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Unread:
+    """A weight in files that cannot be read: why, and the names of its tensors."""
+
+    why: str
+    tensors: Sequence[str]
 
 
 @dataclass(frozen=True)
@@ -80,35 +88,50 @@ class Layout:
         owners = self.owners(entries)
         return any(all(owner + part in entries for part in row.parts) for owner in owners for row in self.rows)
 
-    def find(self, source: Shards) -> dict[str, Weight]:
-        """The weights of a source by name.
+    def find(self, source: Shards) -> tuple[dict[str, Weight], dict[str, Unread]]:
+        """The weights of a source by name; and those that would be misread, or fit no row of this layout.
 
         Raises:
-            ValueError: for tensors that show a weight of this layout, but fit no row.
+            ValueError: for a configuration of weights that are not read.
         """
         entries, config = source.entries, quantization(source)
         _check_config(self.name, config)
-        self._check_others(entries, {(self.stem("") + row.anchor).strip(".") for row in self.rows})
-        _check_pairs(entries, self.name)
-        found, own = {}, _own_facts(config)
+        found: dict[str, Weight] = {}
+        own = _own_facts(config)
+        lost = self._others(entries, {(self.stem("") + row.anchor).strip(".") for row in self.rows})
+        lost |= pairs_in(entries, self.name)
         for owner in self.owners(entries):
-            facts = ChainMap(_record(source, owner)) if self.records else ChainMap(own(owner), config)
-            found[self.name_of(owner)] = _with_shape(self._weight(owner, entries, facts), source, entries)
+            name, stem = self.name_of(owner), self.stem(owner)
+            try:
+                facts = ChainMap(_record(source, owner)) if self.records else ChainMap(own(owner), config)
+                found[name] = _with_shape(self._weight(owner, entries, facts), source, entries)
+            except ValueError as error:
+                ends_of = {part for row in self.rows for part in (*row.parts, *row.optional)}
+                lost.setdefault(name, Unread(str(error), [stem + end for end in ends_of if stem + end in entries]))
         used = {name for weight in found.values() for name in weight.names.values()}
-        lost = [name for name in entries if self.records and name.endswith("_qdata") and name not in used]
-        if lost:
-            raise ValueError(
-                f"tensor {shown(lost[0])} is of no weight named '….weight', and {self.name} has only these; {_WAY_OUT}"
-            )
-        return found
-
-    def _check_others(self, entries: Iterable[str], anchors: set[str]) -> None:
-        """Refuses tensors of other layouts, which would be read as if they were not quantized."""
-        others = {anchor: name for anchor, name in (_OWNERS | _FOREIGN).items() if anchor not in anchors}
+        used |= {name for weight in lost.values() for name in weight.tensors}
         for name in entries:
-            other = next((others[anchor] for anchor in others if ends(name, "", anchor)), None)
-            if other is not None:
-                raise ValueError(f"tensor {shown(name)} is of the layout {other}, not {self.name}; {_WAY_OUT}")
+            if self.records and name.endswith("_qdata") and name not in used:
+                why = (
+                    f"tensor {shown(name)} is of no weight named '….weight', and {self.name} has only these; {_WAY_OUT}"
+                )
+                stem = name.removesuffix("qdata")
+                lost[name] = Unread(why, [other for other in entries if other.startswith(stem)])
+        return found, lost
+
+    def _others(self, entries: Mapping[str, Entry], anchors: set[str]) -> dict[str, Unread]:
+        """Weights of other layouts, which would be read as if they were not quantized."""
+        others = {anchor: name for anchor, name in (_OWNERS | _FOREIGN).items() if anchor not in anchors}
+        found: dict[str, Unread] = {}
+        for name in entries:
+            anchor = next((anchor for anchor in others if ends(name, "", anchor)), None)
+            if anchor is not None:
+                why = f"tensor {shown(name)} is of the layout {others[anchor]}, not {self.name}; {_WAY_OUT}"
+                owner, stem = name.removesuffix(anchor).removesuffix("."), name.removesuffix(anchor)
+                own = [other for other in entries if other.startswith(stem) and "." not in other[len(stem) :]]
+                own = [other for other in [*own, name, owner] if other in entries and not ends(other, "", "bias")]
+                found.setdefault(owner if owner in entries else f"{stem}{WEIGHT}", Unread(why, own))
+        return found
 
     def _weight(self, module: str, entries: Mapping[str, Entry], facts: ChainMap[str, Any]) -> Weight:
         stem = self.stem(module)
@@ -163,7 +186,7 @@ _KNOWN: Mapping[str, Mapping[str, tuple[str, ...]]] = {
     "gptq_v2": {"checkpoint_format": ("gptq", "gptq_v2"), "format": ("gptq", "gptq_v2")},
     "awq": {"version": ("gemm",)},
     "fp8": {"fmt": ("e4m3", "float8_e4m3fn")},
-    "bitsandbytes": {"bnb_4bit_quant_type": ("nf4",), "load_in_8bit": ("false",)},
+    "bitsandbytes": {"load_in_8bit": ("false",), "bnb_4bit_quant_type": ("nf4",)},
 }
 #: Ends of names of tensors in layouts that are not read, and a name for these.
 _FOREIGN = {
@@ -203,8 +226,9 @@ _PAIRS = {
 }
 
 
-def _check_pairs(entries: Mapping[str, Entry], layout: str) -> None:
-    """Refuses codes that are known by the tensor beside them: by themselves they are integers like any others."""
+def pairs_in(entries: Mapping[str, Entry], layout: str) -> dict[str, Unread]:
+    """Codes that are known by the tensor beside them: by themselves they are integers like any others."""
+    found: dict[str, Unread] = {}
     for name, entry in entries.items():
         dotted = f".{name}"
         for codes, scales in _PAIRS if _may_be_codes(entry.dtype) else ():
@@ -214,7 +238,9 @@ def _check_pairs(entries: Mapping[str, Entry], layout: str) -> None:
                 continue
             if not any(ends(beside, "", anchor) for anchor in _OWNERS):
                 why = f"of the layout {other}, not {layout}" if other in LAYOUTS else f"of {other}, which is not read"
-                raise ValueError(f"the tensors {shown(name)} and {shown(beside)} are {why}; {_WAY_OUT}")
+                why = f"the tensors {shown(name)} and {shown(beside)} are {why}; {_WAY_OUT}"
+                found.setdefault(name, Unread(why, [name, beside]))
+    return found
 
 
 def _may_be_codes(dtype: np.dtype) -> bool:
@@ -237,7 +263,8 @@ def _check_config(layout: str, config: Facts) -> None:
     for name, values in _KNOWN.get(layout, {}).items():
         found = config.get(name)
         if found is not None and str(found).lower() not in values:
-            raise ValueError(f"{CONFIG} has {name}={shown(found)}, and read are {', '.join(values)}; {_WAY_OUT}")
+            meant = f" ({_FOREIGN['SCB']})" if name == "load_in_8bit" else ""
+            raise ValueError(f"{CONFIG} has {name}={shown(found)}{meant}, and read are {', '.join(values)}; {_WAY_OUT}")
 
 
 #: The most different groups of weights whose modules no group names.
@@ -306,6 +333,7 @@ def _compressed(written: Written, ignored: Sequence[str]) -> dict[str, Any]:
         targets = ["Linear"] if len(kinds) == 1 else modules
         groups[f"group_{number}"] = {"targets": targets, "weights": facts, "input_activations": None, "format": name}
     found = {"quant_method": "compressed-tensors", "quantization_status": "compressed", "config_groups": groups}
+    found["version"] = ".".join(map(str, (*compressed.DENSE, 0)))
     return found | {"format": formats.pop() if len(formats) == 1 else "mixed-precision", "ignore": list(ignored)}
 
 
@@ -397,9 +425,7 @@ def named_in(source: Shards) -> str | None:
         return name
     if "tensor_names" in source.metadata:
         return "torchao"
-    name = _by_names(source.entries)
-    _check_pairs(source.entries, name or "plain")
-    return name
+    return _by_names(source.entries)
 
 
 def _by_names(entries: Mapping[str, Entry]) -> str | None:

@@ -19,6 +19,7 @@ from jchop.formats import IntegerFormat, ScaledFormat, float8_e4m3fn
 from jchop.storage._array import QArray
 from jchop.storage._checkpoints.arrays import (
     SCALES,
+    Pieces,
     along_rows,
     as_scales,
     float_array,
@@ -26,7 +27,9 @@ from jchop.storage._checkpoints.arrays import (
     grouped,
     integer_array,
     kinds_from,
+    lengths,
     made,
+    over_elements,
     pieces,
     unsigned,
 )
@@ -34,7 +37,7 @@ from jchop.storage._checkpoints.integers import pack, spread
 from jchop.storage._checkpoints.row import Entries, Facts, Parts, Row, check, field, matrix
 from jchop.storage._files.json import shown
 from jchop.storage._files.safetensors import are_counts
-from jchop.storage._layout import OWN, WHOLE, Kind
+from jchop.storage._layout import Kind
 
 _BYTE = np.dtype(np.int8)
 _FLOAT8 = np.dtype(ml_dtypes.float8_e4m3fn)
@@ -103,7 +106,7 @@ def _read_int4(parts: Parts, facts: Facts) -> QArray:
     scale = np.ascontiguousarray(as_scales(scale, scale.shape).T)
     zero = np.ascontiguousarray(as_scales(zero, zero.shape).T)
     check(bool((scale >= 0).all()), "a scale is below zero")
-    kinds = kinds_from(codes.shape, scale.shape)
+    _, kinds = _grouping(facts, codes.shape, scale)
     return offset_array(codes, scale, zero, IntegerFormat(4), kinds)
 
 
@@ -112,8 +115,7 @@ def offset_array(
 ) -> QArray:
     """The numbers s e + z; under a scale of zero the codes become those of zero."""
     if (nothing := scale == 0).any():
-        expanded = np.repeat(nothing, -(-codes.shape[1] // scale.shape[1]), 1)[:, : codes.shape[1]]
-        codes = np.where(expanded, np.uint8(0), codes)
+        codes = np.where(over_elements(nothing, kinds, codes.shape), np.uint8(0), codes)
         scale = np.where(nothing, scale.dtype.type(1), scale)
     fmt = ScaledFormat(element, scale=SCALES[scale.dtype], zero_point="float")
     return made(codes, scale, zero, grouped(fmt, kinds))
@@ -127,8 +129,12 @@ def matrix_of(array: np.ndarray) -> bool:
 # -- writing -----------------------------------------------------------------------------------------------------------
 
 
-def _block(kinds: tuple[Kind, ...], shape: tuple[int, ...]) -> list[int]:
-    return [1 if kind == OWN else n if kind == WHOLE else int(kind) for kind, n in zip(kinds, shape, strict=True)]
+def _block(found: Pieces) -> list[int]:
+    """The sizes of the groups; ValueError if they do not divide the axes."""
+    block, shape = lengths(found), found.codes.shape
+    fits = all(n % size == 0 for n, size in zip(shape, block, strict=True))
+    check(fits, f"its groups of {block} do not divide its shape {list(shape)}")
+    return block
 
 
 def _record(name: str, data: dict[str, Any], parts: dict[str, np.ndarray]) -> tuple[dict[str, np.ndarray], dict]:
@@ -145,11 +151,9 @@ def _write_int8(q: QArray, exact: bool) -> tuple[dict[str, np.ndarray], dict[str
     half = 1 << found.fmt.element.bits - 1
     shift = zero - half
     check(bool(((shift >= -128) & (shift < 128)).all()), "a zero point is no integer of 8 bits")
-    block = _block(found.kinds, q.shape)
-    check(all(n % size == 0 for n, size in zip(q.shape, block, strict=True)), f"blocks of {block} do not divide it")
     parts = {"qdata": (codes.astype(np.int16) - half).astype(np.int8), "scale": scale}
     parts["zero_point"] = shift.astype(np.int8)
-    data = {"target_dtype": _dtype(f"int{found.fmt.element.bits}"), "block_size": block}
+    data = {"target_dtype": _dtype(f"int{found.fmt.element.bits}"), "block_size": _block(found)}
     data |= {"dtype": _dtype(str(scale.dtype)), "apply_int8_act_asym_per_token_quant": False}
     return _record("IntxUnpackedToInt8Tensor", data, parts)
 
@@ -158,7 +162,7 @@ def _write_float8(q: QArray, exact: bool) -> tuple[dict[str, np.ndarray], dict[s
     found = pieces(q)
     check(found.fmt.element == float8_e4m3fn, "its elements are not float8_e4m3fn")
     parts = {"qdata": found.codes.view(_FLOAT8), "scale": float_scales(found)}
-    data = {"block_size": _block(found.kinds, q.shape), "mm_config": None, "act_quant_kwargs": None}
+    data = {"block_size": _block(found), "mm_config": None, "act_quant_kwargs": None}
     data |= {
         "kernel_preference": {"_type": "KernelPreference", "_data": "AUTO"},
         "dtype": _dtype(str(np.dtype(q.dtype))),
@@ -172,13 +176,12 @@ def _write_int4(q: QArray, exact: bool) -> tuple[dict[str, np.ndarray], dict[str
         found.fmt.zero_point == "float" and found.fmt.element == IntegerFormat(4),
         "it is not int4 with float zero points",
     )
-    size = along_rows(found) or q.shape[1]
-    check(q.shape[1] % size == 0, f"its groups of {size} do not divide its last axis of {q.shape[1]}")
+    along_rows(found)
     scale, zero = float_scales(found), found.zero
     assert zero is not None
     parts = {"qdata": pack(found.codes, 4).view(np.int8), "scale": np.ascontiguousarray(scale.T)}
     parts["zero_point"] = np.ascontiguousarray(zero.T)
-    return _record("Int4Tensor", {"block_size": [1, size], "shape": list(q.shape)}, parts)
+    return _record("Int4Tensor", {"block_size": _block(found), "shape": list(q.shape)}, parts)
 
 
 def _row(name: str, parts: tuple[str, ...], read: Callable, write: Callable, fits: str, optional: tuple = ()) -> Row:

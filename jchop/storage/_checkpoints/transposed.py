@@ -19,6 +19,7 @@ from jchop.storage._checkpoints.arrays import (
     in_dtype,
     integer_array,
     kinds_from,
+    lengths,
     pieces,
     unsigned,
 )
@@ -29,6 +30,12 @@ from jchop.storage._checkpoints.row import Entries, Facts, Parts, Row, check, fi
 _WORD = np.dtype("<i4")
 #: Widths of AutoGPTQ.
 _WIDTHS = (2, 3, 4, 8)
+
+
+def _block(facts: Facts, columns: int) -> tuple[int, int] | None:
+    """The sizes of the groups of a weight along both axes; None if the configuration does not have them."""
+    size = field(facts, "group_size", int)
+    return None if size is None else (1, columns if size == -1 else min(size, columns))
 
 
 # -- GPTQ --------------------------------------------------------------------------------------------------------------
@@ -68,7 +75,8 @@ def _read_gptq(parts: Parts, facts: Facts, *, added: int) -> QArray:
     zero = from_words(zeros, bits, out).T.astype(np.int32) + added
     index = parts.get("g_idx")
     if index is None:
-        return integer_array(codes, scale, zero, bits, kinds_from(codes.shape, scale.shape))
+        block = None if field(facts, "dynamic", dict) else _block(facts, columns)
+        return integer_array(codes, scale, zero, bits, kinds_from(codes.shape, scale.shape, block))
     return ordered(codes, scale, zero, index, bits)
 
 
@@ -136,7 +144,7 @@ def _read_awq(parts: Parts, facts: Facts) -> QArray:
     codes = np.ascontiguousarray(_in_order(words).T)
     scale = np.ascontiguousarray(as_scales(scales, scales.shape).T)
     zero = _in_order(zeros).T.astype(np.int32)
-    return integer_array(codes, scale, zero, 4, kinds_from(codes.shape, scale.shape))
+    return integer_array(codes, scale, zero, 4, kinds_from(codes.shape, scale.shape, _block(facts, codes.shape[1])))
 
 
 def _in_order(words: np.ndarray) -> np.ndarray:
@@ -152,7 +160,8 @@ def _to_order(codes: np.ndarray) -> np.ndarray:
 
 def _write_awq(q: QArray, exact: bool) -> tuple[dict[str, np.ndarray], dict[str, Any]]:
     found = pieces(q)
-    size = along_rows(found) or q.shape[1]
+    along_rows(found)
+    size = lengths(found)[1]
     codes, scale, zero = unsigned(found, (4,))
     check(q.shape[0] % 8 == 0, f"its axis out has {q.shape[0]} indices, which is no multiple of 8")
     check(q.shape[1] % size == 0, f"its groups of {size} do not divide its axis in of {q.shape[1]}")

@@ -11,7 +11,9 @@ from typing import Any
 import numpy as np
 
 from jchop.storage._array import QArray
+from jchop.storage._checkpoints.arrays import lengths, pieces
 from jchop.storage._checkpoints.opened import OWN, PLAIN
+from jchop.storage._checkpoints.row import Row, check
 from jchop.storage._checkpoints.table import CONFIG, LAYOUTS, WEIGHT, Layout
 from jchop.storage._quantize import dequantize
 from jchop.storage._save import QARRAYS, description, parts_of
@@ -47,10 +49,12 @@ class Record:
     Args:
         rows: the row and the facts of each quantized weight by name.
         plain: the names and the numbers of axes of other arrays.
+        config: whether a configuration stands beside the tensors.
     """
 
     rows: dict[str, Any] = field(default_factory=dict)
     plain: dict[str, int] = field(default_factory=dict)
+    config: bool = True
 
 
 def tensors_of(layout: str, name: str, value: Made, exact: bool, record: Record) -> dict[str, np.ndarray]:
@@ -78,6 +82,8 @@ def _in_rows(layout: Layout, name: str, q: QArray, exact: bool, record: Record) 
     for row in layout.rows:
         try:
             parts, facts = row.write(q, exact)
+            if not (record.config or layout.records):
+                _check_alone(row, parts, q)
         except ValueError as error:
             reasons.append(f"{row.name}: {error}")
             continue
@@ -88,6 +94,17 @@ def _in_rows(layout: Layout, name: str, q: QArray, exact: bool, record: Record) 
         f"{name!r} of {q.spec} cannot be written in the layout {layout.name} ({'; '.join(dict.fromkeys(reasons))}). "
         f"The layouts {OWN} and {PLAIN} hold any array; {layout.name} holds, for example, {fits}"
     )
+
+
+def _check_alone(row: Row, parts: dict[str, np.ndarray], q: QArray) -> None:
+    """Refuses tensors that need a configuration to be read; ValueError."""
+    known = q.ndim != 2 or any(part.endswith("g_idx") for part in parts)  # the groups of gpt-oss, or of each column
+    try:
+        found = row.read(parts, {})
+        same = known or lengths(pieces(found)) == lengths(pieces(q))
+        check(same and found.spec.element.bits == q.spec.element.bits, "its tensors do not show its groups and width")
+    except ValueError as error:
+        raise ValueError(f"{error}; a folder has a configuration, which says so") from None
 
 
 def metadata_of(layout: str, record: Record) -> dict[str, str]:

@@ -47,7 +47,7 @@ class GGUFFile:
 
     Raises:
         OSError: if it cannot be read.
-        ValueError: if it is not a valid GGUF file, or has a type that is not known.
+        ValueError: if it is not a valid GGUF file, or has no tensor of a type that is known.
     """
 
     def __init__(self, path: Path, sizes: Mapping[int, tuple[int, int]]) -> None:
@@ -124,6 +124,10 @@ class _Header:
             if name in found:
                 raise ValueError(f"tensor {shown(name)} is duplicated")
             found[name] = self._tensor(name, sizes, alignment)
+        unknown = [name for name, blob in found.items() if blob.kind not in sizes]
+        if found and len(unknown) == len(found):
+            kind, known = found[unknown[0]].kind, ", ".join(map(str, sizes))
+            raise ValueError(f"tensor {shown(unknown[0])} has type {kind}; known are {known}")
         data = -(-(total - self._left) // alignment) * alignment
         _check_places(found, total - data)
         return found, data
@@ -133,11 +137,9 @@ class _Header:
             raise ValueError(f"tensor {shown(name)} has {axes} axes, and at most {_MOST_AXES} are allowed")
         shape = tuple(self._number(8) for _ in range(axes))[::-1]
         kind, start = self._number(4), self._number(8)
-        if kind not in sizes:
-            raise ValueError(f"tensor {shown(name)} has type {kind}; known are {', '.join(map(str, sizes))}")
         if math.prod(n or 1 for n in shape) >> 58 or start % alignment:
             raise ValueError(f"tensor {shown(name)} has shape {list(shape)} at byte {start}, which is not allowed")
-        count, size = sizes[kind]
+        count, size = sizes.get(kind, (1, 0))  # where the bytes of an unknown type end is not known
         if count > 1 and (not shape or shape[-1] % count):
             raise ValueError(f"tensor {shown(name)} of shape {list(shape)} has no whole blocks of {count}")
         return Blob(kind, shape, start, math.prod(shape) // count * size)
