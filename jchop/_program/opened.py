@@ -37,8 +37,8 @@ def _implementations(primitive: Any) -> Iterator[Callable[..., Any]]:
     """The functions that compute a primitive: its own, and what it is lowered to if that is a function of JAX."""
     if primitive.impl is not None and not _is_of(primitive.impl, "jax._src.dispatch"):
         yield primitive.impl
-    platform = getattr(mlir, "_platform_specific_lowerings", {}).get(jax.default_backend(), {})
-    for rules in (platform, getattr(mlir, "_lowerings", {})):
+    platforms = getattr(mlir, "_platform_specific_lowerings", {}).values()
+    for rules in (*platforms, getattr(mlir, "_lowerings", {})):
         rule: Any = getattr(rules.get(primitive), "rule", rules.get(primitive))
         if getattr(rule, "__qualname__", "").startswith("lower_fun."):
             function = inspect.getclosurevars(rule).nonlocals["fun"]
