@@ -46,6 +46,7 @@ class _Face(Protocol):
         accumulate: Any = ...,
         key: Any = ...,
         unknown: Any = ...,
+        narrow: Literal["raise", "carrier"] = ...,
         max_turns: int | None = ...,
         stop_at: Literal["overflow", "nan", "invalid"] | None = ...,
     ) -> Emulated: ...
@@ -59,6 +60,7 @@ class _Face(Protocol):
         accumulate: Any = ...,
         key: Any = ...,
         unknown: Any = ...,
+        narrow: Literal["raise", "carrier"] = ...,
         max_turns: int | None = ...,
         stop_at: Literal["overflow", "nan", "invalid"] | None = ...,
     ) -> Callable[[Callable[..., Any]], Emulated]: ...

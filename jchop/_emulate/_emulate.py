@@ -43,6 +43,7 @@ def emulate(
     accumulate: MatmulSpec | None = None,
     key: Array | None = None,
     unknown: Literal["raise", "round_output", "carrier"] = "raise",
+    narrow: Literal["raise", "carrier"] = "raise",
     max_turns: int | None = None,
     stop_at: Literal["overflow", "nan", "invalid"] | None = None,
 ) -> Any:
@@ -88,6 +89,10 @@ def emulate(
             Each operation and each turn of a loop draws different bits; the same key gives the same bits again.
         unknown: the treatment of primitives without a rule: ``"raise"`` an error (default), ``"round_output"`` rounds
             the operands and the carrier's results, ``"carrier"`` rounds nothing.
+        narrow: the treatment of arrays in `fun` whose dtype has fewer bits than that of the widest argument, such as
+            float16 in a program of float32: ``"raise"`` an error if the dtype cannot hold the format (default),
+            ``"carrier"`` computes them in the dtype of the widest argument. Conversions to such dtypes then round to
+            `spec` alone. Results keep their dtypes.
         max_turns: the most turns of a `while` loop (`jax.lax.while_loop`, and `jax.lax.fori_loop` with bounds that are
             not constants). If the condition still holds then, the loop ends with its present values, and a
             `RuntimeWarning` names the line of the condition and the numbers compared. Under `jax.jit` the warning comes
@@ -127,7 +132,7 @@ def emulate(
     function, spec = _arranged(fun, spec)
     if key is not None:
         check_key("key", key)
-    settings = make_settings(spec, rules, accumulate, unknown, max_turns, stop_at)
+    settings = make_settings(spec, rules, accumulate, unknown, max_turns, stop_at, narrow)
     if function is None:
         return lambda fun: Emulated(_checked(fun), settings, key)
     return Emulated(function, settings, key)

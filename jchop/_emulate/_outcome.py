@@ -219,11 +219,17 @@ def _check(step: Step, spec: Spec | None, aval: Any, exact: bool) -> None:
     if spec is None or not is_number(aval):
         return
     dtype = _part(aval.dtype)
-    with errors_at(step):
-        if exact:
-            check_operation(spec, dtype)
-        else:
-            require_carrier(spec, CARRIERS[dtype.name])
+    try:
+        with errors_at(step):
+            if exact:
+                check_operation(spec, dtype)
+            else:
+                require_carrier(spec, CARRIERS[dtype.name])
+    except ValueError as error:
+        if dtype.itemsize > 2 and step.kind != "converted":
+            raise
+        why = "narrow='carrier' computes in the dtype of wider arguments, except results and foreign functions"
+        raise ValueError(f"{error}; {why}") from None
 
 
 #: Kinds whose results the carrier computes, and those of their primitives whose results are exact.

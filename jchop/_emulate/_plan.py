@@ -34,17 +34,18 @@ from jchop._program import planner
 from jchop._program.bind import constant_of
 from jchop._program.seeds import Seeds
 from jchop._program.step import Plan, count_equations, is_own, is_own_result, jaxpr_of, scope_of
+from jchop._program.widened import Widening
 from jchop.spec import Spec
 
 __all__ = ["Planner"]
 
 
 class Planner(planner.Planner):
-    """Makes plans under some settings; `used` collects the rules that matched."""
+    """Makes plans under some settings, of programs in wider dtypes if so; `used` collects the rules that matched."""
 
-    def __init__(self, settings: Settings) -> None:
+    def __init__(self, settings: Settings, widening: Widening | None = None) -> None:
         super().__init__()
-        self.settings = settings
+        self.settings, self.widening = settings, widening
         self.used: set[str] = set()
         self._draws: dict[int, Draw] = {}
         self._counts = Counts()
@@ -112,9 +113,17 @@ class Planner(planner.Planner):
 
     def later(self, closed: Any, known: Sequence[Known], scope: str) -> Plan:
         """The plan of a program that is traced in a run, by a new planner: this one knows equations by their ids."""
-        new = Planner(self.settings)
+        new = Planner(self.settings, self.widening)
         new._apart = self._apart
-        return new.plan(closed, known, scope)
+        return new.plan(self._widened(closed, scope, inner=True), known, scope)
+
+    def opened(self, eqn: Any) -> Any:
+        """The program of a primitive of another package; None if there is none."""
+        found = super().opened(eqn)
+        return None if found is None else self._widened(found, scope_of("", eqn.source_info.name_stack))
+
+    def _widened(self, closed: Any, scope: str, inner: bool = False) -> Any:
+        return closed if self.widening is None else self.widening.program(closed, scope, inner=inner)
 
     def draws(self, step: Step) -> int:
         """The most random draws of a step: of operands, results, and the products of a power."""

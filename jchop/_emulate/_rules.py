@@ -116,6 +116,8 @@ class Function:
 EVENTS = ("overflow", "nan", "invalid")
 #: The treatments of a primitive that is not in the table.
 UNKNOWN = ("raise", "round_output", "carrier")
+#: The treatments of arrays whose dtype is narrower than the carrier of the arguments.
+NARROW = ("raise", "carrier")
 
 
 @dataclass(frozen=True)
@@ -140,6 +142,7 @@ class Settings:
     unknown: str
     max_turns: int | None = None
     stop_at: str | None = None
+    narrow: str = "raise"
 
     def choose(self, primitive: str, scope: str, used: set[str] | None = None) -> Choice:
         """The arithmetic of a primitive in a scope; `used` collects the rules that matched."""
@@ -180,9 +183,11 @@ def make_settings(
     unknown: str,
     max_turns: int | None = None,
     stop_at: str | None = None,
+    narrow: str = "raise",
 ) -> Settings:
     """The checked settings of `emulate`."""
     check_choice("unknown", unknown, UNKNOWN)
+    check_choice("narrow", narrow, NARROW)
     if accumulate is not None and not isinstance(accumulate, MatmulSpec):
         raise TypeError(f"accumulate={accumulate!r} must be a MatmulSpec, or None for the carrier's own sums")
     if rules is not None and not isinstance(rules, Mapping):
@@ -198,7 +203,7 @@ def make_settings(
     for pattern, value in (rules or {}).items():
         check_pattern("rules: key", pattern, "'softmax', or the name of a primitive")
         coerced.append((pattern, _rule(value, f"rules[{pattern!r}]")))
-    return Settings(_plain(spec, "spec"), tuple(coerced), accumulate, unknown, max_turns, stop_at)
+    return Settings(_plain(spec, "spec"), tuple(coerced), accumulate, unknown, max_turns, stop_at, narrow)
 
 
 def _rule(value: Any, argument: str) -> Spec | MatmulSpec | Function | None:

@@ -23,6 +23,7 @@ from jchop._program.owned import with_own_constants
 from jchop._program.planner import taken_by_others
 from jchop._program.same import same_program
 from jchop._program.step import Plan, jaxpr_of
+from jchop._program.widened import Widening, carrier_of
 from jchop.accumulation import MatmulSpec
 from jchop.storage import QArray
 
@@ -186,30 +187,45 @@ class Programs:
                 del self._traced[next(iter(self._traced))]
 
     def _program(self, jaxpr: Any, consts: tuple[Any, ...], free: tuple[bool, ...], tree: Any, traced: bool) -> Program:
-        rounds, known = self._rounds(jaxpr.invars, free), False
+        widening = self._widening(jaxpr.invars, free)
+        rounds, known = self._rounds(jaxpr.invars, free, widening), False
         for old in tuple(self._planned):
             same = old.rounds[: len(free)] == rounds and same_program(old.source, jaxpr, rules=False)
             if same and _is_equal(old.tree, tree):
                 if not traced or same_program(old.source, jaxpr):
                     return replace(old, plan=replace(old.plan, consts=consts))
                 known = True  # with other derivative rules; the old plan has compiled programs
-        new = self._make(jaxpr, free, tree)
+        new = self._make(jaxpr, free, tree, widening)
         if not known and not any(isinstance(x, Tracer) for x in consts):
             with self._lock:
                 self._planned.insert(0, replace(new, plan=replace(new.plan, consts=())))
                 del self._planned[_MOST:]
         return replace(new, plan=replace(new.plan, consts=consts))
 
-    def _rounds(self, variables: Any, free: Any) -> tuple[bool, ...]:
-        spec = self.settings.spec
-        return tuple(spec is not None and f and is_number(v.aval) for v, f in zip(variables, free, strict=True))
+    def _widening(self, variables: Any, free: tuple[bool, ...]) -> Widening | None:
+        if self.settings.narrow != "carrier":
+            return None
+        carrier = carrier_of([v for v, f in zip(variables, free, strict=True) if f])
 
-    def _make(self, jaxpr: Any, free: tuple[bool, ...], tree: Any) -> Program:
-        planner = Planner(self.settings)
+        def constant(value: Any, name: str, scope: str) -> Any:
+            spec = self.settings.choose(name, scope).spec
+            return value if spec is None else at_limits(value, spec)
+
+        return Widening(carrier, KINDS, constant)
+
+    def _rounds(self, variables: Any, free: Any, widening: Widening | None) -> tuple[bool, ...]:
+        """Which variables are rounded on entry; narrower ones are rounded where they are converted."""
+        numbers = (is_number(v.aval) and not (widening and widening.is_narrower(v.aval)) for v in variables)
+        return tuple(self.settings.spec is not None and f and n for f, n in zip(free, numbers, strict=True))
+
+    def _make(self, jaxpr: Any, free: tuple[bool, ...], tree: Any, widening: Widening | None) -> Program:
+        planner = Planner(self.settings, widening)
         others = taken_by_others(jaxpr)
-        rounds = self._rounds((*jaxpr.invars, *jaxpr.constvars), (*free, *(v in others for v in jaxpr.constvars)))
+        entering = (*free, *(v in others for v in jaxpr.constvars))
+        rounds = self._rounds((*jaxpr.invars, *jaxpr.constvars), entering, widening)
         known = tuple(self.settings.spec if r else None for r in rounds)
-        plan = planner.plan(jaxpr, known[: len(free)], constants=known[len(free) :])
+        wide = jaxpr if widening is None else widening.program(jaxpr)
+        plan = planner.plan(wide, known[: len(free)], constants=known[len(free) :])
         _check_rules(self.settings, planner.used, plan)
         return Program(plan, (), rounds, tree, Eager(self.settings.max_turns), jaxpr)
 

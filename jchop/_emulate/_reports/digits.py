@@ -10,14 +10,15 @@ from contextlib import nullcontext
 from dataclasses import dataclass, field, fields
 from functools import partial
 from types import MethodType
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import jax.core
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.extend.core import Literal
+from jax.extend.core import ClosedJaxpr, jaxpr_as_fun
+from jax.extend.core import Literal as Constant
 
 from jchop._arguments import check_key
 from jchop._checks import check_int
@@ -182,6 +183,7 @@ def significant_digits(
     spec: Spec | ElementFormat | str | None = None,
     confidence: float = 0.95,
     max_turns: int = MOST_TURNS,
+    narrow: Literal["raise", "carrier"] = "raise",
     **kwargs: Any,
 ) -> SignificantDigits:
     """The significant decimal digits of the result of a program, from runs with random roundings.
@@ -208,14 +210,17 @@ def significant_digits(
         spec: a stochastic rounding. Default None: ``"binary32:stochastic"``; for a function from `emulate`, its own.
         confidence: the probability, between 0 and 1.
         max_turns: the most turns of a `while` loop. A stopped loop has a note and a `RuntimeWarning`.
+        narrow: the treatment of arrays of fewer bits than float64 in `fun`, such as those of ``jnp.float32(0)``:
+            ``"raise"`` an error where they do not mix with float64 or have no digits below those of the format
+            (default), ``"carrier"`` computes them in float64. A function from `emulate` keeps its own.
         **kwargs: keyword arguments of the function.
 
     Returns:
         A `SignificantDigits`.
 
     Raises:
-        TypeError: for an argument of another type, traced arguments, or a `fun` that mixes its arguments with values of
-            a fixed dtype, which has no run in float64.
+        TypeError: for an argument of another type, traced arguments, or, with ``narrow="raise"``, a `fun` that mixes
+            its arguments with values of a fixed dtype, which has no run in float64.
         ValueError: for a spec without draws, fewer than 2 samples, or a confidence outside of (0, 1).
 
     Example:
@@ -236,25 +241,44 @@ def significant_digits(
     if isinstance(fun, Emulated):
         if spec is not None:
             raise ValueError(f"spec={spec!r}: a function from emulate has its own arithmetic; leave spec out")
+        if narrow != "raise":
+            raise ValueError(f"narrow={narrow!r}: a function from emulate has its own; pass it to emulate")
         program = trace(fun.fun, _stochastic(fun.settings), args, kwargs)
         return _digits(fun.settings, program, key, samples, float(confidence), max_turns)
     if not callable(fun):
         raise TypeError(f"fun={fun!r} must be a function")
-    settings = _stochastic(make_settings(_DEFAULT if spec is None else spec, None, None, "raise"))
-    narrow = jax.enable_x64(jax.config.jax_enable_x64)  # type: ignore[attr-defined]
+    settings = make_settings(_DEFAULT if spec is None else spec, None, None, "raise", narrow=narrow)
+    own = jax.enable_x64(jax.config.jax_enable_x64)  # type: ignore[attr-defined]
     with jax.enable_x64(True):
-        try:
-            program = trace(fun, settings, *jax.tree.map(_in_float64, (args, kwargs)))
-        except TypeError as error:
-            with narrow:
-                trace(fun, make_settings(None, None, None, "carrier"), args, kwargs)  # its own error, if it has one
-            why = str(error).splitlines()[0].rstrip(":")
-            raise TypeError(
-                f"fun={fun!r} does not run in float64: it mixes its arguments, which are float64 here, with values of "
-                "a fixed dtype such as jnp.float32(0); give those the dtype of an argument, as in jnp.zeros((), "
-                f"x.dtype), or pass a function from emulate, which keeps its carrier. JAX: {why}"
-            ) from error
+        program = _in_wide(fun, _stochastic(settings), args, kwargs, own)
         return _digits(settings, program, key, samples, float(confidence), max_turns)
+
+
+def _in_wide(fun: Callable[..., Any], settings: Settings, args: Any, kwargs: Any, own: Any) -> Program:
+    """The program of a function of float64 arguments; `own` is the context of its own dtypes."""
+    widens, run = settings.narrow == "carrier", fun
+    if widens:
+        run = lambda *args, **kwargs: jax.tree.map(_in_float64, fun(*args, **kwargs))  # noqa: E731
+    try:
+        return trace(run, settings, *jax.tree.map(_in_float64, (args, kwargs)))
+    except TypeError as error:
+        with own:  # its own error, if it has one
+            program = trace(fun, make_settings(None, None, None, "carrier"), args, kwargs)
+        if widens:
+            return trace(partial(_again, program), settings, list(map(_in_float64, program.values)), {})
+        why = str(error).splitlines()[0].rstrip(":")
+        raise TypeError(
+            f"fun={fun!r} does not run in float64: it mixes its arguments, which are float64 here, with values of a "
+            "fixed dtype such as jnp.float32(0); pass narrow='carrier', which computes those in float64, or give them "
+            f"the dtype of an argument, as in jnp.zeros((), x.dtype). JAX: {why}"
+        ) from error
+
+
+def _again(program: Program, *values: Any) -> Any:
+    """The results of a program of other dtypes."""
+    closed = ClosedJaxpr(program.source, program.plan.consts)
+    given = [lax.convert_element_type(x, v.aval.dtype) for x, v in zip(values, program.source.invars, strict=True)]
+    return jax.tree.unflatten(program.tree, list(map(_in_float64, jaxpr_as_fun(closed)(*given))))
 
 
 def _stochastic(settings: Settings) -> Settings:
@@ -266,7 +290,8 @@ def _stochastic(settings: Settings) -> Settings:
 def _in_float64(x: Any) -> Any:
     if not isinstance(x, Array | np.ndarray | np.generic) or not jnp.issubdtype(x.dtype, jnp.inexact):
         return x
-    return np.asarray(x).astype(np.complex128 if jnp.iscomplexobj(x) else np.float64)
+    wide = np.complex128 if jnp.iscomplexobj(x) else np.float64
+    return x.astype(wide) if isinstance(x, jax.core.Tracer) else np.asarray(x).astype(wide)
 
 
 def _digits(
@@ -311,8 +336,8 @@ def _check_carriers(plan: Plan) -> None:
             if is_float(v.aval) and jnp.finfo(v.aval.dtype).nmant < spec.format.precision:
                 raise ValueError(
                     f"primitive {step.name!r} (scope {step.scope!r}) gives {v.aval.dtype.name}, which has no digits "
-                    f"below those of {spec.format}, so its rounding cannot draw; leave out the conversion to "
-                    f"{v.aval.dtype.name}, or pass a spec of fewer bits"
+                    f"below those of {spec.format}, so its rounding cannot draw; pass narrow='carrier', which leaves "
+                    f"out the conversion to {v.aval.dtype.name}, or a spec of fewer bits"
                 )
 
 
@@ -400,7 +425,7 @@ class _Samples:
         env.update(zip(plan.jaxpr.invars, args, strict=True))
 
         def read(v: Any) -> Many:
-            return [spread(constant_of(v), self.axes)] * count if isinstance(v, Literal) else env[v]
+            return [spread(constant_of(v), self.axes)] * count if isinstance(v, Constant) else env[v]
 
         for step in plan.steps:
             with nullcontext() if self.axes else step.eqn.ctx.manager:
