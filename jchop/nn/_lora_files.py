@@ -133,7 +133,7 @@ def load_lora(
         model: of Flax NNX or Equinox, or parameters of `fun`, packed or not, without adapters; names in the file are
             paths of its layers.
         rngs: NNX: `flax.nnx.Rngs` for dropout. Default None: adapters have no dropout.
-        inputs: Equinox and parameters: as in `add_lora`.
+        inputs: as in `add_lora`.
         fun: parameters: as in `add_lora`.
 
     Returns:

@@ -89,12 +89,74 @@ def test_adapters_of_programs_have_dropout_in_training() -> None:
     np.testing.assert_array_equal(adapted(OWN_X), adapted(OWN_X))
 
 
-def test_a_program_without_inputs_has_no_adapters() -> None:
-    packed = jc.nn.quantize(Own(), OWN, "ptq", inputs=(OWN_X,))
-    with pytest.raises(ValueError, match="inputs=None, but the model runs as a program"):
-        add_lora(packed, LoraRule("up", rank=1), rngs=nnx.Rngs(0))
+class Mixed(Own):
+    """A program with layers of both linear classes, one of them held twice, and a table."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.general = nnx.LinearGeneral((2, 4), (2, 4), axis=(-2, -1), rngs=nnx.Rngs(2))
+        self.rest = nnx.List([nnx.Linear(8, 8, rngs=nnx.Rngs(3)), self.up])
+        self.table = nnx.Embed(3, 8, rngs=nnx.Rngs(4))
+
+    def __call__(self, x: Any) -> Any:
+        x = x + self.table(jnp.arange(3))
+        return self.rest[0](self.rest[1](self.general(super().__call__(x)).reshape(3, 8)))
+
+
+#: Arguments of `add_lora` and modes of a packed program.
+WITHOUT = [
+    (Own, "up", "ptq", "zeros"),
+    pytest.param(Mixed, "{up,general,rest}", "ptq", "zeros", marks=pytest.mark.slow),
+    pytest.param(Mixed, "general", "qat", "pissa", marks=pytest.mark.slow),
+    pytest.param(Mixed, "rest/0/kernel", "weight_only", "loftq", marks=pytest.mark.slow),
+]
+
+
+@pytest.mark.parametrize(("cls", "path", "mode", "init"), WITHOUT)
+def test_linear_layers_of_programs_have_adapters_without_inputs(
+    cls: Any, path: str, mode: Any, init: Any, tmp_path: Path
+) -> None:
+    """The model is the one that inputs give, in every bit; so it merges and loads alike."""
+    packed = jc.nn.quantize(cls(), OWN, mode, inputs=(OWN_X,))
+    make = lambda **more: add_lora(  # noqa: E731
+        packed, LoraRule(path, rank=2, init=init), rngs=nnx.Rngs(1), original=cls(), **more
+    )
+    without, given = make(), make(inputs=(OWN_X,))
+    same = lambda one, other: jax.tree.map(  # noqa: E731
+        np.testing.assert_array_equal, *(nnx.to_pure_dict(nnx.state(model)) for model in (one, other))
+    )
+    same(without, given)
+    np.testing.assert_array_equal(without(OWN_X), given(OWN_X))
+    same(merge_lora(without, requantize=True), merge_lora(given, requantize=True))
+    if init == "zeros":
+        jc.nn.save_lora(tmp_path, without)
+        np.testing.assert_array_equal(jc.nn.load_lora(tmp_path, packed)(OWN_X), without(OWN_X))
+
+
+def test_other_parameters_of_programs_need_inputs_for_adapters() -> None:
+    """What the program alone says is asked for, and what a call cannot take is refused there."""
+    packed = jc.nn.quantize(Mixed(), OWN, "ptq", inputs=(OWN_X,))
+    add = lambda path: add_lora(packed, LoraRule(path, rank=1), rngs=nnx.Rngs(0))  # noqa: E731
+    for path in ("own", "*"):
+        with pytest.raises(ValueError, match=r"the parameter 'own'.*inputs=\(x,\); exclude it with '!own'"):
+            add(path)
+    for path in ("table", "gain", "up/bias", "ap"):
+        with pytest.raises(ValueError, match="matches no linear layer"):
+            add(path)
     with pytest.raises(ValueError, match="nearest paths"):
         add_lora(packed, LoraRule("ap", rank=1), rngs=nnx.Rngs(0), inputs=(OWN_X,))
+
+
+def test_a_call_refuses_adapters_of_weights_that_other_operations_take() -> None:
+    """Without inputs the first call says so."""
+
+    class Tied(Own):
+        def __call__(self, x: Any) -> Any:
+            return self.up(x) * self.gain[...] @ self.up.kernel[...].T
+
+    adapted = add_lora(jc.nn.quantize(Tied(), OWN), LoraRule("up", rank=1), rngs=nnx.Rngs(0))
+    with pytest.raises(ValueError, match="'up/kernel' has an adapter, which this call cannot take"):
+        adapted(OWN_X)
 
 
 DOUBLE = "nf4(scale=uint8(group=256,zero_point=float))"

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable, Iterator, MutableMapping, Mutabl
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from flax import nnx
 from flax.nnx.nn import dtypes
 
@@ -14,15 +15,18 @@ from jchop._paths import matches_path
 from jchop.nn._lora_rule import LoraRule, as_lora_rules, as_matrix, beside, check_used, first_adapters, merged_weight
 from jchop.nn._nnx import hooks
 from jchop.nn._nnx.attach import attach
-from jchop.nn._nnx.classes import Inputs
-from jchop.nn._nnx.kinds import KINDS
+from jchop.nn._nnx.classes import Inputs, plain_class
+from jchop.nn._nnx.kinds import KINDS, Kind
 from jchop.nn._nnx.layers import CLASSES, placed_layers, strip
+from jchop.nn._nnx.modules import path_of
 from jchop.nn._nnx.programs import (
     adapted_params,
     has_adapters,
     is_program,
+    names_of,
     put_params,
     rules_of,
+    traced_part,
     traced_programs,
 )
 from jchop.nn._trees.lora import (
@@ -115,8 +119,8 @@ def add_lora(
         original: the model before it was packed, which "loftq" and "pissa" need for packed layers. Default None.
         key: Equinox and parameters: a typed key for the first values of A.
         inputs: example arguments of the call, ``(x,)`` or ``{"x": x}``, or their shapes; of models also those of
-            methods, ``{"decode": (x,)}``. Required for all but models of NNX whose layers are plain or quantized as
-            layers. Default None.
+            methods, ``{"decode": (x,)}``. Without them, rules may match only the linear layers of a model of NNX.
+            Default None.
         fun: parameters: the result of `jchop.quantize_fn` that takes them.
 
     Returns:
@@ -126,7 +130,7 @@ def add_lora(
     Raises:
         TypeError: for rules or a model that are none.
         ValueError: for a rule that matches no linear layer, a layer that is no `flax.nnx.Linear` or `LinearGeneral`
-            without `batch_axis`, a program without `inputs`, a parameter that other operations take, a rank above its
+            without `batch_axis`, another parameter without `inputs`, one that other operations take, a rank above its
             sizes with "loftq" or "pissa", or a missing `original`.
 
     Example:
@@ -175,17 +179,48 @@ def add_lora(
 
 
 def adaptable(model: nnx.Module, inputs: Inputs | None) -> Places:
-    """The parameters of a program that may have adapters.
+    """The parameters of a program that may have adapters; without `inputs` the weights of its linear layers.
 
-    Raises:
-        ValueError: without `inputs`.
+    Each layer is then traced alone. A call of the model refuses an adapter whose weight other operations take.
     """
-    if inputs is None:
-        raise ValueError(
-            "inputs=None, but the model runs as a program, which says which parameters may have adapters: pass example "
-            "arguments of the model's call, inputs=(x,)"
-        )
-    return places_of(traced_programs(model, inputs))
+    if inputs is not None:
+        return places_of(traced_programs(model, inputs))
+    placed = list(placed_layers(model))
+    linear: list[Any] = [one.module for one, kind in placed if kind is not None and is_linear(one.module)]
+    layers = {id(layer.kernel): layer for layer in linear}
+    others = {id(v) for one, kind in placed if kind is not None for name, v in one.own.items() if not _sums(kind, name)}
+    flat, places = dict(nnx.to_flat_state(adapted_params(model))), Places()
+    for held, keys in names_of(model).items():
+        value, layer = flat[keys].get_value(), layers.get(held)
+        if layer is not None and value.ndim == sum(map(len, _axes(layer))):
+            (places[path_of(keys)],) = places_of([traced_part(layer, _example(layer))]).values()
+        elif value.ndim > 1 and held not in others:
+            places[path_of(keys)] = value, _UNKNOWN, None
+    return places
+
+
+def _sums(kind: Kind, name: str) -> bool:
+    """Whether a parameter of a layer in the table is one that a product sums over."""
+    return kind.parameters.get(name) == "weight" and kind.operation not in ("", "embedding")
+
+
+def _example(layer: Any) -> jax.ShapeDtypeStruct:
+    """An argument of a linear layer."""
+    axes, sizes = getattr(layer, "axis", (-1,)), _axes(layer)[0]
+    shape = [1] * (1 + max(axis + 1 if axis >= 0 else -axis for axis in axes))
+    for axis, n in zip(axes, sizes, strict=True):
+        shape[axis] = n
+    return jax.ShapeDtypeStruct(tuple(shape), jnp.float32)
+
+
+def _axes(layer: Any) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """The sizes of the axes of inputs and of outputs of a linear layer."""
+    inside, out = layer.in_features, layer.out_features
+    return (inside, out) if isinstance(layer, nnx.LinearGeneral) else ((inside,), (out,))
+
+
+#: Why a parameter outside of linear layers has no adapter.
+_UNKNOWN = "only the program says which operations take it: pass example arguments of the model's call, inputs=(x,)"
 
 
 def put(model: Any, made: dict[int, Adapted]) -> Any:
@@ -315,13 +350,13 @@ def _dropout(rate: float, rngs: nnx.Rngs, stack: tuple[int, ...]) -> nnx.Dropout
 def is_linear(layer: Any) -> bool:
     """Whether a layer, quantized or not, may have an adapter."""
     linear = nnx.Linear, nnx.LinearGeneral
-    known = type(layer) in (*linear, *(CLASSES[base] for base in linear))
+    known = plain_class(type(layer)) in (*linear, *(CLASSES[base] for base in linear))
     return known and not getattr(layer, "batch_axis", None)
 
 
 def weight_of(layer: Any) -> Array:
     """The weight of a linear layer, (in, out), unpacked; the axes of a stack of layers come in front."""
-    inside, out = (len(layer.axis), len(layer.out_features)) if isinstance(layer, nnx.LinearGeneral) else (1, 1)
+    inside, out = map(len, _axes(layer))
     numbers = _numbers(layer)
     return over_stack(numbers.ndim - inside - out, lambda one: as_matrix(one, inside, out), numbers)
 

@@ -39,10 +39,12 @@ __all__ = [
     "fit_program",
     "has_adapters",
     "is_program",
+    "names_of",
     "put_params",
     "quantize_program",
     "report_program",
     "rules_of",
+    "traced_part",
     "traced_programs",
 ]
 
@@ -120,13 +122,13 @@ def _place(model: Any, rules: tuple[Rule, ...], keeps: bool) -> None:
     keeps |= any(rule.scale_from is not None for rule in rules)
     placed = [one for one in modules_of(model) if not isinstance(one.module, KeptScales)]
     held = Counter(id(variable) for one in placed for _ in one.keys for variable in one.own.values())
-    known = _names(model) if max(held.values(), default=1) > 1 else {}
+    known = names_of(model) if max(held.values(), default=1) > 1 else {}
     for one in placed:
         module: Any = one.module
         if is_program(module):  # of a model that has been quantized by itself
             continue
         _check_attributes(module, one.paths[0])
-        own = _names(module) if known else {}
+        own = names_of(module) if known else {}
         names = ((path, known[held]) for held, path in own.items())
         moved = tuple((path, full) for path, full in names if full != (*one.keys[0], *path))
         if module is not model:
@@ -134,7 +136,7 @@ def _place(model: Any, rules: tuple[Rule, ...], keeps: bool) -> None:
         module.__class__ = _class_of(plain_class(type(module)))
 
 
-def _names(model: Any) -> dict[int, Keys]:
+def names_of(model: Any) -> dict[int, Keys]:
     """The paths of parameters, by the identities of their variables."""
     return {id(_variable_at(model, path)): path for path, _ in nnx.to_flat_state(nnx.state(model, _PARAMETERS))}
 
@@ -572,7 +574,7 @@ def adapted_params(model: Any) -> Any:
 
 def _with_adapters(model: Any, params: Any) -> tuple[Any, Array | None]:
     """The parameters of a model with their adapters, and a key if these have dropout."""
-    flat, known, key = dict(nnx.to_flat_state(params)), _names(model), None
+    flat, known, key = dict(nnx.to_flat_state(params)), names_of(model), None
     for one in modules_of(model):
         for name, beside in vars(one.module).get(_ADAPTERS, {}).items():
             path = known[id(one.own[name])]
@@ -624,6 +626,14 @@ def traced_programs(model: Any, inputs: Inputs) -> list[tuple[Any, Any]]:
     graph, params, rest = _split(model)
     rules = rules_of(model)
     return [low.traced(params, rest, args) for low, args in _functions(model, graph, rules, inputs).values()]
+
+
+def traced_part(module: Any, *args: Any) -> tuple[Any, Any]:
+    """The program of the call of a module of a model, under the model's rules, with that call."""
+    graph, params, rest = _split(module)
+    part = _part_of(module)
+    low = _function(module, graph, method_of(plain_class(type(module)), "__call__"), part)
+    return low.traced(part.named(params), rest, _Given(args, {}).split())
 
 
 def rules_of(model: Any) -> tuple[Rule, ...]:
