@@ -255,6 +255,24 @@ def test_complex_programs_are_lowered_to_few_lines(spec: str) -> None:
     assert lines <= 12 * plain
 
 
+@pytest.mark.parametrize("how", ["operations", pytest.param("roundings", marks=pytest.mark.slow)])
+def test_complex_numbers_that_draw_add_few_lines(how: str) -> None:
+    """An operation, or the rounding of a carrier's result, takes one number of its draws and one call."""
+
+    def lines_of(turns: int, low: bool) -> int:
+        def fun(x: jax.Array, y: jax.Array) -> jax.Array:
+            for _ in range(turns):
+                x = x * y - x if how == "operations" else jnp.exp(x) / y
+            return x
+
+        x = jnp.ones(8, jnp.complex64)
+        run = jc.emulate(fun, "binary16:stochastic", key=KEY) if low else fun
+        return jax.jit(run).lower(x, x).as_text().count("\n")
+
+    added, plain = (lines_of(7, low) - lines_of(3, low) for low in (True, False))
+    assert added <= 5 * plain
+
+
 @pytest.mark.smoke
 def test_sums_of_complex_numbers_are_sums_of_their_parts() -> None:
     """In the order of the accumulator; of products four sums of products."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from functools import partial
 from typing import Any
 
 import jax
@@ -15,7 +16,8 @@ from jchop._core.arithmetic.operations import draws
 from jchop._emulate._perform import round_value
 from jchop._emulate._step import Step
 from jchop._program.bind import bind, straight_through
-from jchop._program.seeds import Seeds
+from jchop._program.seeds import Draw, Seeds
+from jchop._settings import compiled
 from jchop.rounding import Rounding
 from jchop.spec import Spec
 
@@ -78,13 +80,20 @@ def _takes(function: Any, args: list[Any], params: dict[str, Any]) -> bool:
 
 def rounded(x: Array, spec: Spec, seeds: Seeds | None, number: int) -> Array:
     """`x`, or its two parts, rounded with the draw of this number; the derivative is the identity's."""
-    if jnp.iscomplexobj(x):
-        parts = ((lax.real(x), number), (lax.imag(x), number + _IMAGINARY))
-        return lax.complex(*(rounded(part, spec, seeds, n) for part, n in parts))
     if not draws(spec):
-        return round_value(x, spec)
+        return _round(x, spec, None)
     assert seeds is not None
-    return round_value(x, spec, seeds.draw(jax.typeof(x), number))
+    return _round(x, spec, seeds.draw(jax.eval_shape(lax.real, x) if jnp.iscomplexobj(x) else jax.typeof(x), number))
+
+
+def _round(x: Array, spec: Spec, draw: Draw | None) -> Array:
+    return (_round_parts if jnp.iscomplexobj(x) else round_value)(x, spec, draw)
+
+
+@partial(compiled, static_argnums=1)
+def _round_parts(x: Array, spec: Spec, draw: Draw | None) -> Array:
+    later = None if draw is None else draw.later(_IMAGINARY)
+    return lax.complex(round_value(lax.real(x), spec, draw), round_value(lax.imag(x), spec, later))
 
 
 def neighbour(step: Step, seeds: Seeds | None, args: list[Any]) -> list[Any]:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import itertools
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -31,19 +32,18 @@ def by_parts(step: Step, seeds: Seeds | None, args: list[Any]) -> list[Any]:
     spec, name = step.choice.spec, step.name
     assert spec is not None
     arrays = list(jnp.broadcast_arrays(*map(jnp.asarray, args)))
-    drawn: list[Draw] = []
-    if seeds is not None and draws(spec):
-        part = jax.eval_shape(lambda x: x.real, arrays[0])
-        drawn = [seeds.draw(part, step.number + 4 + i) for i in range(_OPERATIONS.get(name, 0))]
+    first = None
+    if seeds is not None and draws(spec) and name in _DRAWING:
+        first = seeds.draw(jax.eval_shape(lambda x: x.real, arrays[0]), step.number + 4)
     params = tuple(sorted(step.eqn.params.items()))
-    return [_by_parts(step.eqn.primitive, params, spec, step.apart, arrays, drawn)]
+    return [_by_parts(step.eqn.primitive, params, spec, step.apart, arrays, first)]
 
 
 @partial(compiled, static_argnums=(0, 1, 2, 3))
-def _by_parts(primitive: Any, params: Any, spec: Spec, apart: bool, arrays: list[Array], drawn: list[Draw]) -> Array:
+def _by_parts(primitive: Any, params: Any, spec: Spec, apart: bool, arrays: list[Array], first: Draw | None) -> Array:
     """A function of the program that all equations with equal facts call."""
     run = partial(_run, primitive.name, spec, apart)
-    return straight_through(run, lambda *args: bind(primitive, dict(params), *args)[0], arrays, drawn)
+    return straight_through(run, lambda *args: bind(primitive, dict(params), *args)[0], arrays, first)
 
 
 def summed_by_parts(step: Step, seeds: Seeds | None, args: list[Any]) -> list[Any]:
@@ -94,23 +94,23 @@ _NO_PARTS = ("reduce_prod", "cumprod", "scatter-mul")
 class _Arithmetic:
     """Operations rounded to one spec. Each call takes the next draw."""
 
-    def __init__(self, spec: Spec, apart: bool, drawn: Sequence[Draw]) -> None:
-        self.spec, self.apart, self._drawn = spec, apart, iter(drawn)
+    def __init__(self, spec: Spec, apart: bool, first: Draw | None) -> None:
+        self.spec, self.apart, self._first, self._count = spec, apart, first, itertools.count()
 
     def do(self, name: str, x: Array, y: Array) -> Array:
         """An operation on parts."""
         task = Task(_PRIMITIVES[name], (), "exact", self.spec, (self.spec, self.spec), self.apart)
-        return perform(task, [x, y], [next(self._drawn)] if draws(self.spec) else [])[0]
+        return perform(task, [x, y], [] if self._first is None else [self._first.later(next(self._count))])[0]
 
 
 _PRIMITIVES = {"add": lax.add_p, "mul": lax.mul_p}
-#: The numbers of operations on parts.
-_OPERATIONS = {"add": 2, "add_any": 2, "sub": 2, "mul": 6, "square": 6}
+#: Those that round.
+_DRAWING = frozenset(("add", "add_any", "sub", "mul", "square"))
 
 
-def _run(name: str, spec: Spec, apart: bool, args: list[Array], drawn: list[Draw]) -> Array:
+def _run(name: str, spec: Spec, apart: bool, args: list[Array], first: Draw | None) -> Array:
     parts = [(lax.real(x), lax.imag(x)) if jnp.iscomplexobj(x) else (x, x) for x in args]
-    result = _RUNS[name](_Arithmetic(spec, apart, drawn), *parts)
+    result = _RUNS[name](_Arithmetic(spec, apart, first), *parts)
     return lax.complex(*result) if isinstance(result, tuple) else result
 
 

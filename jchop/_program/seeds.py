@@ -90,6 +90,10 @@ class Draw:
     shape: tuple[int, ...]
     dtype: Any
 
+    def later(self, count: int) -> Draw:
+        """The draw whose number is larger by `count`."""
+        return replace(self, number=self.number + np.uint32(count))
+
     def words(self) -> Array:
         """A word for each element."""
         number = self.number if self.shift is None else self.number + self.shift
