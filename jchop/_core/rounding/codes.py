@@ -143,7 +143,9 @@ def _decode_float(codes: Array, fmt: FloatFormat, carrier: Carrier) -> Array:
     width = fmt.bits - fmt.signed
     code = codes & _bits.low_mask(width)
     drop, lag = carrier.fraction - fmt.frac_bits, carrier.bias - fmt.bias
-    if _all_normal(fmt, carrier):
+    if leads := _leads(fmt, carrier):
+        magnitude = small = _shifted(code, -drop)
+    elif _all_normal(fmt, carrier):
         magnitude = _shifted(code, -drop) + (lag << carrier.fraction)
         small = _scaled(code, fmt.emin - fmt.frac_bits, carrier)
     else:
@@ -151,7 +153,7 @@ def _decode_float(codes: Array, fmt: FloatFormat, carrier: Carrier) -> Array:
         significand = code & _bits.low_mask(fmt.frac_bits) | 1 << fmt.frac_bits
         magnitude = _bits.compose(significand, field - fmt.bias - fmt.frac_bits, carrier)
         small = _bits.compose(code, jnp.full_like(code, fmt.emin - fmt.frac_bits), carrier)
-    if fmt.zero:
+    if fmt.zero and not leads:
         if not fmt.subnormals:
             small = _bits.where(code == 0, 0, carrier.nan)
         magnitude = _bits.where(code < 1 << fmt.frac_bits, small, magnitude)

@@ -30,7 +30,7 @@ from jchop._core.arithmetic.quotient import (
     odd_quotient,
     quotient_by_constant,
 )
-from jchop._core.rounding.codes import decode_elements, decode_magnitude, encode_elements, extended
+from jchop._core.rounding.codes import decode_magnitude, encode_elements, extended
 from jchop._core.rounding.elements import round_elements
 from jchop._core.rounding.grid import require_carrier
 from jchop._core.sizes import if_known
@@ -496,7 +496,7 @@ def tensor_bits(tensor: Array, shape: tuple[int, ...], plan: Plan) -> Array:
     bits = jnp.broadcast_to(tensor, shape)
     if plan.compute.width == 32:
         return bits
-    return _bits.split(decode_elements(bits, TENSOR_SCALE, plan.compute), plan.compute)[1]
+    return decode_magnitude(bits, TENSOR_SCALE, plan.compute)
 
 
 # -- storing -----------------------------------------------------------------------------------------------------------
