@@ -97,7 +97,7 @@ def a_leaf_of_a_packed_optimizer() -> None:
         compiled = jax.jit(tx.update).lower(params, jax.eval_shape(tx.init, params), params).compile()
         return (compiled.as_text() or "").count("\n")
 
-    assert optimized(3) - optimized(1) <= 2 * 1_150
+    assert optimized(3) - optimized(1) <= 2 * 1_400
 
 
 WRAPPERS = [jc.optim.skip_nonfinite, partial(jc.optim.quantize_state, spec="bfloat16", min_size=1)]
