@@ -61,7 +61,7 @@ def lines_of_optimizer(tx: Any) -> int:
 @pytest.mark.parametrize(
     ("lines", "own", "plain", "most"),
     [
-        (lines_of_optimizer, jc.optim.adamw8bit(1e-3), optax.adamw(1e-3), 1_700),
+        (lines_of_optimizer, jc.optim.adamw8bit(1e-3), optax.adamw(1e-3), 1_150),
         pytest.param(lines_of_training, INT8, None, 3_300, marks=pytest.mark.slow),
         pytest.param(lines_of_training, jc.nn.recipe("nvfp4"), None, 7_200, marks=pytest.mark.slow),
     ],
@@ -69,6 +69,35 @@ def lines_of_optimizer(tx: Any) -> int:
 )
 def a_training_step(lines: Callable[[Any], int], own: Any, plain: Any, most: int) -> None:
     assert lines(own) - lines(plain) <= most
+
+
+@further
+@pytest.mark.parametrize(
+    ("spec", "most"),
+    [
+        ("dynamic8", 100),
+        ("nf4(group=16)", 110),
+        ("int8(group=16,scale=bfloat16)", 125),
+        ("e4m3fn(group=16)", 185),
+    ],
+)
+def stored_numbers(spec: str, most: int) -> None:
+    """Scales are prepared in few operations, and products of few numbers are rounded by one conversion."""
+    q = jax.eval_shape(lambda: jc.quantize(jnp.ones((4, 256)), spec))
+    assert lines_of(jc.dequantize, q) <= most
+
+
+@further
+def a_leaf_of_a_packed_optimizer() -> None:
+    """Optimized lines of each leaf more: those of the plain optimizer, and unpacking and packing of two moments."""
+
+    def optimized(count: int) -> int:
+        params = {str(i): jax.ShapeDtypeStruct((16, 256), jnp.float32) for i in range(count)}
+        tx = jc.optim.adamw8bit(1e-3)
+        compiled = jax.jit(tx.update).lower(params, jax.eval_shape(tx.init, params), params).compile()
+        return (compiled.as_text() or "").count("\n")
+
+    assert optimized(3) - optimized(1) <= 2 * 1_400
 
 
 WRAPPERS = [jc.optim.skip_nonfinite, partial(jc.optim.quantize_state, spec="bfloat16", min_size=1)]

@@ -22,7 +22,7 @@ from jchop._core.scaled import elements, fitting, float_zero_points, zero_points
 from jchop._core.scaled.groups import Groups
 from jchop._core.scaled.levels import fit_levels
 from jchop._core.scaled.scales import Plan, Scales, choose_scales, largest_of, load_scales, store_scales, tensor_scale
-from jchop._core.scaled_float32 import in_float64, integers, select
+from jchop._core.scaled_float32 import codebooks, in_float64, integers, select
 from jchop._core.xla_cpu import materialize_per_group, maximum
 from jchop.formats import IntegerFormat, ScaledFormat
 from jchop.spec import Spec
@@ -125,8 +125,14 @@ def quantize_body(
     return select.branch_on_range(run, x, fitted.scales, plan, branch_allowed, fitted.zero), *stored
 
 
-def dequantize_body(codes: Array, *stored: Array, plan: Plan, shape: tuple[int, ...]) -> Array:
-    """The numbers of the results of `quantize_body`: equal to `round_body`, bit for bit."""
+def dequantize_body(
+    codes: Array, *stored: Array, plan: Plan, shape: tuple[int, ...], branch_allowed: bool = False
+) -> Array:
+    """The numbers of the results of `quantize_body`: equal to `round_body`, bit for bit.
+
+    `branch_allowed` says, as there, whether the program is for one CPU, which has fast float64.
+    """
+    plan = replace(plan, float64=branch_allowed and codebooks.multiplies(plan))
     groups = _groups(shape, plan)
     fitted = _loaded(stored, groups, plan)
     view = _unpack(codes, groups, plan.fmt.bits)

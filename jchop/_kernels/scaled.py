@@ -295,7 +295,12 @@ quantize_scaled_op = make_op(
     stores=True,
 )
 #: No kernel is needed: XLA reads codes and scales once, writes once, and fuses with uses of the result.
-dequantize_scaled_op = make_op("jchop_dequantize_scaled", dequantize_body, plain=_plain_dequantize)
+dequantize_scaled_op = make_op(
+    "jchop_dequantize_scaled",
+    dequantize_body,
+    single_cpu=partial(dequantize_body, branch_allowed=True),
+    plain=_plain_dequantize,
+)
 
 
 # -- static data -------------------------------------------------------------------------------------------------------

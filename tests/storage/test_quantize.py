@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import jax
@@ -303,6 +304,21 @@ def codes_of_scales_and_zero_points_that_no_fit_gives_are_refused() -> None:
         for y in (x, 0 * x, np.float32(1e-45) * x, np.float32(1e38) * np.sign(x)):
             scale, zero = jc.fit_scale(y, text)
             jax.tree.map(same, jc.quantize(y, text, scale=scale, zero_point=zero).scale, scale)
+
+
+@further
+@pytest.mark.parametrize("spec", ["dynamic8", "nf4(group=256)", "nf4(group=256,scale=bfloat16)"])
+@pytest.mark.parametrize("rows", [4, 300])
+def levels_under_scales_of_any_size_are_rounded_once(spec: str, rows: int) -> None:
+    """Subnormal scales and products too. A program for one CPU computes few numbers in float64, and more in float32."""
+    levels = np.array(jc.quantize(np.ones(256, np.float32), spec).spec.scaled.element.levels, np.float64)
+    numbers = levels[np.arange(rows * 256).reshape(rows, 256) * 7 % len(levels)]
+    sizes = np.array([1e-45, 3e-39, 1.3e-38, 7e-30, 0.3, 1.1, 3e30, 3.3e38])
+    scale = sizes[np.arange(rows) % 8 if rows > 8 else [0, 1, 2, 6]][:, None]
+    scale = scale.astype(ml_dtypes.bfloat16 if "bfloat16" in spec else np.float32)
+    q = jc.quantize(numbers.astype(np.float32), spec, scale=np.full_like(scale, 1))
+    wanted = (numbers * scale.astype(np.float64)).astype(np.float32)
+    same(jax.jit(jc.dequantize)(dataclasses.replace(q, scale=scale)), wanted)
 
 
 @further

@@ -92,4 +92,6 @@ def _bins(thresholds: np.ndarray, shift: int, margin: int) -> Bins | None:
 
 def take(table: Array, index: Array) -> Array:
     """``table[index]`` for valid indexes. Plain indexing does not support explicit sharding."""
-    return table.at[index].get(out_sharding=jax.typeof(index).sharding, mode="promise_in_bounds")
+    return table.at[index].get(
+        out_sharding=jax.typeof(index).sharding, mode="promise_in_bounds", wrap_negative_indices=False
+    )

@@ -96,6 +96,16 @@ def decode_elements(codes: Array, fmt: ElementFormat, carrier: Carrier, *, short
     return _bits.join(jnp.zeros_like(bits), bits, carrier)
 
 
+def decode_magnitude(codes: Array, fmt: FloatFormat, carrier: Carrier) -> Array:
+    """The magnitude bits of the values of codes; those of NaN are above infinity. Arguments as for `decode_elements`.
+
+    In few operations where the bits of a code are the first bits of its value, as those of bfloat16 in float32.
+    """
+    if not _leads(fmt, carrier):
+        return _bits.split(decode_elements(codes, fmt, carrier), carrier)[1]
+    return (codes.astype(carrier.work) & _bits.low_mask(fmt.bits - fmt.signed)) << carrier.fraction - fmt.frac_bits
+
+
 def extended(magnitude: Array, carrier: Carrier) -> Array:
     """Magnitude bits with an exponent field that continues below 1, so that every value but 0 has a leading bit.
 
@@ -112,14 +122,15 @@ def extended(magnitude: Array, carrier: Carrier) -> Array:
 
 def _encode_float(sign: Array, magnitude: Array, fmt: FloatFormat, carrier: Carrier) -> Array:
     drop, lag = carrier.fraction - fmt.frac_bits, carrier.bias - fmt.bias
-    bits = magnitude if _all_normal(fmt, carrier) else extended(magnitude, carrier)
+    leads = _leads(fmt, carrier)
+    bits = magnitude if leads or _all_normal(fmt, carrier) else extended(magnitude, carrier)
     codes = _shifted(bits - (lag << carrier.fraction), drop)
-    if fmt.zero:
+    if fmt.zero and not leads:
         field = (bits >> carrier.fraction) - lag
         significand = bits & _bits.low_mask(carrier.fraction) | 1 << carrier.fraction
         small = significand >> _bits.clip(drop + 1 - field, 0, carrier.work_width - 1)
         codes = _bits.where(field > 0, codes, small if fmt.subnormals else 0)
-    if fmt.inf_code is not None:
+    if fmt.inf_code is not None and not leads:
         codes = _bits.where(magnitude == carrier.inf, fmt.inf_code, codes)
     if fmt.signed:
         top = 1 << fmt.bits - 1 if fmt.bits < carrier.work_width else carrier.sign_bit
@@ -132,7 +143,9 @@ def _decode_float(codes: Array, fmt: FloatFormat, carrier: Carrier) -> Array:
     width = fmt.bits - fmt.signed
     code = codes & _bits.low_mask(width)
     drop, lag = carrier.fraction - fmt.frac_bits, carrier.bias - fmt.bias
-    if _all_normal(fmt, carrier):
+    if leads := _leads(fmt, carrier):
+        magnitude = small = _shifted(code, -drop)
+    elif _all_normal(fmt, carrier):
         magnitude = _shifted(code, -drop) + (lag << carrier.fraction)
         small = _scaled(code, fmt.emin - fmt.frac_bits, carrier)
     else:
@@ -140,7 +153,7 @@ def _decode_float(codes: Array, fmt: FloatFormat, carrier: Carrier) -> Array:
         significand = code & _bits.low_mask(fmt.frac_bits) | 1 << fmt.frac_bits
         magnitude = _bits.compose(significand, field - fmt.bias - fmt.frac_bits, carrier)
         small = _bits.compose(code, jnp.full_like(code, fmt.emin - fmt.frac_bits), carrier)
-    if fmt.zero:
+    if fmt.zero and not leads:
         if not fmt.subnormals:
             small = _bits.where(code == 0, 0, carrier.nan)
         magnitude = _bits.where(code < 1 << fmt.frac_bits, small, magnitude)
@@ -156,6 +169,12 @@ def _decode_float(codes: Array, fmt: FloatFormat, carrier: Carrier) -> Array:
             magnitude = _bits.where(negative & (code == 0), carrier.nan, magnitude)
             sign = _bits.where(code == 0, 0, sign)
     return _bits.join(sign.astype(carrier.work), magnitude.astype(carrier.work), carrier)
+
+
+def _leads(fmt: FloatFormat, carrier: Carrier) -> bool:
+    """Whether the codes of numbers are the leading bits of their patterns in the carrier, as bfloat16 in float32."""
+    infinity = carrier.inf >> max(carrier.fraction - fmt.frac_bits, 0)
+    return fmt.zero and fmt.subnormals and fmt.bias == carrier.bias and fmt.inf_code == infinity
 
 
 def _is_short(fmt: FloatFormat | UniformFormat, carrier: Carrier) -> bool:

@@ -30,7 +30,7 @@ from jchop._core.arithmetic.quotient import (
     odd_quotient,
     quotient_by_constant,
 )
-from jchop._core.rounding.codes import decode_elements, encode_elements, extended
+from jchop._core.rounding.codes import decode_magnitude, encode_elements, extended
 from jchop._core.rounding.elements import round_elements
 from jchop._core.rounding.grid import require_carrier
 from jchop._core.sizes import if_known
@@ -496,7 +496,7 @@ def tensor_bits(tensor: Array, shape: tuple[int, ...], plan: Plan) -> Array:
     bits = jnp.broadcast_to(tensor, shape)
     if plan.compute.width == 32:
         return bits
-    return _bits.split(decode_elements(bits, TENSOR_SCALE, plan.compute), plan.compute)[1]
+    return decode_magnitude(bits, TENSOR_SCALE, plan.compute)
 
 
 # -- storing -----------------------------------------------------------------------------------------------------------
@@ -526,7 +526,7 @@ def load_scales(stored: Array, plan: Plan, tensor: Array | None = None) -> Scale
     """The inverse of `store_scales`; `tensor` as for `choose_scales`."""
     compute, fmt = plan.compute, plan.scale
     codes = lax.bitcast_convert_type(stored, fmt.code_dtype) if fmt in _NUMBERS else stored
-    bits = _bits.split(decode_elements(codes, fmt, compute), compute)[1]
+    bits = decode_magnitude(codes, fmt, compute)
     if tensor is not None:  # one number stays one, which would else be in memory for every block
         tensor = tensor_bits(tensor, bits.shape if tensor.ndim else (1,) * bits.ndim, plan)
     nan = bits >= compute.inf if fmt.has_nan or fmt.has_inf else None

@@ -26,6 +26,7 @@ from jchop._core.rounding.modes import threshold
 from jchop._core.scaled.scales import Plan, Scales, scale_magnitude
 from jchop._core.scaled_float32 import integers, products
 from jchop._core.scaled_float32.integers import number_of, word_of
+from jchop._core.sizes import if_known
 from jchop._core.xla_cpu import materialize_per_group
 from jchop.formats import CodebookFormat
 from jchop.rounding import Rounding
@@ -46,6 +47,10 @@ _NEAR = 7
 #: Scales below 2^-_LEAST are moved, so that the product of the last places of a scale and a threshold is a normal
 #: number.
 _LEAST = 32
+
+
+#: The most numbers that are computed in float64: half the operations to compile. More numbers take a third longer.
+_MOST_IN_FLOAT64 = 1 << 16
 
 
 @dataclass(frozen=True, eq=False)
@@ -205,4 +210,5 @@ def numbers_of(codes: Array, scales: Scales, plan: Plan) -> Array:
     values = [fmt.value_of(code) for code in range(1 << fmt.bits)]
     table = np.array([np.nan if value is None else float(value) for value in values], np.float32)
     level = take(jnp.asarray(table), codes.astype(jnp.int32))
-    return products.times(level, extended(scale_magnitude(scales, plan), _CARRIER))
+    few = plan.float64 and if_known(lambda: codes.size <= _MOST_IN_FLOAT64)
+    return products.times(level, scale_magnitude(scales, plan), in_float64=few)

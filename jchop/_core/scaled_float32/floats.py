@@ -247,9 +247,9 @@ def multiply_back(values: Array, scales: Scales, plan: Plan) -> Array:
     """
     if scales.tensor is not None:
         own = number_of(materialize_per_group(scale_magnitude(scales, plan)))
-        return products.times(values * own, extended(scales.tensor, _CARRIER))
+        return products.times(values * own, scales.tensor)
     if not (_is_exact(plan) or plan.in_safe_range):
-        return products.times(values, extended(scale_magnitude(scales, plan), _CARRIER))
+        return products.times(values, scale_magnitude(scales, plan))
     (divisor,) = integers.held((integers.quanta_of(scales, plan, huge_too=False),))
     return integers.times(values, divisor, prevent=not (_is_exact(plan) or plan.in_safe_range))
 

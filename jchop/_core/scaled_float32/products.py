@@ -2,7 +2,8 @@
 
 A product is rounded right except below the normal range, where a device may read and write zeros. Scales that may lead
 there are multiplied by 2^149, so that the product counts multiples of the smallest number. The product guesses the
-count; then the side of the middle of two counts on which the exact product lies decides, as in `integers`.
+count; then the side of the middle of two counts on which the exact product lies decides, as in `integers`. In float64
+products are exact, so that one conversion rounds them: a quarter of the operations.
 """
 
 from __future__ import annotations
@@ -13,6 +14,8 @@ import numpy as np
 
 from jchop import _bits
 from jchop._bits import CARRIERS
+from jchop._core.arithmetic import float64
+from jchop._core.rounding.codes import extended
 from jchop._core.scaled_float32.integers import number_of, word_of
 from jchop._core.xla_cpu import materialize_per_group, prevent_fma
 
@@ -24,13 +27,18 @@ _FRACTION, _BIAS = _CARRIER.fraction, _CARRIER.bias
 LEAST, MOST, _TINY = 40, 40, 64
 
 
-def times(numbers: Array, scales: Array) -> Array:
+def times(numbers: Array, scales: Array, in_float64: bool = False) -> Array:
     """Numbers times scales, rounded to nearest, ties to even; float32.
 
     Args:
         numbers: float32: zero, NaN, infinite, or from 2^-LEAST to 2^MOST.
-        scales: extended magnitude bits, for each group.
+        scales: magnitude bits, for each group.
+        in_float64: whether the device has fast float64, in which products are exact. Default False.
     """
+    if in_float64:
+        with jax.enable_x64(True):
+            return float64.narrow(numbers.astype(jnp.float64) * float64.positive(scales))
+    scales = extended(scales, _CARRIER)
     tiny = scales < _BIAS - _TINY << _FRACTION
     lifted = scales - (_CARRIER.tiny_exponent << _FRACTION)
     scale, tiny = materialize_per_group((number_of(_bits.where(tiny, lifted, scales)), tiny))
