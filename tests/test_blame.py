@@ -302,6 +302,7 @@ def test_plot_has_a_bar_for_each_row_and_the_rest() -> None:
     bars, lines = plot.blame(found, title="Drift").axes
     assert len(bars.patches) == len(found.rows)
     assert [patch.get_width() for patch in bars.patches] == pytest.approx([row.contribution for row in found.rows])
+    assert [text.get_text() for text in bars.texts] == [f"{row.contribution:.2g}" for row in found.rows]
     assert len(lines.lines) == 1 + sum(len(row.turns) > 1 for row in found.rows)
     few = plot.blame(found, most=1).axes[0]
     assert few.patches[1].get_width() == pytest.approx(sum(row.contribution for row in found.rows[1:]))

@@ -57,9 +57,13 @@ def methods_of(kind: type) -> dict[str, Any]:
         if owner.__module__.startswith("jchop"):
             found |= {name: value for name, value in vars(owner).items() if not name.startswith("_")}
     plain = (staticmethod, classmethod, property, functools.cached_property)
-    # torch wraps the `step` of an optimizer's class when it makes the first one, and marks what it has wrapped.
-    own = {name: value for name, value in found.items() if not hasattr(value, "hooked")}
-    return {name: value for name, value in own.items() if inspect.isfunction(value) or isinstance(value, plain)}
+    # torch wraps the `step` of an optimizer's class, its own or jchop's, when it makes the first one, and marks it.
+    found = {name: value.__wrapped__ if hasattr(value, "hooked") else value for name, value in found.items()}
+    return {
+        name: value
+        for name, value in found.items()
+        if isinstance(value, plain) or (inspect.isfunction(value) and value.__module__.startswith("jchop"))
+    }
 
 
 @functools.cache

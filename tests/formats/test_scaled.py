@@ -97,6 +97,11 @@ def test_texts(text, fmt):
     assert parse_format(text) == fmt
 
 
+def test_a_notebook_shows_the_ends_of_elements_in_at_most_six_digits():
+    for text, ends in (("mxfp4", "-6 to 6"), ("mxfp8_e4m3", "-448 to 448"), ("mxint8", "-1.98438 to 1.98438")):
+        assert f"from {ends}<" in parse_format(text)._repr_html_()
+
+
 @each("bits", [2, 3, 4, 5, 8, 16])
 @each("signed", [True, False])
 def test_integers_under_a_scale_and_without(bits, signed):

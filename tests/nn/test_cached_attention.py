@@ -100,14 +100,17 @@ def test_it_is_the_attention_that_takes_arrays(kind: str) -> None:
 
 
 def test_a_window_of_a_paged_cache_in_blocks_of_whole_pages() -> None:
-    """Slots 0 to 3 are in no window, and the query at 10 attends to nothing in slots 4 to 7; scores are up to 200."""
+    """Slots 0 to 3 are in no window, and the query at 10 attends to nothing in slots 4 to 7; scores are up to 200.
+
+    Then a window begins before the first slot, and another lies in two blocks.
+    """
     cache, q = filled("paged", "float8_e4m3fn"), normal(5, 2, HEADS * GROUP)
-    where = np.asarray([[9, 10], [-1, -1], [6, -1]])
     options = {"window": 3, "block_size": 5, "scale": 20.0}
-    y = jax.jit(lambda q, cache: jc.dot_product_attention(q, cache, positions=where, **options))(q, cache)
-    expected = in_float64(q, cache, where, True, 3, 20.0)
-    assert np.abs(expected[0]).min() > 0 < np.abs(expected[2, 0]).min()
-    np.testing.assert_allclose(y, expected, rtol=0, atol=1e-4)
+    run = jax.jit(lambda q, cache, where: jc.dot_product_attention(q, cache, positions=where, **options))
+    for where in np.asarray([[[9, 10], [-1, -1], [6, -1]], [[5, 1], [-1, -1], [4, 6]]]):
+        y, expected = run(q, cache, jnp.asarray(where)), in_float64(q, cache, where, True, 3, 20.0)
+        assert np.abs(expected[0]).min() > 0 < np.abs(expected[2, 0]).min()
+        np.testing.assert_allclose(y, expected, rtol=0, atol=1e-4)
 
 
 def test_both_products_have_the_precision_that_is_given() -> None:

@@ -146,6 +146,9 @@ def layers_draw_bits_of_their_own():
     expected = jc.round_to_format(jnp.asarray(array(plain[0].weight)), "e5m1:stochastic", key_of(3, 0, 2, call, 0))  # type: ignore[arg-type]
     assert same_bits(layer.weight, expected)
     assert not torch.equal(layer.weight, layer.weight)  # another draw each time
+    rule = {"*": {"weight": "e5m1:stochastic"}}
+    first, zero = (jc.torch.quantize(model(), rule, **seed)[0].weight for seed in ({}, {"seed": 0}))  # type: ignore[index]
+    assert torch.equal(first, zero)
 
 
 @further
