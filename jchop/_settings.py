@@ -15,11 +15,10 @@ import jax
 from jax.extend.backend import get_compile_options
 
 
-@functools.cache
+@functools.lru_cache(maxsize=1)
 def has_fast_math() -> bool:
     """Whether XLA's flags let it compute sums and products in another order on the CPU."""
-    with jax.ensure_compile_time_eval():
-        jax.numpy.zeros(())  # starts the backend, which reads the flags
+    jax.devices()  # starts the backend, which reads the flags
     options = get_compile_options(num_replicas=1, num_partitions=1).executable_build_options.debug_options
     return options.xla_cpu_enable_fast_math
 

@@ -174,7 +174,7 @@ SOWN: dict[str, tuple[str, str, str]] = {
     ),
     "NNX: a quantized program leaves the state as it was": (
         "jchop/nn/_nnx/programs.py",
-        "nnx.update(self, after)",
+        "nnx.update(model, self.state)",
         "pass",
     ),
     "the packed cache of NNX writes every token at the first place": (

@@ -71,8 +71,8 @@ class Layout:
         laid = reshape(x.transpose(self._order), self.shape(x.shape))
         return laid if rotation is None else rotation.rotate(laid)
 
-    def back(self, laid: Array, shape: Sequence[int]) -> Array:
-        """An array of `shape` from its layout."""
+    def back(self, laid: Any, shape: Sequence[int]) -> Any:
+        """An array of `shape`, of JAX or NumPy, from its layout."""
         order = self._order
         inverse = sorted(range(len(order)), key=order.__getitem__)
         return reshape(laid, [shape[axis] for axis in order]).transpose(inverse)

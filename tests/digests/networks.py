@@ -198,6 +198,16 @@ def states() -> Iterator[Call]:
 
         yield Call(f"nn.{kind} state", state, loose=True)
         yield Call(f"nn.{kind}", lambda k=kind: getattr(jc.nn, k)(jnp.ones(2)).get_value())
+    variable = lambda: jc.nn.QuantizedParam(jc.quantize(f32(coarse("kernel", (32, 8))), "int4(group=8)"))
+    where = jax.sharding.NamedSharding(meshed(4), P("data"))
+    yield Call("nn.QuantizedParam.copy", lambda: [str(leaf.spec) for leaf in jax.tree.leaves(variable().copy(where).get_raw_value())])
+
+    def given() -> Any:
+        changed = variable()
+        changed.set_value(jax.ShapeDtypeStruct((32, 8), jnp.float32, sharding=where))
+        return [(str(leaf.shape), str(leaf.sharding)) for leaf in jax.tree.leaves(changed.get_raw_value())]
+
+    yield Call("nn.QuantizedParam.set_value", given)
 
 
 def saved(save: Callable[[Any], Any], load: Callable[[Any], Any]) -> Any:

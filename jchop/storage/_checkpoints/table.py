@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+from bisect import bisect_left
 from collections import ChainMap
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import islice, takewhile
 from typing import Any
 
 import numpy as np
@@ -95,6 +97,7 @@ class Layout:
             ValueError: for a configuration of weights that are not read.
         """
         entries, config = source.entries, quantization(source)
+        names = sorted(entries)
         _check_config(self.name, config)
         found: dict[str, Weight] = {}
         own = _own_facts(config)
@@ -104,47 +107,51 @@ class Layout:
             name, stem = self.name_of(owner), self.stem(owner)
             try:
                 facts = ChainMap(_record(source, owner)) if self.records else ChainMap(own(owner), config)
-                found[name] = _with_shape(self._weight(owner, entries, facts), source, entries)
+                weight = self._weight(owner, entries, names, facts)
+                found[name] = _with_shape(weight, source, entries)
             except ValueError as error:
                 ends_of = {part for row in self.rows for part in (*row.parts, *row.optional)}
                 lost.setdefault(name, Unread(str(error), [stem + end for end in ends_of if stem + end in entries]))
         used = {name for weight in found.values() for name in weight.names.values()}
         used |= {name for weight in lost.values() for name in weight.tensors}
-        for name in entries:
+        for name in names:
             if self.records and name.endswith("_qdata") and name not in used:
                 why = (
                     f"tensor {shown(name)} is of no weight named '….weight', and {self.name} has only these; {_WAY_OUT}"
                 )
                 stem = name.removesuffix("qdata")
-                lost[name] = Unread(why, [other for other in entries if other.startswith(stem)])
+                lost[name] = Unread(why, list(_starting(names, stem)))
         return found, lost
 
     def _others(self, entries: Mapping[str, Entry], anchors: set[str]) -> dict[str, Unread]:
         """Weights of other layouts, which would be read as if they were not quantized."""
         others = {anchor: name for anchor, name in (_OWNERS | _FOREIGN).items() if anchor not in anchors}
         found: dict[str, Unread] = {}
-        for name in entries:
+        names = sorted(entries)
+        for name in names:
             anchor = next((anchor for anchor in others if ends(name, "", anchor)), None)
             if anchor is not None:
                 why = f"tensor {shown(name)} is of the layout {others[anchor]}, not {self.name}; {_WAY_OUT}"
                 owner, stem = name.removesuffix(anchor).removesuffix("."), name.removesuffix(anchor)
-                own = [other for other in entries if other.startswith(stem) and "." not in other[len(stem) :]]
+                own = [other for other in _starting(names, stem) if "." not in other[len(stem) :]]
                 own = [other for other in [*own, name, owner] if other in entries and not ends(other, "", "bias")]
                 found.setdefault(owner if owner in entries else f"{stem}{WEIGHT}", Unread(why, own))
         return found
 
-    def _weight(self, module: str, entries: Mapping[str, Entry], facts: ChainMap[str, Any]) -> Weight:
+    def _weight(
+        self, module: str, entries: Mapping[str, Entry], names: Sequence[str], facts: ChainMap[str, Any]
+    ) -> Weight:
         stem = self.stem(module)
         for row in self.rows:
             if self.records and row.name != facts.get("_type"):
                 continue
-            names = {part: stem + part for part in (*row.parts, *row.optional) if stem + part in entries}
-            if not set(row.parts) <= set(names):
+            tensors = {part: stem + part for part in (*row.parts, *row.optional) if stem + part in entries}
+            if not set(row.parts) <= set(tensors):
                 continue
-            shape = row.look({part: entries[name] for part, name in names.items()})
+            shape = row.look({part: entries[name] for part, name in tensors.items()})
             if shape is not None:
-                return Weight(row, names, ChainMap(facts["_data"]) if self.records else facts, shape)
-        near = sorted(name for name in entries if name.startswith(stem))[:5]
+                return Weight(row, tensors, ChainMap(facts["_data"]) if self.records else facts, shape)
+        near = list(islice(_starting(names, stem), 5))
         texts = ", ".join(f"{name} {entries[name].dtype}{list(entries[name].shape)}" for name in near)
         raise ValueError(f"the tensors {texts} form no weight of the layout {self.name}; {_WAY_OUT}")
 
@@ -165,6 +172,12 @@ def _with_shape(weight: Weight, source: Shards, entries: Mapping[str, Entry]) ->
         return replace(weight, shape=shape_in(source.read(name)))
     except ValueError as error:
         raise ValueError(f"tensor {shown(name)}: {error}") from None
+
+
+def _starting(names: Sequence[str], stem: str) -> Iterator[str]:
+    """The names that start with a stem, of sorted names."""
+    later = range(bisect_left(names, stem), len(names))
+    return takewhile(lambda name: name.startswith(stem), map(names.__getitem__, later))
 
 
 def ends(name: str, stem: str, anchor: str) -> bool:
