@@ -12,13 +12,13 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
-from jax.extend.backend import get_compile_options
+from jax.extend.backend import get_backend, get_compile_options
 
 
 @functools.lru_cache(maxsize=1)
 def has_fast_math() -> bool:
     """Whether XLA's flags let it compute sums and products in another order on the CPU."""
-    jax.devices()  # starts the backend, which reads the flags
+    get_backend()  # reads the flags when it is first asked for
     options = get_compile_options(num_replicas=1, num_partitions=1).executable_build_options.debug_options
     return options.xla_cpu_enable_fast_math
 
