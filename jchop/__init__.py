@@ -4,26 +4,13 @@ Which values (format), which neighbour (rounding, overflow): each question is an
 `round_to_format` applies the answer, exactly.
 """
 
-from importlib import import_module as _import_module
-from types import ModuleType as _ModuleType
+from typing import TYPE_CHECKING
 
-from jchop import formats, math, storage
-from jchop._attention.attention import dot_product_attention
-from jchop._attention.kv_cache import KVCache
-from jchop._compare import Comparison, compare
-from jchop._emulate import Blame, SignificantDigits, blame, emulate, significant_digits
+from jchop import formats, storage
 from jchop._finfo import finfo
-from jchop._probe import Probe, probe
-from jchop._products.dots import dot, einsum, ragged_dot
-from jchop._products.quantize_fn import quantize_fn
-from jchop._products.rotation import Hadamard
-from jchop._products.rule import Rule
-from jchop._products.scale_from import LSQ, DelayedScaling, MovingAverage
-from jchop._products.scales.sites import Scales
+from jchop._on_demand import on_demand
 from jchop._round.flip import flip_bits
 from jchop._round.round_to_format import random_bits, round_to_format
-from jchop._round_file import round_file
-from jchop._tune import Tuning, tune
 from jchop.accumulation import MatmulSpec, Order
 from jchop.formats import (
     CodebookFormat,
@@ -91,19 +78,41 @@ from jchop.tensor_cores import TENSOR_CORES, TensorCore, tensor_core
 
 __version__ = "0.1.0"
 
-#: Modules that need an extra, or that few need; loaded when first used.
-_ON_DEMAND = ("compat", "distributed", "matlab", "nn", "optim", "plot", "ptq", "sparsity", "study", "torch")
+if TYPE_CHECKING:
+    from jchop import math
+    from jchop._attention.attention import dot_product_attention
+    from jchop._attention.kv_cache import KVCache
+    from jchop._compare import Comparison, compare
+    from jchop._emulate import Blame, SignificantDigits, blame, emulate, significant_digits
+    from jchop._probe import Probe, probe
+    from jchop._products.dots import dot, einsum, ragged_dot
+    from jchop._products.quantize_fn import quantize_fn
+    from jchop._products.rotation import Hadamard
+    from jchop._products.rule import Rule
+    from jchop._products.scale_from import LSQ, DelayedScaling, MovingAverage
+    from jchop._products.scales.sites import Scales
+    from jchop._round_file import round_file
+    from jchop._tune import Tuning, tune
 
-
-def __getattr__(name: str) -> _ModuleType:
-    if name not in _ON_DEMAND:
-        raise AttributeError(f"module 'jchop' has no attribute {name!r}")
-    return _import_module(f"jchop.{name}")
-
-
-def __dir__() -> list[str]:
-    return sorted({*globals(), *_ON_DEMAND})
-
+__getattr__, __dir__ = on_demand(
+    __name__,
+    ("compat", "distributed", "math", "matlab", "nn", "optim", "plot", "ptq", "sparsity", "study", "torch"),
+    {
+        "_attention.attention": ("dot_product_attention",),
+        "_attention.kv_cache": ("KVCache",),
+        "_compare": ("Comparison", "compare"),
+        "_emulate": ("Blame", "SignificantDigits", "blame", "emulate", "significant_digits"),
+        "_probe": ("Probe", "probe"),
+        "_products.dots": ("dot", "einsum", "ragged_dot"),
+        "_products.quantize_fn": ("quantize_fn",),
+        "_products.rotation": ("Hadamard",),
+        "_products.rule": ("Rule",),
+        "_products.scale_from": ("LSQ", "DelayedScaling", "MovingAverage"),
+        "_products.scales.sites": ("Scales",),
+        "_round_file": ("round_file",),
+        "_tune": ("Tuning", "tune"),
+    },
+)
 
 __all__ = [
     "LSQ",

@@ -1,13 +1,22 @@
 """Arrays stored as packed codes and scales, in memory and in files."""
 
+from typing import TYPE_CHECKING
+
+from jchop._on_demand import on_demand
 from jchop.storage._array import QArray
-from jchop.storage._checkpoints.public import load_checkpoint, save_checkpoint
 from jchop.storage._half_quadratic import fit_half_quadratic
 from jchop.storage._quantize import dequantize, fit_scale, quantize
 from jchop.storage._qwix import from_qwix, to_qwix
 from jchop.storage._save import load_safetensors, save_safetensors
 from jchop.storage._sharding import shardings
 from jchop.storage._tree import dequantize_params
+
+if TYPE_CHECKING:
+    from jchop.storage._checkpoints.public import load_checkpoint, save_checkpoint
+
+__getattr__, __dir__ = on_demand(__name__, (), {"storage._checkpoints.public": ("load_checkpoint", "save_checkpoint")})
+    __name__, dict.fromkeys(("load_checkpoint", "save_checkpoint"), "jchop.storage._checkpoints.public")
+)
 
 __all__ = [
     "QArray",

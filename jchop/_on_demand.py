@@ -1,0 +1,38 @@
+"""Names of a package that are loaded when first used."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from importlib import import_module
+from typing import Any
+
+
+def on_demand(
+    package: str, modules: Sequence[str], names: Mapping[str, Sequence[str]]
+) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
+    """The functions ``__getattr__`` and ``__dir__`` of a package with names that are loaded when first used.
+
+    The core has no import of a wing: its packages say by a text where such a name stands.
+
+    Args:
+        package: its name.
+        modules: the names of its modules.
+        names: for each other module, relative to jchop, the names that the package has from it.
+
+    Raises:
+        AttributeError: by the first function, for a name that the package has not.
+    """
+    homes = {name: home for home, own in names.items() for name in own}
+
+    def load(name: str) -> Any:
+        if name in homes:
+            value = getattr(import_module(f"jchop.{homes[name]}"), name)
+        elif name in modules:
+            value = import_module(f"{package}.{name}")
+        else:
+            raise AttributeError(f"module {package!r} has no attribute {name!r}")
+        setattr(sys.modules[package], name, value)
+        return value
+
+    return load, lambda: sorted({*vars(sys.modules[package]), *homes, *modules})
