@@ -18,7 +18,7 @@ def on_demand(
     Args:
         package: its name.
         modules: the names of its modules.
-        names: for each other module, relative to jchop, the names that the package has from it.
+        names: for each other module the names that the package has from it.
 
     Raises:
         AttributeError: by the first function, for a name that the package has not.
@@ -27,7 +27,7 @@ def on_demand(
 
     def load(name: str) -> Any:
         if name in homes:
-            value = getattr(import_module(f"jchop.{homes[name]}"), name)
+            value = getattr(import_module(homes[name]), name)
         elif name in modules:
             value = import_module(f"{package}.{name}")
         else:

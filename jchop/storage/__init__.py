@@ -14,8 +14,8 @@ from jchop.storage._tree import dequantize_params
 if TYPE_CHECKING:
     from jchop.storage._checkpoints.public import load_checkpoint, save_checkpoint
 
-__getattr__, __dir__ = on_demand(__name__, (), {"storage._checkpoints.public": ("load_checkpoint", "save_checkpoint")})
-    __name__, dict.fromkeys(("load_checkpoint", "save_checkpoint"), "jchop.storage._checkpoints.public")
+__getattr__, __dir__ = on_demand(
+    __name__, (), {"jchop.storage._checkpoints.public": ("load_checkpoint", "save_checkpoint")}
 )
 
 __all__ = [
