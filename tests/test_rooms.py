@@ -1,7 +1,7 @@
-"""The floors: a file of jchop imports only what stands above it in the table below, or what lies in its own folder.
+"""The rooms: a file of jchop imports only from rooms before its own, and the core imports no wing.
 
 docs/design.md says why. Imports inside functions count like any other; so do those under TYPE_CHECKING, except of other
-packages, which then are not needed to run.
+packages, which then are not needed to run. The `__init__` of a package may name what it loads when first used.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import ast
 import collections
 import functools
 import re
+import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -17,62 +18,49 @@ from typing import TypeGuard
 
 PACKAGE = Path(__file__).resolve().parents[1] / "jchop"
 
-# One line for each file or folder at the root of the package: (floor, name). Within a floor a line may import from the
-# lines before it, except on SIBLING_FLOOR. A new file has to be given its place here.
-FLOORS: list[tuple[int, str]] = [
-    (1, "_checks"),
-    (1, "_decibels"),
-    (1, "rounding"),
-    (1, "_files"),
-    (1, "_paths"),
-    (1, "_bits"),
-    (1, "_settings"),
-    (1, "_text"),
-    (2, "formats"),
-    (2, "spec"),
-    (2, "_finfo"),
-    (2, "accumulation"),
-    (2, "tensor_cores"),
-    (3, "gradients"),
-    (4, "_core"),
-    (5, "_kernels"),
-    (6, "_arguments"),
-    (6, "_round"),
-    (6, "_linalg"),
-    (6, "_program"),
-    (7, "storage"),
-    (7, "_round_file"),
-    (7, "_emulate"),
-    (7, "sparsity"),
-    (8, "math"),
-    (8, "optim"),
-    (8, "distributed"),
-    (8, "matlab"),
-    (8, "plot"),
-    (9, "_tune"),
-    (9, "_products"),
-    (9, "_attention"),
-    (9, "ptq"),
-    (9, "torch"),
-    (9, "nn"),
-    (9, "_compare"),
-    (9, "_probe"),
-    (10, "compat"),
-    (10, "study"),
-    (10, "_cli"),
-    (10, "__main__"),
-    (11, "__init__"),  # the public face: names and nothing else, so nothing below imports it
-]
-SIBLING_FLOOR = 8
-# The rooms of the core, in order; the bodies of operations stand beside them, on top, and BELOW_ROOMS beneath.
-BELOW_ROOMS = ("sizes", "xla_cpu", "xla_gpu")
-ROOMS = ["rounding", "arithmetic", "elementary", "scaled", "scaled_float32"]
+# In order: a file imports from rooms before its own. A new room has to be given its place here.
+CORE = (
+    "_common",
+    "formats",
+    "_spec",
+    "_core",
+    "_kernels",
+    "_round",
+    "storage",
+    "_program",
+    "_emulate",
+    "math",
+    "sparsity",
+    "_quantized",
+    "optim",
+    "torch",
+    "nn",
+)
+# A wing imports the core, and the wings that are named here.
+WINGS: dict[str, set[str]] = {
+    "distributed": set(),
+    "_serving": set(),
+    "_checkpoints": set(),
+    "matlab": set(),
+    "compat": set(),
+    "_insight": {"plot"},  # a report draws itself
+    "plot": {"_insight"},
+    "ptq": {"plot"},
+    "study": {"plot"},
+    "_cli": {"_checkpoints", "_insight", "plot", "ptq", "study"},
+    "__main__": {"_cli"},
+}
+# The rooms of the core of the core, in order; bodies of operations stand on top of them.
+CORE_ROOMS = ("xla", "rounding", "arithmetic", "matmul", "elementary", "scaled", "scaled_float32")
 MOST_FILES = 17  # in a folder
+MOST_MODULES = 120  # loaded by `import jchop`
+# Names that several files define for themselves: aliases of types, and type variables.
+SHARED_NAMES = {"Array"}
 
 # What the hard dependencies are, and where each of the others may be imported.
 EVERYWHERE = {"jax", "jaxlib", "ml_dtypes", "numpy"}
 ONLY_IN: dict[str, set[str]] = {
-    "flax": {"nn", "study"},
+    "flax": {"nn", "study", "ptq", "_checkpoints", "_insight"},
     "optax": {"optim", "study"},
     "matplotlib": {"plot"},
     "sklearn": {"study"},
@@ -82,7 +70,7 @@ ONLY_IN: dict[str, set[str]] = {
     "dask": set(),
     "equinox": {"nn"},
 }
-NO_JAX = {"rounding", "_checks", "formats", "spec", "accumulation", "tensor_cores"}
+NO_JAX = {"formats", "_spec"}
 
 # Only this file asks what device it is on.
 DEVICE_FILE = "_kernels.primitive"
@@ -101,11 +89,10 @@ FILES = {
     ".".join(path.relative_to(PACKAGE).with_suffix("").parts).removesuffix(".__init__"): path
     for path in sorted(PACKAGE.rglob("*.py"))
 }
-PLACES = {name: (floor, order) for order, (floor, name) in enumerate(FLOORS)}
 
 
 def place_of(module: str) -> str:
-    """The line of FLOORS that a module (its dotted name below jchop) belongs to."""
+    """The room of a module, by its dotted name below jchop."""
     return module.split(".")[0]
 
 
@@ -152,11 +139,11 @@ def _imported_names(module: str) -> Iterator[tuple[int, str]]:
         elif isinstance(node, ast.ImportFrom):
             base = absolute(module, node)
             yield from ((node.lineno, f"{base}.{alias.name}") for alias in node.names)
-        elif isinstance(node, ast.Call) and called(node) in {"importlib.import_module", "__import__"}:
+        elif isinstance(node, ast.Call) and called(node) in {"importlib.import_module", "import_module", "__import__"}:
             name = node.args[0]
             if isinstance(name, ast.Constant):
                 yield node.lineno, re.sub(r"^\.+", "jchop.", str(name.value))
-            elif module != "__init__":  # only the public face may work out what it loads on first use
+            elif module != "_common.on_demand":  # the only file that works out what it loads
                 yield node.lineno, f"<{ast.unparse(name)}>"
 
 
@@ -202,30 +189,94 @@ def where(module: str, line: int) -> str:
 
 
 def fault_of(source: str, target: str) -> str | None:
-    """What is wrong with an arrow between two files in different places; None where it points down."""
-    (from_floor, from_order), (to_floor, to_order) = PLACES[place_of(source)], PLACES[place_of(target)]
-    if to_floor > from_floor:
-        return f"floor {from_floor} imports from floor {to_floor}"
-    if to_floor == from_floor == SIBLING_FLOOR:
-        return f"siblings on floor {SIBLING_FLOOR} do not import each other"
-    if to_order > from_order:
-        return f"{place_of(target)} stands after {place_of(source)} on floor {to_floor}"
-    return None
+    """What is wrong with an import between two files in different rooms; None if nothing is."""
+    room, other = place_of(source), place_of(target)
+    if other == "__init__":
+        return "nothing imports the public face"
+    if room in CORE:
+        if other not in CORE:
+            return "the core imports a wing"
+        return None if CORE.index(other) < CORE.index(room) else f"{other} stands after {room}"
+    return None if other in CORE or other in WINGS[room] else "wings do not import each other"
+
+
+def is_face(module: str) -> bool:
+    """Whether a module gives the names of others."""
+    return module == "__init__" or is_package(module)
 
 
 def test_every_file_has_a_place() -> None:
-    homeless = [str(path) for module, path in FILES.items() if place_of(module) not in PLACES]
-    assert not homeless, f"no line in FLOORS says on which floor these stand: {homeless}"
+    homeless = [str(path) for module, path in FILES.items() if place_of(module) not in {*CORE, *WINGS, "__init__"}]
+    assert not homeless, f"neither CORE nor WINGS has these: {homeless}"
 
 
-def test_imports_point_down() -> None:
+def test_imports_come_from_rooms_before() -> None:
     faults = [
         f"{where(module, line)} imports {target}: {fault}"
         for module in FILES
         for line, target in arrows(module)
+        if module != "__init__" and not (is_face(module) and line in annotation_lines(module))
         if place_of(target) != place_of(module) and (fault := fault_of(module, target))
     ]
     assert not faults, "\n".join(faults)
+
+
+def test_no_two_folders_import_each_other() -> None:
+    pairs: dict[tuple[Path, Path], list[str]] = collections.defaultdict(list)
+    for module in FILES:
+        for line, target in () if is_face(module) else arrows(module):
+            folders = FILES[module].parent, FILES[target].parent
+            if PACKAGE not in folders and folders[0] != folders[1]:
+                pairs[folders].append(f"{where(module, line)} imports {target}")
+    faults = [fault for pair in pairs if pair[::-1] in pairs for fault in pairs[pair]]
+    assert not faults, "\n".join(faults)
+
+
+def defined_names(module: str) -> Iterator[str]:
+    """The functions, classes and constants that a file defines at module level."""
+    for node in tree_of(module).body:
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+            yield node.name
+        targets = node.targets if isinstance(node, ast.Assign) else [node.target] if isinstance(node, ast.AnnAssign) else []
+        for target in targets:
+            yield from (part.id for part in ast.walk(target) if isinstance(part, ast.Name))
+
+
+def test_a_name_stands_once() -> None:
+    homes: dict[str, set[str]] = collections.defaultdict(set)
+    for module in FILES:
+        for name in defined_names(module):
+            if not name.startswith("__"):
+                homes[name].add(module)
+    doubles = {name: sorted(modules) for name, modules in homes.items() if len(modules) > 1}
+    assert {name: modules for name, modules in doubles.items() if name not in SHARED_NAMES} == {}
+    assert set(doubles) >= SHARED_NAMES and len(SHARED_NAMES) <= 40
+
+
+def test_import_is_light() -> None:
+    program = "import sys, jchop; print(sum(name.split('.')[0] == 'jchop' for name in sys.modules))"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert int(done.stdout) <= MOST_MODULES
+
+
+def test_what_is_loaded_later_is_what_checkers_see() -> None:
+    """A package that loads names when first used imports the same names for type checkers."""
+    for module in (module for module in FILES if is_face(module)):
+        calls = [node for node in nodes_of(module) if isinstance(node, ast.Call) and called(node) == "on_demand"]
+        for call in calls:
+            names = {home: list(own) for home, own in ast.literal_eval(call.args[2]).items()}
+            seen: dict[str, list[str]] = collections.defaultdict(list)
+            for node in nodes_of(module):
+                if isinstance(node, ast.ImportFrom) and node.lineno in annotation_lines(module):
+                    seen[node.module or ""] += [alias.name for alias in node.names]
+            own = "jchop" if module == "__init__" else f"jchop.{module}"
+            assert {home: sorted(own) for home, own in names.items()} == {
+                home: sorted(own) for home, own in seen.items() if home != own_name(module)
+            }, own
+
+
+def own_name(module: str) -> str:
+    return "jchop" if module == "__init__" else f"jchop.{module}"
 
 
 def test_no_circle() -> None:
@@ -245,13 +296,11 @@ def test_no_circle() -> None:
 
 
 def room_of(module: str) -> int | None:
-    """The number of a core file's room; -1 below the rooms, the last for bodies. None for other files and packages."""
+    """The number of a core file's room, and the last for bodies. None for other files and packages."""
     parts = module.split(".")
     if parts[0] != "_core" or is_package(module):
         return None
-    if parts[1] in BELOW_ROOMS:
-        return -1
-    return ROOMS.index(parts[1]) if len(parts) > 2 else len(ROOMS)
+    return CORE_ROOMS.index(parts[1]) if len(parts) > 2 else len(CORE_ROOMS)
 
 
 def private_names(module: str, tree: ast.Module) -> Iterator[str]:
@@ -283,7 +332,7 @@ def test_private_names_stay_in_their_file() -> None:
 
 
 # Where modes are told apart: the definition, the tables, and a short cut that needs tables of its own.
-MODES_IN = {"rounding", "_core.rounding.modes", "_core.scaled_float32.integers"}
+MODES_IN = {"formats.rounding", "_core.rounding.modes", "_core.scaled_float32.integers"}
 
 
 def test_rounding_modes_are_told_apart_in_one_table() -> None:
@@ -291,7 +340,7 @@ def test_rounding_modes_are_told_apart_in_one_table() -> None:
     named = {
         module: {node.attr for node in nodes_of(module) if is_mode(node)} - {"NEAREST_EVEN"}
         for module in FILES
-        if place_of(module) in ("_core", "_kernels", "rounding", "formats", "_linalg", "math", "storage", "_emulate")
+        if place_of(module) in ("_core", "_kernels", "formats", "math", "storage", "_emulate")
     }
     assert {module for module, modes in named.items() if len(modes) > 3} == MODES_IN
 
@@ -309,7 +358,7 @@ def test_rooms_of_the_core_have_an_order() -> None:
     ]
     assert not faults, "\n".join(faults)
     rooms = [path for path in (PACKAGE / "_core").iterdir() if path.is_dir() and path.name != "__pycache__"]
-    assert {path.name for path in rooms} == set(ROOMS)
+    assert {path.name for path in rooms} == set(CORE_ROOMS)
 
 
 def test_no_folder_is_large() -> None:
@@ -370,13 +419,11 @@ def test_one_file_asks_for_devices() -> None:
     assert not faults, "\n".join(faults)
 
 
-def test_the_design_page_names_every_place() -> None:
+def test_the_design_page_names_every_room() -> None:
     page = (PACKAGE.parent / "docs/design.md").read_text(encoding="utf-8")
-    table = [line for line in page.splitlines() if re.match(r"\| \d", line)]
-    for floor, name in FLOORS:
-        rows = [line for line in table if re.search(rf"`{name}(\.py|/)`", line)]
-        assert len(rows) == 1, name
-        assert rows[0].startswith(f"| {floor} |"), rows[0]
+    rooms = [match[1] for line in page.splitlines() if (match := re.match(r"\| `(\w+)(?:/|\.py)` \|", line))]
+    places = {place_of(module) for module in FILES} - {"__init__"}
+    assert [room for room in rooms if room in places] == [room for room in (*CORE, *WINGS) if room in places]
 
 
 def test_the_design_page_names_files_that_exist() -> None:
@@ -390,23 +437,12 @@ def test_the_design_page_names_files_that_exist() -> None:
 
 
 def test_the_checks_see_what_they_should() -> None:
-    """The table itself: names once, floors in order, and arrows in both directions judged as docs/design.md says."""
-    assert len(PLACES) == len(FLOORS)
-    assert [floor for floor, _ in FLOORS] == sorted(floor for floor, _ in FLOORS)
-    assert fault_of("_round", "formats._float") is None
-    assert fault_of("spec", "formats") is None
-    assert "imports from floor" in str(fault_of("rounding", "spec"))
-    assert "stands after" in str(fault_of("formats._text", "spec"))
-    assert "siblings" in str(fault_of("plot", "math"))
-    assert "imports from floor" in str(fault_of("study._train", "__init__"))
-    assert inner("jchop.formats._float.FloatFormat") == "formats._float"
-    assert inner("jchop.round_to_format") == "__init__"
-    assert inner("numpy.random") is None
-    taken = "from jchop import _bits\nfrom jchop._bits import _a, b\nimport jchop._finfo\nimport torch\n"
-    taken += "_bits._c, _bits.d, jchop._finfo._e, jchop._finfo.f, torch._g, jchop.formats._base"
-    assert sorted(fault.split()[-1].split(".")[-1] for fault in private_names("_round.flip", ast.parse(taken))) == [
-        "_a",
-        "_c",
-        "_e",
-    ]
-    assert room_of("_core.xla_cpu") == -1
+    """The tables themselves, and imports in both directions judged as docs/design.md says."""
+    assert len({*CORE, *WINGS}) == len(CORE) + len(WINGS)
+    assert fault_of("_round.flip", "formats._float") is None
+    assert fault_of("_spec.spec", "formats") is None
+    assert "stands after" in str(fault_of("formats.rounding", "_spec.spec"))
+    assert "imports a wing" in str(fault_of("nn.linen", "ptq"))
+    assert "wings do not" in str(fault_of("compat.piquant", "plot"))
+    assert fault_of("_insight.compare.compare", "plot") is None
+    assert "public face" in str(fault_of("plot", "__init__"))
