@@ -59,10 +59,10 @@ def check_bool(name: str, value: object) -> bool:
     return value
 
 
-def check_choice(name: str, value: object, allowed: tuple[str, ...]) -> str:
-    """`value`, which must be one of the `allowed` texts."""
-    if not isinstance(value, str) or value not in allowed:
-        raise ValueError(f"{name}={value!r} must be one of {', '.join(map(repr, allowed))}")
+def check_choice(name: str, value: object, choices: tuple[str, ...]) -> str:
+    """`value`, which must be one of the texts of `choices`."""
+    if not isinstance(value, str) or value not in choices:
+        raise ValueError(f"{name}={value!r} must be one of {', '.join(map(repr, choices))}")
     return value
 
 
@@ -130,6 +130,6 @@ def split_outside(text: str, separators: str) -> list[str]:
 def close_to(text: str, names: Iterable[str]) -> str:
     """The part of an error that suggests up to three of `names` for a misspelt `text`; empty if none is close."""
     text, names = text.strip()[:64], list(dict.fromkeys(names))
-    holding = [name for name in names if len(text) > 2 and text in name]
-    near = dict.fromkeys([*holding, *difflib.get_close_matches(text, names, n=3)])
-    return f"; close: {', '.join(list(near)[:3])}" if near else ""
+    containing = [name for name in names if len(text) > 2 and text in name]
+    suggestions = dict.fromkeys([*containing, *difflib.get_close_matches(text, names, n=3)])
+    return f"; close: {', '.join(list(suggestions)[:3])}" if suggestions else ""

@@ -111,14 +111,14 @@ def one_writer(folder: Path) -> Iterator[None]:
         OSError: if the folder cannot be made.
         ValueError: if another process, or another thread, writes to the folder.
     """
-    made = [place for place in (folder, *folder.parents) if not place.exists()]
+    new_folders = [place for place in (folder, *folder.parents) if not place.exists()]
     folder.mkdir(parents=True, exist_ok=True)
     try:
         with _locked(folder):
             yield
     except BaseException:
         with suppress(OSError):
-            for place in made:
+            for place in new_folders:
                 place.rmdir()
         raise
 
@@ -135,10 +135,10 @@ def _locked(folder: Path) -> Iterator[None]:
     try:
         try:
             flock(descriptor, LOCK_EX | LOCK_NB)
-            taken = not os.path.samestat(os.fstat(descriptor), os.stat(path))  # by one that had it, and removed it
+            is_busy = not os.path.samestat(os.fstat(descriptor), os.stat(path))  # by one that had it, and removed it
         except OSError as error:
-            taken = error.errno in (errno.EWOULDBLOCK, errno.EACCES, errno.ENOENT)
-        if taken:
+            is_busy = error.errno in (errno.EWOULDBLOCK, errno.EACCES, errno.ENOENT)
+        if is_busy:
             raise ValueError(f"{folder} is being written by another call: wait for its end, or write to another folder")
         try:
             yield
@@ -171,7 +171,7 @@ def remove_parts(folder: Path, names: Iterable[str]) -> None:
     """Removes the files that killed processes left behind in `write_atomically` of these names in a folder."""
     stems = {_part_stem(name) for name in names}
     for path in folder.iterdir():
-        if (found := _PART.fullmatch(path.name)) and found[1] in stems:
+        if (match := _PART.fullmatch(path.name)) and match[1] in stems:
             path.unlink(missing_ok=True)
 
 

@@ -68,8 +68,8 @@ def _report(reports: Sequence[Report]) -> list[tuple[str, ...]]:
         ("tensor", "shape", "from", "to", "bytes before", "bytes after", "SNR dB", "max error", "note")
     ]
     for report in reports:
-        known = not (report.copied or math.isnan(report.sqnr))
-        errors = (_decibels(report.sqnr), f"{report.largest:.3g}") if known else ("-", "-")
+        has_errors = not (report.copied or math.isnan(report.sqnr))
+        errors = (_decibels(report.sqnr), f"{report.largest:.3g}") if has_errors else ("-", "-")
         sizes = (f"{report.before:,}", f"{report.after:,}")
         rows.append(
             (report.name, _shape(report.shape), report.dtype, report.to, *sizes, *errors, counted(report.fates))
@@ -80,18 +80,18 @@ def _report(reports: Sequence[Report]) -> list[tuple[str, ...]]:
 
 
 def _contents(file: TensorFile) -> list[tuple[str, ...]]:
-    described = described_in(file)
-    owners = {part: name for name, fields in described.items() for part in part_names(name, fields)}
+    fields_by_name = described_in(file)
+    owners = {part: name for name, fields in fields_by_name.items() for part in part_names(name, fields)}
     rows: list[tuple[str, ...]] = [("tensor", "shape", "dtype", "bytes", "bits", "stored as")]
-    shown: set[str] = set()
+    row_owners: set[str] = set()
     for name, entry in file.entries.items():
         owner = owners.get(name)
         if owner is None:
             bits = bits_of(entry.nbytes, entry.shape)
             rows.append((name, _shape(entry.shape), entry.dtype.name, f"{entry.nbytes:,}", bits, "-"))
-        elif owner not in shown:
-            shown.add(owner)
-            fields = described[owner]
+        elif owner not in row_owners:
+            row_owners.add(owner)
+            fields = fields_by_name[owner]
             parts = [file.entries[part] for part in part_names(owner, fields)]
             shape = parts[0].shape[:-1] + (() if fields["size"] is None else (fields["size"],))
             size = sum(part.nbytes for part in parts)

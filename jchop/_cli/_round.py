@@ -105,16 +105,18 @@ def _round_numbers(options: argparse.Namespace, spec: Spec, key: Any) -> None:
     element = _element(spec)
     exactly = options.carrier is None and element is not None and element.bits <= _NARROW
     values = _carried([number.exact for number in numbers], options.carrier or "float64", exactly)
-    rounded = round_to_format(values, spec, key)
+    results = round_to_format(values, spec, key)
     if options.out:
-        write_atomically(options.out, lambda file: np.save(file, rounded, allow_pickle=False))
-    rows = _comparison(numbers, values, rounded, element)
+        write_atomically(options.out, lambda file: np.save(file, results, allow_pickle=False))
+    rows = _comparison(numbers, values, results, element)
     if options.json:
-        found = [
+        entries = [
             dict(zip(_HEAD, (_number(n.exact, text), plain(float(x)), code, bits, *map(_exact, errors)), strict=True))
             for n, (text, x, code, bits, *errors) in zip(numbers, rows, strict=True)
         ]
-        print(json.dumps({"to": str(spec), "carrier": str(values.dtype), "numbers": found}, indent=1, allow_nan=False))
+        print(
+            json.dumps({"to": str(spec), "carrier": str(values.dtype), "numbers": entries}, indent=1, allow_nan=False)
+        )
         return
     print(f"to {spec}, carrier {values.dtype}")
     cells = [
@@ -214,10 +216,10 @@ _HEAD = ("value", "rounded", "code", "binary", "abs. error", "rel. error")
 
 
 def _comparison(
-    typed: list[_Typed], values: np.ndarray, rounded: np.ndarray, fmt: ElementFormat | None
+    numbers: list[_Typed], values: np.ndarray, results: np.ndarray, fmt: ElementFormat | None
 ) -> Iterator[tuple[Any, ...]]:
     """The cells of each number under `_HEAD`; None for those that it lacks."""
-    for number, value, result in zip(typed, values, rounded, strict=True):
+    for number, value, result in zip(numbers, values, results, strict=True):
         code = None if fmt is None else fmt.code_of(float(result))
         bits = (None, None) if fmt is None or code is None else (hexadecimal(fmt, code), binary(fmt, code))
         yield (_as_typed(number, value), result, *bits, *_exact_errors(number.exact, float(result)))
@@ -287,11 +289,11 @@ def _round_file(options: argparse.Namespace, spec: Spec, key: Any) -> None:
             raise ValueError(f"{path} holds {file.dtype}; pass --carrier float64 to convert it")
         summary = _Summary(_element(spec))
         bar = Percents("round") if file.size * file.dtype.itemsize > _CHUNK else lambda *_: None
-        rounded = Rounded.of(file, spec, key, _CHUNK, lambda done, total: bar(path.name, done, total))
+        chunks = Rounded.of(file, spec, key, _CHUNK, lambda count, total: bar(path.name, count, total))
         if options.out:
-            write_atomically(options.out, lambda out: rounded.write(out, summary.see))
+            write_atomically(options.out, lambda out: chunks.write(out, summary.see))
         else:
-            for pair in rounded:
+            for pair in chunks:
                 summary.see(*pair)
         if options.json:
             facts = {"to": str(spec), "carrier": str(file.dtype), "shape": list(file.shape)}
@@ -306,11 +308,11 @@ class _Summary:
     """Statistics of an array that is rounded chunk by chunk; a complex number counts once, by either of its parts."""
 
     fmt: ElementFormat | None
-    changed: int = 0
+    changes: int = 0
     absolute: float = 0.0
     relative: float = 0.0
-    lost: int = 0
-    saturated: int = 0
+    overflows: int = 0
+    saturations: int = 0
     underflows: int = 0
     infinities: int = 0
     infinities_to_nan: int = 0
@@ -318,23 +320,23 @@ class _Summary:
     nans: int = 0
     nans_to_finite: int = 0
 
-    def see(self, values: np.ndarray, rounded: np.ndarray) -> None:
+    def see(self, values: np.ndarray, results: np.ndarray) -> None:
         """Adds a chunk."""
-        exact, result = (_real_parts(x).astype(np.float64) for x in (values, rounded))
+        exact, result = (_real_parts(x).astype(np.float64) for x in (values, results))
         finite, infinite, nan = np.isfinite(exact), np.isinf(exact), np.isnan(exact)
-        stays, lost = np.isfinite(result), finite & ~np.isfinite(result)
-        self.changed += _count((exact != result) & ~(nan & np.isnan(result)))
-        self.lost += _count(lost)
+        stays, overflows = np.isfinite(result), finite & ~np.isfinite(result)
+        self.changes += _count((exact != result) & ~(nan & np.isnan(result)))
+        self.overflows += _count(overflows)
         if self.fmt is not None:
             outside = finite & ((exact > _float(self.fmt.max, odd=False)) | (exact < _float(self.fmt.min, odd=False)))
-            self.saturated += _count(outside & ~lost)
+            self.saturations += _count(outside & ~overflows)
         self.underflows += _count(finite & (exact != 0) & (result == 0))
         self.infinities += _count(infinite)
         self.infinities_to_nan += _count(infinite & np.isnan(result))
         self.infinities_to_finite += _count(infinite & stays)
         self.nans += _count(nan)
         self.nans_to_finite += _count(nan & stays)
-        exact, result = exact[finite & ~lost], result[finite & ~lost]
+        exact, result = exact[finite & ~overflows], result[finite & ~overflows]
         with np.errstate(invalid="ignore", divide="ignore", over="ignore"):
             absolute = np.abs(result - exact)
             relative = absolute / np.abs(exact)
@@ -344,11 +346,11 @@ class _Summary:
     def as_dict(self) -> dict[str, Any]:
         """The statistics; overflows are those of finite numbers, by their result, not finite or finite."""
         return {
-            "changed": self.changed,
+            "changed": self.changes,
             "largest absolute error": self.absolute,
             "largest relative error": self.relative,
-            "overflows": self.lost,
-            "saturated": self.saturated,
+            "overflows": self.overflows,
+            "saturated": self.saturations,
             "underflows": self.underflows,
             "infinities": self.infinities,
             "infinities to nan": self.infinities_to_nan,
@@ -359,13 +361,13 @@ class _Summary:
 
     def text(self, shape: tuple[int, ...]) -> str:
         """The table of the statistics."""
-        but = " (overflows apart)" if self.lost else ""
+        but = " (overflows apart)" if self.overflows else ""
         rows = [
             ("elements", f"{math.prod(shape)}, shape {shape}"),
-            ("changed", str(self.changed)),
+            ("changed", str(self.changes)),
             ("largest abs. error", short(self.absolute) + but),
             ("largest rel. error", short(self.relative) + but),
-            ("finite overflows", f"{self.lost} to inf or nan, {self.saturated} to a finite value"),
+            ("finite overflows", f"{self.overflows} to inf or nan, {self.saturations} to a finite value"),
             ("underflows", f"{self.underflows} to zero"),
             (
                 "inf in the input",

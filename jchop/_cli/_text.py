@@ -79,8 +79,8 @@ class Percents:
         self._stage, self._percent = stage, 0
         self._bar = ProgressBar(sys.stderr) if sys.stderr is not None else None  # None: the shell has closed it
 
-    def __call__(self, name: str, done: int, total: int) -> None:
-        now = 100 * done // total if total else 100
+    def __call__(self, name: str, count: int, total: int) -> None:
+        now = 100 * count // total if total else 100
         for percent in range(self._percent + 1, now + 1):
             if self._bar is not None:
                 self._bar(self._stage, percent, 100, printable(name))

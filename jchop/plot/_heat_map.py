@@ -117,8 +117,8 @@ def _draw_panel(figure: Figure, axes: Axes, panel: Panel, rows: Sequence[str], c
 def _scale(panel: Panel, values: np.ndarray) -> Any:
     from matplotlib.colors import LogNorm, Normalize
 
-    known = values[np.isfinite(values) & ((values > 0) | (not panel.log))]
-    low, high = (known.min(), known.max()) if known.size else (1.0, 1.0)
+    finite = values[np.isfinite(values) & ((values > 0) | (not panel.log))]
+    low, high = (finite.min(), finite.max()) if finite.size else (1.0, 1.0)
     high = min(high, panel.ceiling)
     if low >= high:
         low, high = (low / 2, low * 2) if panel.log else (low - 1, low + 1)
