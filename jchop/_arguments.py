@@ -236,9 +236,9 @@ def has_tracer(tree: Any) -> bool:
 def check_key(name: str, key: Any) -> None:
     """Refuses a value that is not one typed key."""
     if not (isinstance(key, Array) and jnp.issubdtype(key.dtype, jax.dtypes.prng_key)):
-        got = f"an array of dtype {key.dtype}" if isinstance(key, Array) else repr(key)
+        text = f"an array of dtype {key.dtype}" if isinstance(key, Array) else repr(key)
         raise TypeError(
-            f"{name}={got} must be a typed key, as jax.random.key(0) gives (jax.random.wrap_key_data makes one of "
+            f"{name}={text} must be a typed key, as jax.random.key(0) gives (jax.random.wrap_key_data makes one of "
             "raw words)"
         )
     if key.shape != ():

@@ -79,7 +79,7 @@ class Carrier:
         return bits if exact and bits < self.inf else None
 
     def ceil_bits(self, value: Fraction) -> int:
-        """Ordered integer (see `ordered`) of the smallest carrier value >= value."""
+        """Ordered integer (see `ordered_integers`) of the smallest carrier value >= value."""
         bits, exact = self.toward_zero(value)
         return -bits if value < 0 else bits if exact else bits + 1
 
@@ -104,7 +104,7 @@ def split(x: jax.Array, carrier: Carrier) -> tuple[jax.Array, jax.Array]:
 
 
 def join(sign: jax.Array, magnitude: jax.Array, carrier: Carrier) -> jax.Array:
-    """The carrier values of sign bits and magnitudes, the inverse of `split`."""
+    """The carrier values of sign bits and magnitudes, the inverse of `split_sign`."""
     bits = sign | magnitude
     if carrier.width == 16:
         bits = bits.astype(jnp.uint16)

@@ -12,17 +12,17 @@ import numpy as np
 
 def check_int(name: str, value: object, low: int | None = None, high: int | None = None) -> int:
     """`value` as an int within [low, high]; booleans are refused."""
-    span = "an integer"
+    expectation = "an integer"
     if low is not None:
-        span += f" >= {low}" if high is None else f" from {low} to {high}"
+        expectation += f" >= {low}" if high is None else f" from {low} to {high}"
     try:
         number = operator.index(value)  # type: ignore[arg-type]
     except TypeError:
-        raise TypeError(f"{name}={value!r} must be {span}") from None
+        raise TypeError(f"{name}={value!r} must be {expectation}") from None
     if isinstance(value, bool):
-        raise TypeError(f"{name}={value!r} must be {span}")
+        raise TypeError(f"{name}={value!r} must be {expectation}")
     if (low is not None and number < low) or (high is not None and number > high):
-        raise ValueError(f"{name}={value!r} must be {span}")
+        raise ValueError(f"{name}={value!r} must be {expectation}")
     return number
 
 

@@ -69,23 +69,23 @@ def new_file(path: Path, token: str | None = None, most: int = 0o777) -> Iterato
 
     Args:
         path: path of the file.
-        token: of the name of the new file, which `part_of` has. Default: random.
+        token: of the name of the new file, which `part_path` has. Default: random.
         most: as in `write_atomically`.
     """
-    old = path.stat().st_mode if path.exists() else None
-    if old is not None and not stat.S_ISREG(old):
+    old_mode = path.stat().st_mode if path.exists() else None
+    if old_mode is not None and not stat.S_ISREG(old_mode):
         raise ValueError(f"{path} is not a regular file, and cannot be replaced by one")
     part = part_of(path, secrets.token_hex(8) if token is None else token)
-    fresh = os.O_RDWR | os.O_CREAT | os.O_EXCL | _flags("O_NOFOLLOW", "O_CLOEXEC", "O_BINARY")
+    flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | _flags("O_NOFOLLOW", "O_CLOEXEC", "O_BINARY")
     try:
         # The umask can be read without changing it for other threads only by creating a file. The file is empty as long
         # as others may read it.
-        descriptor = os.open(part, fresh, 0o666 if old is None else 0o600)
+        descriptor = os.open(part, flags, 0o666 if old_mode is None else 0o600)
     except OSError as error:
         raise OSError(error.errno, error.strerror, str(path)) from None
     try:
         with os.fdopen(descriptor, "w+b") as file:
-            mode = os.fstat(descriptor).st_mode if old is None else old
+            mode = os.fstat(descriptor).st_mode if old_mode is None else old_mode
             _set_mode(descriptor, 0o600)
             yield file
             file.flush()
@@ -163,7 +163,7 @@ def path_of(name: str, value: object) -> Path:
 
 
 def part_of(path: Path, token: str) -> Path:
-    """The path of the new file of `new_file`."""
+    """The path of the new file of `atomic_file`."""
     return path.with_name(f"{_part_stem(path.name)}{token}.part")
 
 
@@ -202,5 +202,5 @@ def require_extra(purpose: str, extra: str, packages: tuple[str, ...]) -> None:
     missing = [name for name in packages if importlib.util.find_spec(name) is None]
     if missing:
         names = ", ".join(missing)
-        how = INSTALL_EXTRA.format(extra=extra)
-        raise ModuleNotFoundError(f"{purpose} needs {names}: {how} in a clone of jchop", name=missing[0])
+        command = INSTALL_EXTRA.format(extra=extra)
+        raise ModuleNotFoundError(f"{purpose} needs {names}: {command} in a clone of jchop", name=missing[0])

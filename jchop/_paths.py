@@ -88,9 +88,9 @@ def pattern_of_all(paths: Iterable[str], others: Iterable[str] = ()) -> str:
         ('*/mlp head', '0/mlp 1/mlp')
     """
     terms, others = {}, list(others)
-    for exact in map(pattern_of, paths):
-        wide = re.sub(r"\d+", "*", exact)
-        terms[exact if any(matches_path(wide, other) for other in others) else wide] = None
+    for pattern in map(pattern_of, paths):
+        star_pattern = re.sub(r"\d+", "*", pattern)
+        terms[pattern if any(matches_path(star_pattern, other) for other in others) else star_pattern] = None
     return " ".join(terms)
 
 
@@ -165,12 +165,12 @@ def _term(text: str) -> _Term:
             "it is a regular expression; a dot stands for itself, and alternatives are {mu,nu}, or terms with a space "
             "between them"
         )
-    front, back, parts = glob.startswith("/"), glob.endswith("/"), _parts(glob)
-    if not parts and not front:
+    from_start, to_end, parts = glob.startswith("/"), glob.endswith("/"), _parts(glob)
+    if not parts and not from_start:
         raise ValueError("it has no part")
-    inside = "".join(_ANY_PARTS if part == "**" else f"{_part(part)}/" for part in parts)
+    body = "".join(_ANY_PARTS if part == "**" else f"{_part(part)}/" for part in parts)
     try:
-        expression = re.compile(f"{'' if front else _ANY_PARTS}{inside}{'' if back else _ANY_PARTS}", re.DOTALL)
+        expression = re.compile(f"{'' if from_start else _ANY_PARTS}{body}{'' if to_end else _ANY_PARTS}", re.DOTALL)
     except re.error as error:
         raise ValueError(f"{glob!r} has a wrong bracket ({error})") from None
     return _Term(excludes, expression, parts[-1] if parts else "")

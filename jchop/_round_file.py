@@ -103,7 +103,7 @@ class Rounded:
         in_fortran_order: whether axes are cut in reverse, for a file in Fortran order.
         listed: the chunks, in the order of a new file.
         extremes: the extremes of groups that span chunks; None if there are no such groups.
-        tell: progress.
+        progress: called with the number of elements done and the total number.
     """
 
     file: NpyFile
@@ -112,10 +112,10 @@ class Rounded:
     in_fortran_order: bool
     chunk_list: tuple[Chunk, ...]
     extremes: Extremes | None
-    tell: Tell
+    progress: Tell
 
     @classmethod
-    def of(cls, file: NpyFile, spec: Spec, key: Any, chunk_bytes: int, tell: Tell) -> Rounded:
+    def of(cls, file: NpyFile, spec: Spec, key: Any, chunk_bytes: int, progress: Tell) -> Rounded:
         in_fortran_order = spec.scaled is None and file.fortran_order
         fmt = None if spec.scaled is None else from_end(spec.scaled, len(file.shape))
         shape = file.shape if file.size else (0,) * len(file.shape)  # an array without elements may have many scales
@@ -128,17 +128,17 @@ class Rounded:
             extremes = Extremes.of(shape, cut, fmt)
             for chunk in chunk_list:
                 extremes.see(file.read(chunk.starts, chunk.shape), chunk)
-        return cls(file, spec, key, in_fortran_order, chunk_list, extremes, tell)
+        return cls(file, spec, key, in_fortran_order, chunk_list, extremes, progress)
 
     def __iter__(self) -> Iterator[tuple[np.ndarray, np.ndarray]]:
         """Each chunk and its rounded values, with the axes of the array."""
         count, total = 0, self.file.size
-        self.tell(count, total)
+        self.progress(count, total)
         for chunk in self.chunk_list:
             x = self.file.read(chunk.starts, chunk.shape)
             yield x, self._round(x, chunk)
             count += x.size
-            self.tell(count, total)
+            self.progress(count, total)
 
     def _round(self, x: np.ndarray, chunk: Chunk) -> np.ndarray:
         draws = self.spec.rounding.stochastic and x.ndim and x.size  # otherwise no index is needed
@@ -152,13 +152,13 @@ class Rounded:
         codes = quantize(x, self.spec, self.key, scale=qarray.scale, zero_point=qarray.zero_point, offset=offset)
         return dequantize(codes)
 
-    def write(self, file: IO[bytes], see: Callable[[np.ndarray, np.ndarray], object]) -> None:
-        """Writes the rounded array as a .npy file; `see` is called with each chunk and its rounded values."""
+    def write(self, file: IO[bytes], visit: Callable[[np.ndarray, np.ndarray], object]) -> None:
+        """Writes the rounded array as a .npy file; `visit` is called with each chunk and its rounded values."""
         descr = np.lib.format.dtype_to_descr(self.file.dtype)
         header = {"descr": descr, "fortran_order": self.in_fortran_order, "shape": self.file.shape}
         np.lib.format.write_array_header_1_0(file, header)  # pyright: ignore[reportArgumentType]
         for x, values in self:
-            see(x, values)
+            visit(x, values)
             file.write(np.ascontiguousarray(values.T if self.in_fortran_order else values).view(np.uint8).data)
         file.flush()
         os.fsync(file.fileno())

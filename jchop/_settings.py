@@ -46,7 +46,7 @@ def compiled(function: Callable[..., Any], **options: Any) -> Callable[..., Any]
     when it is called would recurse without end.
 
     Args:
-        function: traced under `own_settings`; it calls no function of the user.
+        function: traced under `jax_default_settings`; it calls no function of the user.
         options: of `jax.jit`.
 
     Example:

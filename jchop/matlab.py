@@ -220,9 +220,9 @@ def rounded_by(x: np.ndarray, spec: Spec, randfunc: Callable[[int], Any]) -> np.
         raise ValueError(f"randfunc({x.size}) must return {x.size} numbers in [0, 1)")
     width = 8 * x.dtype.itemsize
     # The result is rounded away if word + floor(fraction 2^width) carries, so a smaller number becomes a larger word.
-    word = ~np.ldexp(uniforms, width).astype(f"uint{width}")
+    words = ~np.ldexp(uniforms, width).astype(f"uint{width}")
     with jax.enable_x64(True):
-        return np.array(_round_with(x, word.reshape(x.shape, order="F"), spec))
+        return np.array(_round_with(x, words.reshape(x.shape, order="F"), spec))
 
 
 @partial(compiled, static_argnums=2)

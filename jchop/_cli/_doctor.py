@@ -38,7 +38,7 @@ def add_doctor(commands: Any) -> None:
 
 
 def run_doctor(options: argparse.Namespace) -> None:
-    """Prints what `findings` has found, as tables or as JSON."""
+    """Prints the `environment_facts`, as tables or as JSON."""
     facts = findings()
     if options.json:
         print(json.dumps(facts, indent=2))

@@ -46,9 +46,9 @@ def run_ptq(options: argparse.Namespace) -> None:
     params = _parameters(options.weights)
     batches = _batches(options.data, function, options.batch)
     sequential = True if options.sequential else None
-    low = quantize_fn(function, rules, key=key)
+    quantized_function = quantize_fn(function, rules, key=key)
     weights, report = calibrated(
-        low, params, batches, steps, sequential, key, _tell_batch(len(batches)), folder, _tell_weight,
+        quantized_function, params, batches, steps, sequential, key, _tell_batch(len(batches)), folder, _tell_weight,
         options.memory,
     )  # fmt: skip
     save_safetensors(options.out, weights)

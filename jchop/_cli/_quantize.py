@@ -50,13 +50,13 @@ def run_inspect(options: argparse.Namespace) -> None:
 def parse_rule(text: str) -> Rule:
     """``PATTERN=SPEC``, split at the first equals sign before a valid spec, since a name may contain some."""
     reason = ValueError("there is no equals sign")
-    for at in (i for i, letter in enumerate(text) if letter == "="):
+    for position in (i for i, letter in enumerate(text) if letter == "="):
         try:
-            spec = as_spec(text[at + 1 :], scaled=True)
+            spec = as_spec(text[position + 1 :], scaled=True)
         except (ValueError, TypeError) as error:
-            reason = reason if at > text.index("=") else error
+            reason = reason if position > text.index("=") else error
             continue
-        return Rule(check_pattern(f"--rule {text!r}: pattern", text[:at], "'mlp.kernel'"), spec)
+        return Rule(check_pattern(f"--rule {text!r}: pattern", text[:position], "'mlp.kernel'"), spec)
     raise ValueError(f"--rule {text!r} must be PATTERN=SPEC, as 'kernel=int4(group=128)': {reason}")
 
 

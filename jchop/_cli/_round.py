@@ -103,8 +103,8 @@ def _round_numbers(options: argparse.Namespace, spec: Spec, key: Any) -> None:
 
     numbers = [_typed(word.strip()) for word in _words(options.values)]
     element = _element(spec)
-    exactly = options.carrier is None and element is not None and element.bits <= _NARROW
-    values = _carried([number.exact for number in numbers], options.carrier or "float64", exactly)
+    is_narrow = options.carrier is None and element is not None and element.bits <= _NARROW
+    values = _carried([number.exact for number in numbers], options.carrier or "float64", is_narrow)
     results = round_to_format(values, spec, key)
     if options.out:
         write_atomically(options.out, lambda file: np.save(file, results, allow_pickle=False))
@@ -186,16 +186,17 @@ def _brief(word: str) -> str:
     return word if len(word) <= 60 else f"{word[:60]}..."
 
 
-def _carried(exact: list[Fraction | float], carrier: str, exactly: bool) -> np.ndarray:
+def _carried(exact: list[Fraction | float], carrier: str, for_narrow_format: bool) -> np.ndarray:
     """Numbers rounded once to the carrier, to nearest with ties to even.
 
-    With `exactly`, which float64 alone may have, they are for a narrow format, whose rounding then is the only one.
+    With `for_narrow_format`, which float64 alone may have, they are for a narrow format, whose rounding then is the
+    only one.
     """
     from jchop._round.round_to_format import round_to_format
 
-    narrow = carrier != "float64"
-    wide = np.array([_float(value, odd=narrow or exactly) for value in exact], np.float64)
-    return round_to_format(wide, carrier).astype(CARRIERS[carrier]) if narrow else wide
+    rounds_again = carrier != "float64"
+    values = np.array([_float(value, odd=rounds_again or for_narrow_format) for value in exact], np.float64)
+    return round_to_format(values, carrier).astype(CARRIERS[carrier]) if rounds_again else values
 
 
 def _float(value: Fraction | float, *, odd: bool) -> float:
@@ -203,13 +204,13 @@ def _float(value: Fraction | float, *, odd: bool) -> float:
     if isinstance(value, float):
         return value
     try:
-        near = float(value)
+        nearest = float(value)
     except OverflowError:
-        end = sys.float_info.max if odd else math.inf
-        return end if value > 0 else -end
-    if odd and Fraction(near) != value and not int(np.float64(near).view(np.uint64)) & 1:
-        return math.nextafter(near, math.inf if value > near else -math.inf)
-    return near
+        limit = sys.float_info.max if odd else math.inf
+        return limit if value > 0 else -limit
+    if odd and Fraction(nearest) != value and not int(np.float64(nearest).view(np.uint64)) & 1:
+        return math.nextafter(nearest, math.inf if value > nearest else -math.inf)
+    return nearest
 
 
 _HEAD = ("value", "rounded", "code", "binary", "abs. error", "rel. error")
@@ -218,7 +219,7 @@ _HEAD = ("value", "rounded", "code", "binary", "abs. error", "rel. error")
 def _comparison(
     numbers: list[_Typed], values: np.ndarray, results: np.ndarray, fmt: ElementFormat | None
 ) -> Iterator[tuple[Any, ...]]:
-    """The cells of each number under `_HEAD`; None for those that it lacks."""
+    """The cells of each number under `_ROUND_HEAD`; None for those that it lacks."""
     for number, value, result in zip(numbers, values, results, strict=True):
         code = None if fmt is None else fmt.code_of(float(result))
         bits = (None, None) if fmt is None or code is None else (hexadecimal(fmt, code), binary(fmt, code))
@@ -237,8 +238,8 @@ def _number(exact: Fraction | float, text: str) -> Any:
     """A typed number in JSON: a float64, or an integer of at most 64 bits; else its text."""
     if isinstance(exact, float):
         return plain(exact)
-    near, digits = _float(exact, odd=False), whole(exact)
-    return near if near == exact else int(digits) if digits else text
+    nearest, digits = _float(exact, odd=False), whole(exact)
+    return nearest if nearest == exact else int(digits) if digits else text
 
 
 def _exact_errors(exact: Fraction | float, result: float) -> tuple[Fraction | float, Fraction | float]:
@@ -291,10 +292,10 @@ def _round_file(options: argparse.Namespace, spec: Spec, key: Any) -> None:
         bar = Percents("round") if file.size * file.dtype.itemsize > _CHUNK else lambda *_: None
         chunks = Rounded.of(file, spec, key, _CHUNK, lambda count, total: bar(path.name, count, total))
         if options.out:
-            write_atomically(options.out, lambda out: chunks.write(out, summary.see))
+            write_atomically(options.out, lambda out: chunks.write(out, summary.add_chunk))
         else:
             for pair in chunks:
-                summary.see(*pair)
+                summary.add_chunk(*pair)
         if options.json:
             facts = {"to": str(spec), "carrier": str(file.dtype), "shape": list(file.shape)}
             print(json.dumps(facts | summary.as_dict(), indent=1, allow_nan=False))
@@ -320,7 +321,7 @@ class _Summary:
     nans: int = 0
     nans_to_finite: int = 0
 
-    def see(self, values: np.ndarray, results: np.ndarray) -> None:
+    def add_chunk(self, values: np.ndarray, results: np.ndarray) -> None:
         """Adds a chunk."""
         exact, result = (_real_parts(x).astype(np.float64) for x in (values, results))
         finite, infinite, nan = np.isfinite(exact), np.isinf(exact), np.isnan(exact)

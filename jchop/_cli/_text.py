@@ -188,6 +188,6 @@ def check_new(option: str, path: Path, force: bool) -> None:
 
 def check_folder(option: str, path: Path) -> None:
     """Refuses, before any work, a folder that cannot be created or written to."""
-    there = next(place for place in (path.absolute(), *path.absolute().parents) if place.exists())
-    if not (there.is_dir() and os.access(there, os.W_OK)):
-        raise ValueError(f"{option} {path}: {there} is not a folder that can be written to")
+    ancestor = next(place for place in (path.absolute(), *path.absolute().parents) if place.exists())
+    if not (ancestor.is_dir() and os.access(ancestor, os.W_OK)):
+        raise ValueError(f"{option} {path}: {ancestor} is not a folder that can be written to")

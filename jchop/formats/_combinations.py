@@ -79,10 +79,10 @@ def _check_rule(fmt: Any) -> None:
 
 def _check_levels(scale: Any) -> None:
     """Refuse other scales than levels 1 and 2, once or twice, over a format of codes."""
-    within = scale
-    while hasattr(within, "element") and within.element == CodebookFormat((1.0, 2.0)) and within.rule == "absmax":
-        within = within.scale
-    if within is scale or hasattr(within, "element") or within.bits > 8:
+    level = scale
+    while hasattr(level, "element") and level.element == CodebookFormat((1.0, 2.0)) and level.rule == "absmax":
+        level = level.scale
+    if level is scale or hasattr(level, "element") or level.bits > 8:
         raise ValueError(
             "rule='levels' needs scales that are quantized again to codebook(1,2), once or twice, under scales of at "
             f"most 8 bits, not scale={scale}"

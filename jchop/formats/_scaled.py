@@ -165,8 +165,8 @@ class ScaledFormat:
         """The format of scales with its levels along another axis, as the rule "levels" wants them."""
         if self.scale_rule.fit == "levels" and isinstance(self.scale, ScaledFormat) and isinstance(axis, int):
             levels = self.scale
-            within = replace(levels.scale, axis=axis) if isinstance(levels.scale, ScaledFormat) else levels.scale
-            return replace(levels, axis=axis, scale=within)
+            inner = replace(levels.scale, axis=axis) if isinstance(levels.scale, ScaledFormat) else levels.scale
+            return replace(levels, axis=axis, scale=inner)
         return self.scale
 
     # -- groups --------------------------------------------------------------------------------------------------------
@@ -268,8 +268,8 @@ class ScaledFormat:
         if self.scale_rule.tensor_scale:
             return ("scale", "tensor_scale")
         if isinstance(self.scale, ScaledFormat):
-            within = (*self.scale.scale_parts, *(("zero_point",) if self.scale.zero_point else ()))
-            return ("scale", *(f"scale_{part}" for part in within))
+            inner_parts = (*self.scale.scale_parts, *(("zero_point",) if self.scale.zero_point else ()))
+            return ("scale", *(f"scale_{part}" for part in inner_parts))
         return ("scale",)
 
     def bits_per_element(self, shape: Sequence[int] | None = None) -> float:
@@ -295,8 +295,8 @@ class ScaledFormat:
             scales = self.scale_shape(shape)
             if not math.prod(scales):
                 return bits
-            each = self._scale_bits(scales)
-            return bits + (math.prod(scales) * each + 32 * self.scale_rule.tensor_scale) / math.prod(shape)
+            scale_bits = self._scale_bits(scales)
+            return bits + (math.prod(scales) * scale_bits + 32 * self.scale_rule.tensor_scale) / math.prod(shape)
         groups = self.group if isinstance(self.group, tuple) else (self.group,)
         sizes = [group for group in groups if isinstance(group, int)]
         if len(sizes) < len(groups):
@@ -349,8 +349,10 @@ class ScaledFormat:
 def _as_format(name: str, value: object, kinds: Any) -> Any:
     fmt = parse_format(value) if isinstance(value, str) else value
     if not isinstance(fmt, kinds):
-        what = "an element format such as 'integer8'" if kinds is ElementFormat else "a FloatFormat or ScaledFormat"
-        raise TypeError(f"{name}={value!r} must be {what}, or its text")
+        expectation = (
+            "an element format such as 'integer8'" if kinds is ElementFormat else "a FloatFormat or ScaledFormat"
+        )
+        raise TypeError(f"{name}={value!r} must be {expectation}, or its text")
     return fmt
 
 

@@ -163,8 +163,8 @@ def options_of(text: str, inside: str | None, readers: _Options, more: Iterable[
         try:
             options[name] = readers[name](value)
         except (ValueError, KeyError):
-            what = _KINDS.get(readers[name], "integers, several in parentheses")
-            raise ValueError(f"format text {quoted(text)}: option {name}={value!r} must be {what}") from None
+            expectation = _KINDS.get(readers[name], "integers, several in parentheses")
+            raise ValueError(f"format text {quoted(text)}: option {name}={value!r} must be {expectation}") from None
     return options
 
 

@@ -166,8 +166,8 @@ def code_histogram(x: Any, fmt: ElementFormat | str, *, title: str | None = None
     values = values[np.concatenate([[True], np.diff(values) > 0])]
     results = np.asarray(round_to_format(numbers, Spec(element, overflow="saturate")))
     counts = np.bincount(np.searchsorted(values, results), minlength=values.size)
-    used = np.count_nonzero(counts)
-    text = f"{label_of(element)}: {numbers.size:,} numbers, {used} of {values.size} values in use"
+    values_in_use = np.count_nonzero(counts)
+    text = f"{label_of(element)}: {numbers.size:,} numbers, {values_in_use} of {values.size} values in use"
     figure = new_figure(10, 3.8, text if title is None else title, size=13)
     axes = figure.subplots()
     colours = [LOST if i in (0, values.size - 1) else NORMAL for i in range(values.size)]

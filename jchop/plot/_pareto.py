@@ -115,11 +115,11 @@ def _draw_names(axes: Axes, names: Sequence[str], x: np.ndarray, y: np.ndarray, 
     order = np.lexsort((-x, height))
     step = 1.0 / len(names)
     places = np.empty(len(names))
-    lowest = 0.0
-    line = {"arrowstyle": "-", "color": "#bbbbbb", "linewidth": 0.6, "shrinkA": 0, "shrinkB": 3, "relpos": (0.0, 0.5)}
+    next_place = 0.0
+    arrow = {"arrowstyle": "-", "color": "#bbbbbb", "linewidth": 0.6, "shrinkA": 0, "shrinkB": 3, "relpos": (0.0, 0.5)}
     for rank, i in enumerate(order):  # as near the point as the names below and above leave room for
-        places[i] = min(max(height[i], lowest), 1.0 - (len(names) - 1 - rank) * step)
-        lowest = places[i] + step
+        places[i] = min(max(height[i], next_place), 1.0 - (len(names) - 1 - rank) * step)
+        next_place = places[i] + step
     for i, name in enumerate(names):
         axes.annotate(
             name,
@@ -131,5 +131,5 @@ def _draw_names(axes: Axes, names: Sequence[str], x: np.ndarray, y: np.ndarray, 
             color=INK,
             fontweight="bold" if best[i] else "normal",
             annotation_clip=False,
-            arrowprops=line,
+            arrowprops=arrow,
         )

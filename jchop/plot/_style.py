@@ -42,8 +42,10 @@ def element_of(fmt: ElementFormat | str) -> ElementFormat:
     """
     element = parse_format(fmt) if isinstance(fmt, str) else fmt
     if not isinstance(element, ElementFormat):
-        what = f"its element {str(element.element)!r}" if isinstance(element, ScaledFormat) else "a format or its text"
-        raise TypeError(f"fmt={str(fmt)!r} has no values of its own to draw; pass {what}")
+        alternative = (
+            f"its element {str(element.element)!r}" if isinstance(element, ScaledFormat) else "a format or its text"
+        )
+        raise TypeError(f"fmt={str(fmt)!r} has no values of its own to draw; pass {alternative}")
     if element.bits > _MOST_BITS:
         raise ValueError(f"fmt={element} has {element.bits} bits; formats of at most {_MOST_BITS} bits can be drawn")
     return element

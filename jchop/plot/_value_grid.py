@@ -140,8 +140,8 @@ def _draw_error(axes: Axes, fmt: ElementFormat, row: np.ndarray) -> None:
     from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 
     below, above = row[:-1], row[1:]
-    cut = _cuts(fmt, row)
-    error = np.maximum(cut - below, above - cut) / cut
+    thresholds = _cuts(fmt, row)
+    error = np.maximum(thresholds - below, above - thresholds) / thresholds
     normal = float(fmt.smallest_normal) if isinstance(fmt, FloatFormat) else 0.0
     for part, colour, name in ((below < normal, SUBNORMAL, "subnormal"), (below >= normal, NORMAL, "normal")):
         if part.any():

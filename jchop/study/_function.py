@@ -126,12 +126,12 @@ class FunctionStudy(Tables):
         for most in (0.1, 0.01, 0.001):
             candidates = [row for row in self.rows if row.rounding == mode and _merit(row) <= most]
             best = min(candidates, key=lambda row: row.bits, default=None)
-            what = "none" if best is None else f"{best.format} ({best.bits:g} bits)"
-            findings.append(f"{100 * most:g}{unit}: {what}")
+            narrowest = "none" if best is None else f"{best.format} ({best.bits:g} bits)"
+            findings.append(f"{100 * most:g}{unit}: {narrowest}")
         return f"The narrowest format under {mode} for {goal}at most {'; '.join(findings)}."
 
     def _counts_changes(self) -> bool:
-        """Whether all results are integers, so that `_merit` is the share that changed."""
+        """Whether all results are integers, so that `_figure_of_merit` is the share that changed."""
         return any(math.isnan(row.error) and not math.isnan(row.changed) for row in self.rows)
 
     def _figure(self) -> str:
@@ -301,11 +301,11 @@ def _measured(
     row: FunctionRow, fun: Callable[..., Any], args: tuple, spec: Spec, keys: list[Any], reference: list[np.ndarray]
 ) -> FunctionRow:
     stochastic = spec.rounding.stochastic
-    low = emulate(fun, spec)
+    emulated_function = emulate(fun, spec)
     runs = []
     try:
         for key in keys if stochastic else keys[:1]:
-            out = low(*args, key=key) if stochastic else low(*args)
+            out = emulated_function(*args, key=key) if stochastic else emulated_function(*args)
             leaves = [np.asarray(leaf) for leaf in jax.tree.leaves(jax.device_get(out))]
             runs.append(_errors(leaves, reference))
     except (ValueError, TypeError, NotImplementedError, FloatingPointError) as error:

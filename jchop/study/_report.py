@@ -142,9 +142,9 @@ def figure(result: StudyResult) -> Figure:
             spread=np.where(has_spread, entropy_std, np.nan) if has_spread.any() else None,
         ),
     ]
-    what = "parameters and activations" if result.settings.get("activations") else "parameters"
+    subject = "parameters and activations" if result.settings.get("activations") else "parameters"
     names = [f"{name} ({rows[0].bits:g} bits)" for name, rows in lines]
-    title = f"{result.settings.get('dataset', 'study')}: {what} rounded to a format"
+    title = f"{result.settings.get('dataset', 'study')}: {subject} rounded to a format"
     return heat_map(panels, names, result.modes, title=title, note=_sample(result))
 
 

@@ -150,10 +150,10 @@ def specs_of(formats: Any, modes: Any) -> list[tuple[tuple[str, ...], Spec]]:
                 f"formats: {value} has channels or tiles, but the parameters are rounded as one vector; allowed are "
                 "scaled formats with group=N, or with one scale for all"
             )
-        same = names.setdefault(spec, [])
+        labels = names.setdefault(spec, [])
         label = value if isinstance(value, str) else str(value)
-        if label not in same:
-            same.append(label)
+        if label not in labels:
+            labels.append(label)
     if not names or not roundings:
         raise ValueError("formats and modes must each name at least one")
     by_bits = sorted(names.items(), key=lambda item: _bits(item[0]))
