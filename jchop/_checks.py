@@ -81,8 +81,8 @@ def check_text(what: str, text: str) -> str:
     """`text` in lower case, stripped; ValueError for a text that cannot belong to the grammar."""
     if len(text) > LONGEST_TABLE or _beside_tables(text) > LONGEST:
         raise ValueError(
-            f"{what} {quoted(text)} is too long: at most {LONGEST} characters, and {LONGEST_TABLE} with the levels of "
-            "codebooks"
+            f"{what} {quoted(text)} is too long: at most {LONGEST} characters, "
+            f"and {LONGEST_TABLE} with the levels of codebooks"
         )
     if not text.isascii():
         raise ValueError(f"{what} {quoted(text)} is not known: only ASCII characters are allowed")

@@ -48,8 +48,8 @@ def run_ptq(options: argparse.Namespace) -> None:
     sequential = True if options.sequential else None
     quantized_function = quantize_fn(function, rules, key=key)
     weights, report = calibrated(
-        quantized_function, params, batches, steps, sequential, key, _tell_batch(len(batches)), folder, _tell_weight,
-        options.memory,
+        quantized_function, params, batches, steps, sequential, key,
+        _tell_batch(len(batches)), folder, _tell_weight, options.memory,
     )  # fmt: skip
     save_safetensors(options.out, weights)
     discard(folder)
