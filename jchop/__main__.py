@@ -119,8 +119,8 @@ class _Parser(argparse.ArgumentParser):
         choice = re.search(r"argument (\S+): invalid choice: '([^']*)'", message)
         if choice is None:
             return ""
-        named = (a for a in self._actions if choice[1] in (*a.option_strings, str(a.metavar), a.dest))
-        return close_to(choice[2], map(str, next((a.choices for a in named), None) or ()))
+        actions = (a for a in self._actions if choice[1] in (*a.option_strings, str(a.metavar), a.dest))
+        return close_to(choice[2], map(str, next((a.choices for a in actions), None) or ()))
 
     def _print_message(self, message: str, file: Any = None) -> None:
         """Writes help or version; argparse ignores an output that cannot be written."""

@@ -88,10 +88,10 @@ def carrier_of(dtype: Any, name: str = "x", *, complex_too: bool = True) -> Carr
     Raises:
         TypeError: for a dtype that is not a carrier; the error has the argument's `name`.
     """
-    allowed = (*CARRIERS, *_PARTS) if complex_too else tuple(CARRIERS)
-    if dtype.name not in allowed:
+    dtypes = (*CARRIERS, *_PARTS) if complex_too else tuple(CARRIERS)
+    if dtype.name not in dtypes:
         raise TypeError(
-            f"{name} has dtype {dtype}, which is not a carrier; allowed: {', '.join(allowed)}. {_advice(name, dtype)}"
+            f"{name} has dtype {dtype}, which is not a carrier; allowed: {', '.join(dtypes)}. {_advice(name, dtype)}"
         )
     return CARRIERS[str(_PARTS.get(dtype.name, dtype.name))]
 
@@ -116,13 +116,14 @@ def as_operands(names: Sequence[str], values: Sequence[Any], *, complex_too: boo
         TypeError: for a dtype that is neither a carrier nor of integers or booleans.
         ValueError: for a finite Python number beyond the range of the dtype.
     """
-    given: list[Any] = [v if type(v) in _NUMBERS else as_array(n, v) for n, v in zip(names, values, strict=True)]
-    for name, value in zip(names, given, strict=True):
+    operands: list[Any] = [v if type(v) in _NUMBERS else as_array(n, v) for n, v in zip(names, values, strict=True)]
+    for name, value in zip(names, operands, strict=True):
         if type(value) not in _NUMBERS and not is_whole(value.dtype):
             carrier_of(value.dtype, name, complex_too=complex_too)
-    dtype = _promoted(given)
+    dtype = _promoted(operands)
     return [
-        _number(n, v, dtype) if type(v) in _NUMBERS else converted(v, dtype) for n, v in zip(names, given, strict=True)
+        _number(n, v, dtype) if type(v) in _NUMBERS else converted(v, dtype)
+        for n, v in zip(names, operands, strict=True)
     ]
 
 
@@ -188,11 +189,11 @@ def run(function: Callable[..., Any], operands: Sequence[Array | np.ndarray], ke
 def own_results(values: Any) -> Any:
     """Results of a public function. Traced numbers are marked by a primitive, whose operands `emulate` rounds."""
 
-    def marked(x: Any) -> Any:
+    def mark(x: Any) -> Any:
         is_number = isinstance(x, jax.core.Tracer) and jnp.issubdtype(x.dtype, jnp.inexact)
         return _result_p.bind(x) if is_number else x
 
-    return jax.tree.map(marked, values)
+    return jax.tree.map(mark, values)
 
 
 _result_p = Primitive(OWN_RESULT)
@@ -204,14 +205,14 @@ batching.primitive_batchers[_result_p] = lambda args, dims: (_result_p.bind(*arg
 mlir.register_lowering(_result_p, lambda ctx, x: [x])
 
 
-def run_numpy(function: Callable[[], Any], **given: Any) -> Any:
+def run_numpy(function: Callable[[], Any], **dependencies: Any) -> Any:
     """The results of `function`, of NumPy operands, as NumPy arrays; within a trace they are constants, computed now.
 
     Args:
         function: has no arguments.
-        given: the other values that it depends on, by name, which must not be traced.
+        dependencies: the other values that it depends on, by name, which must not be traced.
     """
-    for name, value in given.items():
+    for name, value in dependencies.items():
         if has_tracer(value):
             raise TypeError(
                 f"{name} is traced but the operands are NumPy values, whose result could not be NumPy; pass "
@@ -235,9 +236,9 @@ def has_tracer(tree: Any) -> bool:
 def check_key(name: str, key: Any) -> None:
     """Refuses a value that is not one typed key."""
     if not (isinstance(key, Array) and jnp.issubdtype(key.dtype, jax.dtypes.prng_key)):
-        got = f"an array of dtype {key.dtype}" if isinstance(key, Array) else repr(key)
+        text = f"an array of dtype {key.dtype}" if isinstance(key, Array) else repr(key)
         raise TypeError(
-            f"{name}={got} must be a typed key, as jax.random.key(0) gives (jax.random.wrap_key_data makes one of "
+            f"{name}={text} must be a typed key, as jax.random.key(0) gives (jax.random.wrap_key_data makes one of "
             "raw words)"
         )
     if key.shape != ():
@@ -246,7 +247,7 @@ def check_key(name: str, key: Any) -> None:
         )
 
 
-def checked_key(key: Any, draws: bool, spec: Any, name: str = "key", rounded: str = "") -> Array | None:
+def checked_key(key: Any, draws: bool, spec: Any, name: str = "key", values: str = "") -> Array | None:
     """The key, checked, if `spec` draws from it; else None.
 
     Args:
@@ -254,13 +255,13 @@ def checked_key(key: Any, draws: bool, spec: Any, name: str = "key", rounded: st
         draws: whether anything draws from it.
         spec: the spec that draws, for the error.
         name: of the argument.
-        rounded: the rounded values, for the error, if they are not the operands.
+        values: the rounded values, for the error, if they are not the operands.
     """
     if key is not None:
         check_key(name, key)
     elif draws:
         raise ValueError(
-            f"{name}=None, but spec={str(spec)!r} rounds{rounded} stochastically: pass a typed key, for example "
+            f"{name}=None, but spec={str(spec)!r} rounds{values} stochastically: pass a typed key, for example "
             f"{name}=jax.random.key(0)"
         )
     return key if draws else None
@@ -275,7 +276,7 @@ def checked_keys(spec: Spec, key: Any, gradient_key: Any = None) -> Keys:
             gradient_key, backward is not None and backward.rounding.stochastic, spec, "gradient_key", " cotangents"
         ),
     )
-    if all(found is not None for found in keys) and _same_key(*keys):
+    if all(entry is not None for entry in keys) and _same_key(*keys):
         raise ValueError(
             "gradient_key is the same as key, so x and its cotangent would be rounded by the same random bits; pass "
             "two keys, for example key, gradient_key = jax.random.split(key)"

@@ -44,7 +44,7 @@ class Carrier:
     @property
     def sign_bit(self) -> int:
         """The sign bit, as a value of `work`."""
-        return 1 << 15 if self.width == 16 else -(1 << self.width - 1)
+        return 1 << 15 if self.width == 16 else -(1 << (self.width - 1))
 
     @property
     def inf(self) -> int:
@@ -54,7 +54,7 @@ class Carrier:
     @property
     def nan(self) -> int:
         """Magnitude bits of the quiet NaN."""
-        return self.inf | (1 << self.fraction - 1)
+        return self.inf | (1 << (self.fraction - 1))
 
     @property
     def tiny_exponent(self) -> int:
@@ -79,7 +79,7 @@ class Carrier:
         return bits if exact and bits < self.inf else None
 
     def ceil_bits(self, value: Fraction) -> int:
-        """Ordered integer (see `ordered`) of the smallest carrier value >= value."""
+        """Ordered integer (see `ordered_integers`) of the smallest carrier value >= value."""
         bits, exact = self.toward_zero(value)
         return -bits if value < 0 else bits if exact else bits + 1
 
@@ -104,7 +104,7 @@ def split(x: jax.Array, carrier: Carrier) -> tuple[jax.Array, jax.Array]:
 
 
 def join(sign: jax.Array, magnitude: jax.Array, carrier: Carrier) -> jax.Array:
-    """The carrier values of sign bits and magnitudes, the inverse of `split`."""
+    """The carrier values of sign bits and magnitudes, the inverse of `split_sign`."""
     bits = sign | magnitude
     if carrier.width == 16:
         bits = bits.astype(jnp.uint16)
@@ -118,8 +118,8 @@ def where(condition: Any, yes: Any, no: Any) -> jax.Array:
     if not arrays or any(x.weak_type or x.dtype.itemsize > dtype.itemsize for x in arrays):
         return jnp.where(condition, yes, no)  # of weak type, or 64-bit data without jax_enable_x64
     shape = jnp.broadcast_shapes(*map(jnp.shape, (condition, yes, no)))
-    if sharded := [x for x in (condition, yes, no) if is_sharded(x)]:
-        whole = next((x for x in sharded if x.shape == shape), sharded[0])
+    if sharded_values := [x for x in (condition, yes, no) if is_sharded(x)]:
+        whole = next((x for x in sharded_values if x.shape == shape), sharded_values[0])
         return jnp.where(*(sharded_like(x, whole) if jnp.shape(x) == whole.shape else x for x in (condition, yes, no)))
     like = next((x for x in (condition, yes, no) if jnp.shape(x) == shape), None)
     return lax.select(*(_broadcast(x, shape, kind, like) for x, kind in ((condition, bool), (yes, dtype), (no, dtype))))
@@ -132,11 +132,11 @@ def is_sharded(x: Any) -> bool:
 
 def gathered(x: Any, axes: Sequence[int]) -> Any:
     """An array without an explicit sharding along axes, counted from its end; each device then has their elements."""
-    where = jax.typeof(x).sharding if is_sharded(x) else None
-    if where is None or all(where.spec[axis] is None for axis in axes):
+    sharding = jax.typeof(x).sharding if is_sharded(x) else None
+    if sharding is None or all(sharding.spec[axis] is None for axis in axes):
         return x
-    spec = [None if i - x.ndim in axes else part for i, part in enumerate(where.spec)]
-    return jax.sharding.reshard(x, where.update(spec=jax.P(*spec)))
+    spec = [None if i - x.ndim in axes else part for i, part in enumerate(sharding.spec)]
+    return jax.sharding.reshard(x, sharding.update(spec=jax.P(*spec)))
 
 
 def cut_axes(x: jax.Array, sizes: Sequence[int]) -> list[int]:
@@ -162,20 +162,20 @@ def sharded_like(x: Any, like: jax.Array) -> Any:
 def placed_like(x: Any, like: Any) -> Any:
     """An array, sharded as far as its shape allows like one whose sharding is known: explicit, or not traced."""
     if is_sharded(like):
-        where = fitting(jax.typeof(like).sharding, x.shape)
-        return x if jax.typeof(x).sharding == where else jax.sharding.reshard(x, where)
-    known = isinstance(like, jax.Array) and not any(isinstance(v, jax.core.Tracer) for v in (x, like))
-    where = like.sharding if known else None
-    return jax.device_put(x, fitting(where, x.shape)) if isinstance(where, NamedSharding) else x
+        sharding = fitting(jax.typeof(like).sharding, x.shape)
+        return x if jax.typeof(x).sharding == sharding else jax.sharding.reshard(x, sharding)
+    is_concrete = isinstance(like, jax.Array) and not any(isinstance(v, jax.core.Tracer) for v in (x, like))
+    sharding = like.sharding if is_concrete else None
+    return jax.device_put(x, fitting(sharding, x.shape)) if isinstance(sharding, NamedSharding) else x
 
 
 def reshape(x: Any, shape: Sequence[int]) -> Any:
     """``x.reshape(shape)``; with an explicit sharding, as `entries_after_reshape`."""
     if not is_sharded(x):
         return x.reshape(shape)
-    where = jax.typeof(x).sharding
-    entries = entries_after_reshape(where.spec, parts_of_axes(where), x.shape, shape)
-    return jnp.reshape(x, shape, out_sharding=where.update(spec=jax.P(*entries)))
+    sharding = jax.typeof(x).sharding
+    entries = entries_after_reshape(sharding.spec, parts_of_axes(sharding), x.shape, shape)
+    return jnp.reshape(x, shape, out_sharding=sharding.update(spec=jax.P(*entries)))
 
 
 def entries_after_reshape(
@@ -191,27 +191,27 @@ def entries_after_reshape(
         old: the shape before.
         new: the shape.
     """
-    found: list[Any] = [None] * len(new)
+    new_entries: list[Any] = [None] * len(new)
     at = to = 0
     while at < len(old) and to < len(new) and math.prod(old):
-        first, goal, size, wanted = at, to, old[at], new[to]
+        first, goal, size, new_size = at, to, old[at], new[to]
         at, to = at + 1, to + 1
-        while size != wanted:
-            if size < wanted:
+        while size != new_size:
+            if size < new_size:
                 size, at = size * old[at], at + 1
             else:
-                wanted, to = wanted * new[to], to + 1
+                new_size, to = new_size * new[to], to + 1
         owner = next((i for i in range(first, at) if old[i] > 1), first)
         taker = next((i for i in range(goal, to) if new[i] > 1), goal)
         if owner < len(entries) and new[taker] % counts[owner] == 0:
-            found[taker] = entries[owner]
-    return tuple(found)
+            new_entries[taker] = entries[owner]
+    return tuple(new_entries)
 
 
 def parts_of_axes(sharding: NamedSharding) -> list[int]:
     """The number of parts that each axis which a sharding names is cut into."""
-    named = [entry if isinstance(entry, tuple) else (entry,) for entry in sharding.spec]
-    return [math.prod(sharding.mesh.shape[axis] for axis in axes if axis is not None) for axes in named]
+    axis_groups = [entry if isinstance(entry, tuple) else (entry,) for entry in sharding.spec]
+    return [math.prod(sharding.mesh.shape[axis] for axis in axes if axis is not None) for axes in axis_groups]
 
 
 def fitting(sharding: NamedSharding, shape: Sequence[int]) -> NamedSharding:
@@ -238,15 +238,15 @@ def in_auto_mesh(
         like: a function of the gathered operands whose result has the sharding of that of `function`. Default: the
             result has the shape and the sharding of the first operand.
     """
-    sharded = [x for x in operands if is_sharded(x)]
-    if not sharded:
+    sharded_operands = [x for x in operands if is_sharded(x)]
+    if not sharded_operands:
         return function(*operands)
-    mesh = jax.typeof(sharded[0]).sharding.mesh
+    mesh = jax.typeof(sharded_operands[0]).sharding.mesh
     whole = [gathered(x, axes) for x, axes in zip(operands, along, strict=True)]
-    kind = jax.eval_shape(like or (lambda x, *_: x), *whole)
+    result_type = jax.eval_shape(like or (lambda x, *_: x), *whole)
     # In two steps: a sharding of the result along gathered axes would spread to the sums.
-    where = jax.sharding.NamedSharding(mesh, kind.sharding.spec if kind.sharding else jax.P())
-    out: Any = jax.sharding.auto_axes(function, axes=mesh.explicit_axes, out_sharding=where)(*whole)
+    out_sharding = jax.sharding.NamedSharding(mesh, result_type.sharding.spec if result_type.sharding else jax.P())
+    out: Any = jax.sharding.auto_axes(function, axes=mesh.explicit_axes, out_sharding=out_sharding)(*whole)
     return out if like else sharded_like(out, operands[0])
 
 
@@ -305,7 +305,7 @@ def shift_right(word: jax.Array, count: jax.Array | int) -> jax.Array:
 
 def top_bit(word: jax.Array) -> jax.Array:
     """Whether the highest bit of unsigned words is set."""
-    return (word >> word.dtype.itemsize * 8 - 1) != 0
+    return (word >> (word.dtype.itemsize * 8 - 1)) != 0
 
 
 def floor_log2(count: jax.Array, carrier: Carrier) -> jax.Array:
@@ -318,10 +318,12 @@ def floor_log2(count: jax.Array, carrier: Carrier) -> jax.Array:
 def compose(count: jax.Array, exponent: jax.Array, carrier: Carrier) -> jax.Array:
     """Magnitude bits of count * 2^exponent, 0 <= count < 2^(M+1), if the carrier holds it exactly."""
     top = floor_log2(jnp.maximum(count, 1), carrier)
-    biased = top + exponent + carrier.bias
-    normal = (biased << carrier.fraction) + (count << jnp.clip(carrier.fraction - top, 0)) - (1 << carrier.fraction)
+    biased_exponent = top + exponent + carrier.bias
+    normal = (
+        (biased_exponent << carrier.fraction) + (count << jnp.clip(carrier.fraction - top, 0)) - (1 << carrier.fraction)
+    )
     subnormal = count << jnp.clip(exponent - carrier.tiny_exponent, 0, carrier.fraction)
-    return where(count == 0, 0, where(biased > 0, normal, subnormal))
+    return where(count == 0, 0, where(biased_exponent > 0, normal, subnormal))
 
 
 def types_for(dtype: Any) -> contextlib.AbstractContextManager:

@@ -12,17 +12,17 @@ import numpy as np
 
 def check_int(name: str, value: object, low: int | None = None, high: int | None = None) -> int:
     """`value` as an int within [low, high]; booleans are refused."""
-    span = "an integer"
+    expectation = "an integer"
     if low is not None:
-        span += f" >= {low}" if high is None else f" from {low} to {high}"
+        expectation += f" >= {low}" if high is None else f" from {low} to {high}"
     try:
         number = operator.index(value)  # type: ignore[arg-type]
     except TypeError:
-        raise TypeError(f"{name}={value!r} must be {span}") from None
+        raise TypeError(f"{name}={value!r} must be {expectation}") from None
     if isinstance(value, bool):
-        raise TypeError(f"{name}={value!r} must be {span}")
+        raise TypeError(f"{name}={value!r} must be {expectation}")
     if (low is not None and number < low) or (high is not None and number > high):
-        raise ValueError(f"{name}={value!r} must be {span}")
+        raise ValueError(f"{name}={value!r} must be {expectation}")
     return number
 
 
@@ -59,10 +59,10 @@ def check_bool(name: str, value: object) -> bool:
     return value
 
 
-def check_choice(name: str, value: object, allowed: tuple[str, ...]) -> str:
-    """`value`, which must be one of the `allowed` texts."""
-    if not isinstance(value, str) or value not in allowed:
-        raise ValueError(f"{name}={value!r} must be one of {', '.join(map(repr, allowed))}")
+def check_choice(name: str, value: object, choices: tuple[str, ...]) -> str:
+    """`value`, which must be one of the texts of `choices`."""
+    if not isinstance(value, str) or value not in choices:
+        raise ValueError(f"{name}={value!r} must be one of {', '.join(map(repr, choices))}")
     return value
 
 
@@ -81,8 +81,8 @@ def check_text(what: str, text: str) -> str:
     """`text` in lower case, stripped; ValueError for a text that cannot belong to the grammar."""
     if len(text) > LONGEST_TABLE or _beside_tables(text) > LONGEST:
         raise ValueError(
-            f"{what} {quoted(text)} is too long: at most {LONGEST} characters, and {LONGEST_TABLE} with the levels of "
-            "codebooks"
+            f"{what} {quoted(text)} is too long: at most {LONGEST} characters, "
+            f"and {LONGEST_TABLE} with the levels of codebooks"
         )
     if not text.isascii():
         raise ValueError(f"{what} {quoted(text)} is not known: only ASCII characters are allowed")
@@ -130,6 +130,6 @@ def split_outside(text: str, separators: str) -> list[str]:
 def close_to(text: str, names: Iterable[str]) -> str:
     """The part of an error that suggests up to three of `names` for a misspelt `text`; empty if none is close."""
     text, names = text.strip()[:64], list(dict.fromkeys(names))
-    holding = [name for name in names if len(text) > 2 and text in name]
-    near = dict.fromkeys([*holding, *difflib.get_close_matches(text, names, n=3)])
-    return f"; close: {', '.join(list(near)[:3])}" if near else ""
+    containing = [name for name in names if len(text) > 2 and text in name]
+    suggestions = dict.fromkeys([*containing, *difflib.get_close_matches(text, names, n=3)])
+    return f"; close: {', '.join(list(suggestions)[:3])}" if suggestions else ""

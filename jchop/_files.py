@@ -69,23 +69,23 @@ def new_file(path: Path, token: str | None = None, most: int = 0o777) -> Iterato
 
     Args:
         path: path of the file.
-        token: of the name of the new file, which `part_of` has. Default: random.
+        token: of the name of the new file, which `part_path` has. Default: random.
         most: as in `write_atomically`.
     """
-    old = path.stat().st_mode if path.exists() else None
-    if old is not None and not stat.S_ISREG(old):
+    old_mode = path.stat().st_mode if path.exists() else None
+    if old_mode is not None and not stat.S_ISREG(old_mode):
         raise ValueError(f"{path} is not a regular file, and cannot be replaced by one")
     part = part_of(path, secrets.token_hex(8) if token is None else token)
-    fresh = os.O_RDWR | os.O_CREAT | os.O_EXCL | _flags("O_NOFOLLOW", "O_CLOEXEC", "O_BINARY")
+    flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | _flags("O_NOFOLLOW", "O_CLOEXEC", "O_BINARY")
     try:
         # The umask can be read without changing it for other threads only by creating a file. The file is empty as long
         # as others may read it.
-        descriptor = os.open(part, fresh, 0o666 if old is None else 0o600)
+        descriptor = os.open(part, flags, 0o666 if old_mode is None else 0o600)
     except OSError as error:
         raise OSError(error.errno, error.strerror, str(path)) from None
     try:
         with os.fdopen(descriptor, "w+b") as file:
-            mode = os.fstat(descriptor).st_mode if old is None else old
+            mode = os.fstat(descriptor).st_mode if old_mode is None else old_mode
             _set_mode(descriptor, 0o600)
             yield file
             file.flush()
@@ -111,14 +111,14 @@ def one_writer(folder: Path) -> Iterator[None]:
         OSError: if the folder cannot be made.
         ValueError: if another process, or another thread, writes to the folder.
     """
-    made = [place for place in (folder, *folder.parents) if not place.exists()]
+    new_folders = [place for place in (folder, *folder.parents) if not place.exists()]
     folder.mkdir(parents=True, exist_ok=True)
     try:
         with _locked(folder):
             yield
     except BaseException:
         with suppress(OSError):
-            for place in made:
+            for place in new_folders:
                 place.rmdir()
         raise
 
@@ -135,10 +135,10 @@ def _locked(folder: Path) -> Iterator[None]:
     try:
         try:
             flock(descriptor, LOCK_EX | LOCK_NB)
-            taken = not os.path.samestat(os.fstat(descriptor), os.stat(path))  # by one that had it, and removed it
+            is_busy = not os.path.samestat(os.fstat(descriptor), os.stat(path))  # by one that had it, and removed it
         except OSError as error:
-            taken = error.errno in (errno.EWOULDBLOCK, errno.EACCES, errno.ENOENT)
-        if taken:
+            is_busy = error.errno in (errno.EWOULDBLOCK, errno.EACCES, errno.ENOENT)
+        if is_busy:
             raise ValueError(f"{folder} is being written by another call: wait for its end, or write to another folder")
         try:
             yield
@@ -163,7 +163,7 @@ def path_of(name: str, value: object) -> Path:
 
 
 def part_of(path: Path, token: str) -> Path:
-    """The path of the new file of `new_file`."""
+    """The path of the new file of `atomic_file`."""
     return path.with_name(f"{_part_stem(path.name)}{token}.part")
 
 
@@ -171,7 +171,7 @@ def remove_parts(folder: Path, names: Iterable[str]) -> None:
     """Removes the files that killed processes left behind in `write_atomically` of these names in a folder."""
     stems = {_part_stem(name) for name in names}
     for path in folder.iterdir():
-        if (found := _PART.fullmatch(path.name)) and found[1] in stems:
+        if (match := _PART.fullmatch(path.name)) and match[1] in stems:
             path.unlink(missing_ok=True)
 
 
@@ -202,5 +202,5 @@ def require_extra(purpose: str, extra: str, packages: tuple[str, ...]) -> None:
     missing = [name for name in packages if importlib.util.find_spec(name) is None]
     if missing:
         names = ", ".join(missing)
-        how = INSTALL_EXTRA.format(extra=extra)
-        raise ModuleNotFoundError(f"{purpose} needs {names}: {how} in a clone of jchop", name=missing[0])
+        command = INSTALL_EXTRA.format(extra=extra)
+        raise ModuleNotFoundError(f"{purpose} needs {names}: {command} in a clone of jchop", name=missing[0])

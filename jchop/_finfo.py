@@ -46,18 +46,18 @@ class finfo:
         object.__setattr__(self, "format", as_spec(self.format, "format", scaled=True).element)
 
     def __repr__(self) -> str:
-        found = {name: getattr(self, name, None) for name in _SHOWN}
-        facts = (f"{name}={short(v) if isinstance(v, Fraction) else v}" for name, v in found.items() if v is not None)
+        values = {name: getattr(self, name, None) for name in _SHOWN}
+        facts = (f"{name}={short(v) if isinstance(v, Fraction) else v}" for name, v in values.items() if v is not None)
         return f"finfo({', '.join([str(self.format), *facts])})"
 
-    def _known(self, name: str, value: Any) -> Any:
+    def _require(self, name: str, value: Any) -> Any:
         if value is None:
-            known = "all others" if isinstance(self.format, FloatFormat) else "bits, max and min"
-            raise AttributeError(f"{self.format} has no {name}; it has {known}", name=name, obj=self)
+            available = "all others" if isinstance(self.format, FloatFormat) else "bits, max and min"
+            raise AttributeError(f"{self.format} has no {name}; it has {available}", name=name, obj=self)
         return value
 
     def _float(self, name: str) -> FloatFormat:
-        return self._known(name, self.format if isinstance(self.format, FloatFormat) else None)
+        return self._require(name, self.format if isinstance(self.format, FloatFormat) else None)
 
     @property
     def bits(self) -> int:
@@ -108,7 +108,7 @@ class finfo:
     @property
     def smallest_subnormal(self) -> Number:
         """Smallest positive subnormal value, 2^(minexp - m)."""
-        return self._known("smallest_subnormal", self.format.smallest_subnormal)
+        return self._require("smallest_subnormal", self.format.smallest_subnormal)
 
     @property
     def maxexp(self) -> int:

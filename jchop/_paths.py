@@ -56,9 +56,9 @@ def matches_path(pattern: str, *paths: str) -> bool:
     if pattern == "*":
         return True
     texts = ["".join(f"{part}/" for part in _parts(path)) for path in paths]
-    found = [(term.excludes, any(map(term.expression.fullmatch, texts))) for term in _terms(pattern)]
-    wanted = [matched for excludes, matched in found if not excludes]
-    return (any(wanted) or not wanted) and (True, True) not in found
+    results = [(term.excludes, any(map(term.expression.fullmatch, texts))) for term in _terms(pattern)]
+    inclusions = [hit for excludes, hit in results if not excludes]
+    return (any(inclusions) or not inclusions) and (True, True) not in results
 
 
 def names_last(pattern: str, path: str) -> bool:
@@ -88,9 +88,9 @@ def pattern_of_all(paths: Iterable[str], others: Iterable[str] = ()) -> str:
         ('*/mlp head', '0/mlp 1/mlp')
     """
     terms, others = {}, list(others)
-    for exact in map(pattern_of, paths):
-        wide = re.sub(r"\d+", "*", exact)
-        terms[exact if any(matches_path(wide, other) for other in others) else wide] = None
+    for pattern in map(pattern_of, paths):
+        star_pattern = re.sub(r"\d+", "*", pattern)
+        terms[pattern if any(matches_path(star_pattern, other) for other in others) else star_pattern] = None
     return " ".join(terms)
 
 
@@ -106,22 +106,27 @@ def nearest_paths(patterns: Iterable[str], paths: Iterable[str]) -> str:
         "; the nearest paths are '5'"
     """
     patterns = list(patterns)
-    given = [path for path in dict.fromkeys(paths) if path and path not in patterns]
-    wanted = [
+    candidates = [path for path in dict.fromkeys(paths) if path and path not in patterns]
+    part_lists = [
         [part for part in _parts(term.removeprefix("!")) if part.strip("*")] for p in patterns for term in p.split()
     ]
-    found = [(max((_likeness(parts, path) for parts in wanted if parts), default=0.0), path) for path in given[:_MOST]]
-    near = [path for like, path in sorted(found, key=lambda pair: -pair[0]) if like >= _NEAR]
-    chosen = (near or given)[:3]
-    return f"; the nearest paths are {', '.join(map(repr, chosen))}" if chosen else ""
+    scores = [
+        (max((_likeness(parts, path) for parts in part_lists if parts), default=0.0), path)
+        for path in candidates[:_MOST]
+    ]
+    near = [path for like, path in sorted(scores, key=lambda pair: -pair[0]) if like >= _NEAR]
+    nearest = (near or candidates)[:3]
+    return f"; the nearest paths are {', '.join(map(repr, nearest))}" if nearest else ""
 
 
 def _likeness(parts: list[str], path: str) -> float:
     """How like some parts are to the most similar stretch of a path, from 0 to 1."""
-    own, wanted = _parts(path), "/".join(parts)
-    starts = range(max(len(own) - len(parts), 0) + 1)
-    whole = _NEAR if own and own == parts[: len(own)] else 0.0  # the parameter of a layer, where layers have paths
-    return max(whole, *(SequenceMatcher(None, wanted, "/".join(own[i : i + len(parts)])).ratio() for i in starts))
+    path_parts, target = _parts(path), "/".join(parts)
+    starts = range(max(len(path_parts) - len(parts), 0) + 1)
+    # A path may end above the parameter of a layer, where layers have paths.
+    is_layer = path_parts and path_parts == parts[: len(path_parts)]
+    stretches = ("/".join(path_parts[i : i + len(parts)]) for i in starts)
+    return max(_NEAR if is_layer else 0.0, *(SequenceMatcher(None, target, each).ratio() for each in stretches))
 
 
 #: Paths that are compared, and from which likeness on they are near.
@@ -160,12 +165,12 @@ def _term(text: str) -> _Term:
             "it is a regular expression; a dot stands for itself, and alternatives are {mu,nu}, or terms with a space "
             "between them"
         )
-    front, back, parts = glob.startswith("/"), glob.endswith("/"), _parts(glob)
-    if not parts and not front:
+    from_start, to_end, parts = glob.startswith("/"), glob.endswith("/"), _parts(glob)
+    if not parts and not from_start:
         raise ValueError("it has no part")
-    inside = "".join(_ANY_PARTS if part == "**" else f"{_part(part)}/" for part in parts)
+    body = "".join(_ANY_PARTS if part == "**" else f"{_part(part)}/" for part in parts)
     try:
-        expression = re.compile(f"{'' if front else _ANY_PARTS}{inside}{'' if back else _ANY_PARTS}", re.DOTALL)
+        expression = re.compile(f"{'' if from_start else _ANY_PARTS}{body}{'' if to_end else _ANY_PARTS}", re.DOTALL)
     except re.error as error:
         raise ValueError(f"{glob!r} has a wrong bracket ({error})") from None
     return _Term(excludes, expression, parts[-1] if parts else "")
@@ -184,30 +189,30 @@ def _parts(text: str) -> list[str]:
 @lru_cache(maxsize=4096)
 def _part(glob: str) -> str:
     """The regular expression of one part."""
-    found, i, depth = "", 0, 0
+    regex, i, depth = "", 0, 0
     while i < len(glob):
         char, i = glob[i], i + 1
         if char == "*":
-            found += "[^/]*"
+            regex += "[^/]*"
         elif char == "?":
-            found += "[^/]"
+            regex += "[^/]"
         elif char == "[":
             end = glob.find("]", i + 1 + glob.startswith("!", i))
             if end < 0:
                 raise ValueError("'[' is not closed before the next slash or dot")
             others, inside = glob.startswith("!", i), _CLASS.sub(r"\\\g<0>", glob[i:end].removeprefix("!"))
-            found, i = f"{found}[{'^/' if others else ''}{inside}]", end + 1
+            regex, i = f"{regex}[{'^/' if others else ''}{inside}]", end + 1
         elif char == "{":
-            found, depth = f"{found}(?:", depth + 1
+            regex, depth = f"{regex}(?:", depth + 1
         elif char == "}" and depth:
-            found, depth = f"{found})", depth - 1
+            regex, depth = f"{regex})", depth - 1
         elif char == "," and depth:
-            found += "|"
+            regex += "|"
         else:
-            found += re.escape(char)
+            regex += re.escape(char)
     if depth:
         raise ValueError("'{' is not closed before the next slash or dot")
-    return found
+    return regex
 
 
 #: What has a meaning of its own in a class of characters; a hyphen between two makes a range there, too.

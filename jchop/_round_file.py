@@ -78,8 +78,8 @@ def round_file(
         raise ValueError(f"dst={str(dst)!r} must be the name of a .npy file")
     tell = _teller(progress, target.name)
     with NpyFile(source, f"src={str(src)!r}") as file:
-        rounded = Rounded.of(file, spec, key, chunk, tell)
-        write_atomically(target, lambda out: rounded.write(out, lambda x, y: None))
+        rounding = Rounded.of(file, spec, key, chunk, tell)
+        write_atomically(target, lambda out: rounding.write(out, lambda x, y: None))
 
 
 def _teller(progress: bool | Callable[[int, int], object], name: str) -> Callable[[int, int], object]:
@@ -88,8 +88,8 @@ def _teller(progress: bool | Callable[[int, int], object], name: str) -> Callabl
     if not isinstance(progress, bool):
         raise TypeError(f"progress={progress!r} must be True, False, or a function of two integers")
     if not progress:
-        return lambda done, total: None
-    return lambda done, total: print(f"{name}: {done} of {total} elements", file=sys.stderr)
+        return lambda count, total: None
+    return lambda count, total: print(f"{name}: {count} of {total} elements", file=sys.stderr)
 
 
 @dataclass(frozen=True)
@@ -100,67 +100,69 @@ class Rounded:
         file: the source.
         spec: the rounding.
         key: key of a stochastic rounding.
-        turned: whether axes are cut in reverse, for a file in Fortran order.
+        in_fortran_order: whether axes are cut in reverse, for a file in Fortran order.
         listed: the chunks, in the order of a new file.
         extremes: the extremes of groups that span chunks; None if there are no such groups.
-        tell: progress.
+        progress: called with the number of elements done and the total number.
     """
 
     file: NpyFile
     spec: Spec
     key: Any
-    turned: bool
-    listed: tuple[Chunk, ...]
+    in_fortran_order: bool
+    chunk_list: tuple[Chunk, ...]
     extremes: Extremes | None
-    tell: Tell
+    progress: Tell
 
     @classmethod
-    def of(cls, file: NpyFile, spec: Spec, key: Any, chunk_bytes: int, tell: Tell) -> Rounded:
-        turned = spec.scaled is None and file.fortran_order
+    def of(cls, file: NpyFile, spec: Spec, key: Any, chunk_bytes: int, progress: Tell) -> Rounded:
+        in_fortran_order = spec.scaled is None and file.fortran_order
         fmt = None if spec.scaled is None else from_end(spec.scaled, len(file.shape))
         shape = file.shape if file.size else (0,) * len(file.shape)  # an array without elements may have many scales
-        cut = plan_cut(shape[::-1] if turned else shape, file.dtype.itemsize, fmt, chunk_bytes)
-        listed = tuple(_placed(chunk, turned) for chunk in chunks(shape[::-1] if turned else shape, cut))
+        cut = plan_cut(shape[::-1] if in_fortran_order else shape, file.dtype.itemsize, fmt, chunk_bytes)
+        chunk_list = tuple(
+            _placed(chunk, in_fortran_order) for chunk in chunks(shape[::-1] if in_fortran_order else shape, cut)
+        )
         extremes = None
         if fmt is not None and cut.needs_extremes:
             extremes = Extremes.of(shape, cut, fmt)
-            for chunk in listed:
+            for chunk in chunk_list:
                 extremes.see(file.read(chunk.starts, chunk.shape), chunk)
-        return cls(file, spec, key, turned, listed, extremes, tell)
+        return cls(file, spec, key, in_fortran_order, chunk_list, extremes, progress)
 
     def __iter__(self) -> Iterator[tuple[np.ndarray, np.ndarray]]:
         """Each chunk and its rounded values, with the axes of the array."""
-        done, total = 0, self.file.size
-        self.tell(done, total)
-        for chunk in self.listed:
+        count, total = 0, self.file.size
+        self.progress(count, total)
+        for chunk in self.chunk_list:
             x = self.file.read(chunk.starts, chunk.shape)
             yield x, self._round(x, chunk)
-            done += x.size
-            self.tell(done, total)
+            count += x.size
+            self.progress(count, total)
 
     def _round(self, x: np.ndarray, chunk: Chunk) -> np.ndarray:
-        drawn = self.spec.rounding.stochastic and x.ndim and x.size  # otherwise no index is needed
-        offset = (chunk.starts, self.file.shape) if drawn else 0
+        draws = self.spec.rounding.stochastic and x.ndim and x.size  # otherwise no index is needed
+        offset = (chunk.starts, self.file.shape) if draws else 0
         if self.extremes is None:
             return round_to_format(x, self.spec, self.key, offset=offset)
         # The scales come from the chunk with the extremes prepended. The elements are rounded without the extremes, in
         # place.
         plain = replace(self.spec, rounding="nearest_even", random_bits=None)
-        seen = self.extremes.drop(quantize(self.extremes.add(x, chunk), plain))
-        codes = quantize(x, self.spec, self.key, scale=seen.scale, zero_point=seen.zero_point, offset=offset)
+        qarray = self.extremes.drop(quantize(self.extremes.add(x, chunk), plain))
+        codes = quantize(x, self.spec, self.key, scale=qarray.scale, zero_point=qarray.zero_point, offset=offset)
         return dequantize(codes)
 
-    def write(self, file: IO[bytes], see: Callable[[np.ndarray, np.ndarray], object]) -> None:
-        """Writes the rounded array as a .npy file; `see` is called with each chunk and its rounded values."""
+    def write(self, file: IO[bytes], visit: Callable[[np.ndarray, np.ndarray], object]) -> None:
+        """Writes the rounded array as a .npy file; `visit` is called with each chunk and its rounded values."""
         descr = np.lib.format.dtype_to_descr(self.file.dtype)
-        header = {"descr": descr, "fortran_order": self.turned, "shape": self.file.shape}
+        header = {"descr": descr, "fortran_order": self.in_fortran_order, "shape": self.file.shape}
         np.lib.format.write_array_header_1_0(file, header)  # pyright: ignore[reportArgumentType]
-        for x, rounded in self:
-            see(x, rounded)
-            file.write(np.ascontiguousarray(rounded.T if self.turned else rounded).view(np.uint8).data)
+        for x, values in self:
+            visit(x, values)
+            file.write(np.ascontiguousarray(values.T if self.in_fortran_order else values).view(np.uint8).data)
         file.flush()
         os.fsync(file.fileno())
 
 
-def _placed(chunk: Chunk, turned: bool) -> Chunk:
-    return replace(chunk, starts=chunk.starts[::-1], shape=chunk.shape[::-1]) if turned else chunk
+def _placed(chunk: Chunk, in_fortran_order: bool) -> Chunk:
+    return replace(chunk, starts=chunk.starts[::-1], shape=chunk.shape[::-1]) if in_fortran_order else chunk

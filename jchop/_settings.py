@@ -46,7 +46,7 @@ def compiled(function: Callable[..., Any], **options: Any) -> Callable[..., Any]
     when it is called would recurse without end.
 
     Args:
-        function: traced under `own_settings`; it calls no function of the user.
+        function: traced under `jax_default_settings`; it calls no function of the user.
         options: of `jax.jit`.
 
     Example:
@@ -60,12 +60,12 @@ def compiled(function: Callable[..., Any], **options: Any) -> Callable[..., Any]
         # JAX traces the function with the flag off. With the flag on, it calls it with the arguments themselves.
         if jax.config.jax_disable_jit:  # type: ignore[attr-defined]
             with jax.disable_jit(False):
-                return jitted(*args, **kwargs)
+                return jit_call(*args, **kwargs)
         with own_settings():
             return function(*args, **kwargs)
 
-    jitted = jax.jit(call, **options)
-    return jitted
+    jit_call = jax.jit(call, **options)
+    return jit_call
 
 
 def split(key: jax.Array, count: int = 2) -> jax.Array:

@@ -41,7 +41,6 @@ _OF_SCALED = ("aligned", "aligned_sums")
 #: Products in one of the sums of ``aligned_sums``.
 MERGED = 16
 _KINDS = tuple(_PARTS)
-_BLOCKED = tuple(kind for kind, parts in _PARTS.items() if "block" in parts)
 #: Why an order has no rounded products.
 _EXACT = {
     "matrix_unit": "order='matrix_unit' sums the products in the carrier",
@@ -148,13 +147,13 @@ class Order:
     @staticmethod
     def parse(text: str) -> Order:
         """The order of a text such as ``"matrix_unit(16)"``."""
-        found = _TEXT.fullmatch(check_text("order", text))
-        if found is None or found["kind"] not in _KINDS:
+        match = _TEXT.fullmatch(check_text("order", text))
+        if match is None or match["kind"] not in _KINDS:
             raise ValueError(f"order={quoted(text)} is not known; allowed: {_ORDERS}")
-        given = found["numbers"].split(",") if found["numbers"] else ()
-        numbers = dict(zip(("block", "bits"), map(int, given), strict=False))
-        every = None if found["every"] is None else int(found["every"])
-        return Order(found["kind"], **numbers, promote_every=every)
+        texts = match["numbers"].split(",") if match["numbers"] else ()
+        numbers = dict(zip(("block", "bits"), map(int, texts), strict=False))
+        every = None if match["every"] is None else int(match["every"])
+        return Order(match["kind"], **numbers, promote_every=every)
 
 
 _INTEGER = r"\s*[0-9]{1,20}\s*"
@@ -224,7 +223,7 @@ class MatmulSpec:
             object.__setattr__(self, name, spec)
         object.__setattr__(self, "order", _as_order(self.order))
         check_bool("fused", self.fused)
-        self._check_scaled()
+        self._check_scaled_operands()
         self._check_product()
         self._check_gradients()
 
@@ -235,10 +234,10 @@ class MatmulSpec:
         if why is not None and self.product is not None:
             raise ValueError(f"product={str(self.product)!r} is never used, since {why}; leave product=None")
 
-    def _check_scaled(self) -> None:
-        fmt, merged = None if self.operands is None else self.operands.scaled, self.order.kind == "aligned_sums"
+    def _check_scaled_operands(self) -> None:
+        fmt, aligned_sums = None if self.operands is None else self.operands.scaled, self.order.kind == "aligned_sums"
         if fmt is None:
-            if merged:
+            if aligned_sums:
                 raise ValueError(f"order={str(self.order)!r} needs operands of a scaled format, such as 'nvfp4'")
             return
         along = isinstance(fmt.group, int) and fmt.axis == -1 and fmt.zero_point is None and fmt.sparse is None
@@ -252,9 +251,13 @@ class MatmulSpec:
             raise ValueError(f"operands={str(self.operands)!r}: order={str(self.order)!r} takes elements and scales "
                              "that are floats, in groups along the last axis, rounded to a neighbour, none of them "
                              "dropped")  # fmt: skip
-        fits = _fits_sums(fmt, self.order) if merged else not fmt.scale_format.frac_bits
+        fits = _fits_sums(fmt, self.order) if aligned_sums else not fmt.scale_format.frac_bits
         if not fits:
-            need = f"groups of a multiple of {MERGED}, elements and scales of few bits" if merged else "powers of two"
+            need = (
+                f"groups of a multiple of {MERGED}, elements and scales of few bits"
+                if aligned_sums
+                else "powers of two"
+            )
             raise ValueError(f"operands={str(self.operands)!r}: order={str(self.order)!r} needs {need}")
 
     @property
@@ -292,7 +295,7 @@ def _fits_sums(fmt: ScaledFormat, order: Order) -> bool:
     element, block = fmt.element, order.block or 0
     assert isinstance(element, FloatFormat) and isinstance(fmt.group, int) and order.bits is not None
     bits = element.emax + 1 - (element.emin - element.frac_bits) + fmt.scale_format.frac_bits + 1
-    units = 4 << 2 * (element.emax + 1) + order.bits
+    units = 4 << (2 * (element.emax + 1) + order.bits)
     return fmt.group % MERGED == block % MERGED == 0 and 2 * bits + 4 <= 24 and units * block <= 1 << 54
 
 

@@ -119,9 +119,11 @@ class CustomJvp:
 
         def rule(primals: list[Any], tangents: list[Any]) -> tuple[list[Any], list[Any]]:
             assert self.rule is not None
-            given = [self._zero(x) if t is None else t for x, t in zip(primals, tangents, strict=True)]
-            out, moved = self.rule(*static, jax.tree.unflatten(tree, primals), jax.tree.unflatten(tree, given))
-            return jax.tree.leaves(out), [None if _is_zero(t) else t for t in jax.tree.leaves(moved)]
+            full_tangents = [self._zero(x) if t is None else t for x, t in zip(primals, tangents, strict=True)]
+            out, out_tangents = self.rule(
+                *static, jax.tree.unflatten(tree, primals), jax.tree.unflatten(tree, full_tangents)
+            )
+            return jax.tree.leaves(out), [None if _is_zero(t) else t for t in jax.tree.leaves(out_tangents)]
 
         return with_rule(flat, values, rule)
 
@@ -138,15 +140,15 @@ def _is_zero(tangent: Any) -> bool:
 
 def moved_by(fun: Callable[..., Any], primals: Sequence[Any], tangents: Sequence[Any]) -> Any:
     """The tangents of ``fun(*primals)``; operands with a tangent of None or a symbolic zero count as constants."""
-    moved = [i for i, t in enumerate(tangents) if t is not None and not isinstance(t, SymbolicZero)]
+    indexes = [i for i, t in enumerate(tangents) if t is not None and not isinstance(t, SymbolicZero)]
 
-    def of_moved(*values: Any) -> Any:
+    def partial_fun(*values: Any) -> Any:
         every = list(primals)
-        for i, value in zip(moved, values, strict=True):
+        for i, value in zip(indexes, values, strict=True):
             every[i] = value
         return fun(*every)
 
-    return jax.jvp(of_moved, [primals[i] for i in moved], [tangents[i] for i in moved])[1]
+    return jax.jvp(partial_fun, [primals[i] for i in indexes], [tangents[i] for i in indexes])[1]
 
 
 def with_rule(fun: Callable[..., Any], values: Sequence[Any], rule: Callable[..., Any]) -> Any:
@@ -179,68 +181,75 @@ def _abstract(*avals: Any, program: Any, **_: Any) -> Any:
 
 
 def _jvp_with_rule(primals: Any, tangents: Any, *, program: Any, rule: Callable[..., Any]) -> Any:
-    given = [None if type(t) is ad.Zero else t for t in tangents]
-    if all(t is None for t in given):
-        out, moved = None, [None] * len(program.out_avals)
+    rule_tangents = [None if type(t) is ad.Zero else t for t in tangents]
+    if all(t is None for t in rule_tangents):
+        out, out_tangents = None, [None] * len(program.out_avals)
     else:
-        out, moved = rule(list(primals), given)
+        out, out_tangents = rule(list(primals), rule_tangents)
     if out is None:
         out = _with_rule_p.bind(*primals, program=program, rule=rule)
     zeros = (ad.Zero(jax.typeof(x).to_tangent_aval()) for x in out)
-    return out, [zero if t is None else t for t, zero in zip(moved, zeros, strict=True)]
+    return out, [zero if t is None else t for t, zero in zip(out_tangents, zeros, strict=True)]
 
 
 def _batch_with_rule(axis: Any, args: Any, dims: Any, *, program: Any, rule: Callable[..., Any]) -> Any:
     """The operation for each element of a batch; the batch axis keeps its name if the operation uses it."""
-    args, dims, how = _batch_of(axis, args, dims, program.effects)
-    if how is None:
+    args, dims, vmap_options = _batch_of(axis, args, dims, program.effects)
+    if vmap_options is None:
         out = _with_rule_p.bind(*args, program=program, rule=rule)
         return out, [None] * len(out)
-    mapped = jax.make_jaxpr(jax.vmap(jaxpr_as_fun(program), in_axes=tuple(dims), **how))(*args)
+    batch_program = jax.make_jaxpr(jax.vmap(jaxpr_as_fun(program), in_axes=tuple(dims), **vmap_options))(*args)
 
-    def mapped_rule(primals: list[Any], tangents: list[Any]) -> tuple[Any, list[Any]]:
-        moved = [None if t is None else dim for t, dim in zip(tangents, dims, strict=True)]
-        return jax.vmap(rule, in_axes=(dims, moved), **how)(primals, tangents)
+    def batch_rule(primals: list[Any], tangents: list[Any]) -> tuple[Any, list[Any]]:
+        tangent_dims = [None if t is None else dim for t, dim in zip(tangents, dims, strict=True)]
+        return jax.vmap(rule, in_axes=(dims, tangent_dims), **vmap_options)(primals, tangents)
 
-    out = _with_rule_p.bind(*args, program=mapped, rule=mapped_rule)
+    out = _with_rule_p.bind(*args, program=batch_program, rule=batch_rule)
     return out, [0] * len(out)
 
 
 def _batch_of(axis: Any, args: Sequence[Any], dims: Sequence[Any], effects: Any) -> tuple[list[Any], list[Any], Any]:
     """Operands, their batch axes, and the other arguments of `jax.vmap`; None in place of these if it is not needed."""
     args, dims = list(args), list(dims)
-    uses = any(getattr(effect, "name", None) == axis.name for effect in effects)
+    uses_axis = any(getattr(effect, "name", None) == axis.name for effect in effects)
     if all(dim is None for dim in dims):
-        if not uses:
+        if not uses_axis:
             return args, dims, None
         args[0], dims[0] = jnp.broadcast_to(args[0], (axis.size, *jnp.shape(args[0]))), 0  # equal on all ranks
-    how = {"axis_size": axis.size, "axis_name": axis.name if uses else None, "spmd_axis_name": axis.spmd_name}
-    return args, dims, how
+    vmap_options = {
+        "axis_size": axis.size,
+        "axis_name": axis.name if uses_axis else None,
+        "spmd_axis_name": axis.spmd_name,
+    }
+    return args, dims, vmap_options
 
 
 def _transpose_with_rule(cotangents: Any, *values: Any, program: Any, rule: Callable[..., Any]) -> list[Any]:
     """The transpose of the rule's map of tangents; it must not depend on the unknown primals."""
     unknown = [ad.is_undefined_primal(x) for x in values]
     avals = [x.aval for x in values if ad.is_undefined_primal(x)]
-    known = [x for x in values if not ad.is_undefined_primal(x)]
+    residuals = [x for x in values if not ad.is_undefined_primal(x)]
 
-    def tangents_of(primals: list[Any], given: list[Any], known: list[Any]) -> list[Any]:
-        p, t, k = iter(primals), iter(given), iter(known)
-        _, moved = rule([next(p if u else k) for u in unknown], [next(t) if u else None for u in unknown])
-        return [jnp.zeros(a.shape, a.dtype) if t is None else t for t, a in zip(moved, program.out_avals, strict=True)]
+    def tangents_of(primals: list[Any], tangents_in: list[Any], residuals: list[Any]) -> list[Any]:
+        p, t, k = iter(primals), iter(tangents_in), iter(residuals)
+        _, out_tangents = rule([next(p if u else k) for u in unknown], [next(t) if u else None for u in unknown])
+        return [
+            jnp.zeros(a.shape, a.dtype) if t is None else t
+            for t, a in zip(out_tangents, program.out_avals, strict=True)
+        ]
 
-    traced = jax.make_jaxpr(tangents_of)(avals, avals, known)
-    kept = [False] * len(avals) + [True] * len(values)
-    jaxpr, used = pe.dce_jaxpr(traced.jaxpr, [True] * len(program.out_avals), kept)
+    closed_jaxpr = jax.make_jaxpr(tangents_of)(avals, avals, residuals)
+    instantiate = [False] * len(avals) + [True] * len(values)
+    jaxpr, used = pe.dce_jaxpr(closed_jaxpr.jaxpr, [True] * len(program.out_avals), instantiate)
     if any(used[: len(avals)]):
         raise ValueError(
             f"a rounded operation on {', '.join(map(str, avals))} has a derivative that depends on this operand, so it "
             "is not linear in it; only a linear function can be transposed"
         )
-    tangents = jaxpr_as_fun(traced.replace(jaxpr=jaxpr))
-    pull = jax.linear_transpose(lambda *given: tangents(*given, *known), *avals)
-    found = iter(pull([ad.instantiate_zeros(c) for c in cotangents]))
-    return [next(found) if u else None for u in unknown]
+    tangents = jaxpr_as_fun(closed_jaxpr.replace(jaxpr=jaxpr))
+    transpose = jax.linear_transpose(lambda *tangents_in: tangents(*tangents_in, *residuals), *avals)
+    cotangents_in = iter(transpose([ad.instantiate_zeros(c) for c in cotangents]))
+    return [next(cotangents_in) if u else None for u in unknown]
 
 
 _with_rule_p.def_impl(_run)
@@ -282,11 +291,11 @@ def _run_linear(*values: Any, there: Any, **_: Any) -> Any:
 
 
 def _jvp_linear(primals: Any, tangents: Any, **static: Any) -> Any:
-    moved = tangents[0]
+    tangent = tangents[0]
     out = _linear_p.bind(*primals, **static)
-    if type(moved) is ad.Zero:
+    if type(tangent) is ad.Zero:
         return out, ad.Zero(jax.typeof(out).to_tangent_aval())
-    return out, _linear_p.bind(moved, *primals[1:], **static)
+    return out, _linear_p.bind(tangent, *primals[1:], **static)
 
 
 def _transpose_linear(cotangent: Any, tangent: Any, *residuals: Any, there: Any, back: Any) -> list[Any]:
@@ -297,17 +306,17 @@ def _transpose_linear(cotangent: Any, tangent: Any, *residuals: Any, there: Any,
 
 
 def _batch_linear(axis: Any, args: Any, dims: Any, *, there: Any, back: Any) -> Any:
-    args, dims, how = _batch_of(axis, args, dims, there.effects | back.effects)
-    if how is None:
+    args, dims, vmap_options = _batch_of(axis, args, dims, there.effects | back.effects)
+    if vmap_options is None:
         return _linear_p.bind(*args, there=there, back=back), None
     if dims[0] is None:  # the cotangent has a row for each row of the residuals
         args[0], dims[0] = jnp.broadcast_to(args[0], (axis.size, *args[0].shape)), 0
     to_first = jnp.moveaxis(args[0], dims[0], 0)
 
-    def mapped(program: Any) -> Callable[..., Any]:
-        return jax.vmap(lambda *values: jaxpr_as_fun(program)(*values)[0], in_axes=(0, *dims[1:]), **how)
+    def batch_fun(program: Any) -> Callable[..., Any]:
+        return jax.vmap(lambda *values: jaxpr_as_fun(program)(*values)[0], in_axes=(0, *dims[1:]), **vmap_options)
 
-    return linear_with_transpose(mapped(there), mapped(back), to_first, *args[1:]), 0
+    return linear_with_transpose(batch_fun(there), batch_fun(back), to_first, *args[1:]), 0
 
 
 _linear_p.def_impl(_run_linear)

@@ -105,31 +105,31 @@ def chop(x: Any, options: Any = None, /, **more: Any) -> Any:
         >>> float(jchop.matlab.chop(1.1, {"format": "custom", "params": [3, 7]}, round=2))
         1.25
     """
-    given = _options(options, more)
+    settings = _options(options, more)
     array = _numbers(x)
-    seed = _integer(given, "seed", 0)
+    seed = _integer(settings, "seed", 0)
     key = None if seed is None else jax.random.key(seed)
     spec = chop_spec(
-        given.get("format", "h"),
-        _switch(given, "subnormal", None),
-        _integer(given, "round", 1, 6, default=1),
-        bool(_switch(given, "explim", True)),
-        given.get("params"),
+        settings.get("format", "h"),
+        _switch(settings, "subnormal", None),
+        _integer(settings, "round", 1, 6, default=1),
+        bool(_switch(settings, "explim", True)),
+        settings.get("params"),
         array.dtype.name,
     )
-    randfunc = given.get("randfunc")
+    randfunc = settings.get("randfunc")
     if not spec.rounding.stochastic or randfunc is None:
         if spec.rounding.stochastic and key is None:
             raise ValueError("round 5 and 6 draw random numbers: pass seed or randfunc")
-        rounded = round_to_format(array, spec, key)
+        result = round_to_format(array, spec, key)
     else:
-        rounded = rounded_by(array, spec, randfunc)
-    if _switch(given, "flip", False):
+        result = rounded_by(array, spec, randfunc)
+    if _switch(settings, "flip", False):
         if key is None:
             raise ValueError("flip=1 flips bits at random: pass seed")
-        rounded = flip_bits(rounded, Spec(spec.format), given.get("p", 0.5), key)
+        result = flip_bits(result, Spec(spec.format), settings.get("p", 0.5), key)
     order = "F" if array.flags.f_contiguous and not array.flags.c_contiguous else "C"
-    return np.asarray(rounded, order=order) if array.ndim else rounded[()]
+    return np.asarray(result, order=order) if array.ndim else result[()]
 
 
 def chop_spec(name: Any, subnormal: bool | None, mode: Any, explim: bool, params: Any, dtype: str) -> Spec:
@@ -169,18 +169,18 @@ def _custom(params: Any) -> tuple[int, int]:
 def _options(options: Any, more: Mapping[str, Any]) -> dict[str, Any]:
     """The given options by name, without empty ones."""
     if options is None:
-        given = {}
+        settings = {}
     elif isinstance(options, Mapping):
-        given = dict(options)
+        settings = dict(options)
     elif hasattr(options, "__dict__"):
-        given = dict(vars(options))
+        settings = dict(vars(options))
     else:
         raise TypeError(f"options={options!r} must be a dict, or an object with attributes")
-    given |= more
-    for name in given:
+    settings |= more
+    for name in settings:
         if name not in _NAMES:
             raise ValueError(f"option {name!r} is not known; allowed: {', '.join(_NAMES)}")
-    return {name: value for name, value in given.items() if value is not None and np.size(value) and value != ""}
+    return {name: value for name, value in settings.items() if value is not None and np.size(value) and value != ""}
 
 
 def whole(value: Any) -> Any:
@@ -188,16 +188,18 @@ def whole(value: Any) -> Any:
     return int(value) if isinstance(value, float | np.floating) and float(value).is_integer() else value
 
 
-def _integer(given: Mapping[str, Any], name: str, low: int, high: int | None = None, default: int | None = None) -> Any:
-    return check_int(name, whole(given[name]), low, high) if name in given else default
+def _integer(
+    settings: Mapping[str, Any], name: str, low: int, high: int | None = None, default: int | None = None
+) -> Any:
+    return check_int(name, whole(settings[name]), low, high) if name in settings else default
 
 
-def _switch(given: Mapping[str, Any], name: str, default: bool | None) -> bool | None:
-    if name not in given:
+def _switch(settings: Mapping[str, Any], name: str, default: bool | None) -> bool | None:
+    if name not in settings:
         return default
-    value = whole(given[name])
+    value = whole(settings[name])
     if not isinstance(value, bool | np.bool_ | int | np.integer) or value not in (0, 1):
-        raise ValueError(f"{name}={given[name]!r} must be 0 or 1")
+        raise ValueError(f"{name}={settings[name]!r} must be 0 or 1")
     return bool(value)
 
 
@@ -213,14 +215,14 @@ def _numbers(x: Any) -> np.ndarray:
 
 def rounded_by(x: np.ndarray, spec: Spec, randfunc: Callable[[int], Any]) -> np.ndarray:
     """`x` rounded with the numbers of `randfunc` instead of random bits."""
-    drawn = as_numpy(f"randfunc({x.size})", randfunc(x.size)).astype(np.float64).ravel(order="F")
-    if drawn.size != x.size or not ((drawn >= 0) & (drawn < 1)).all():
+    uniforms = as_numpy(f"randfunc({x.size})", randfunc(x.size)).astype(np.float64).ravel(order="F")
+    if uniforms.size != x.size or not ((uniforms >= 0) & (uniforms < 1)).all():
         raise ValueError(f"randfunc({x.size}) must return {x.size} numbers in [0, 1)")
     width = 8 * x.dtype.itemsize
     # The result is rounded away if word + floor(fraction 2^width) carries, so a smaller number becomes a larger word.
-    word = ~np.ldexp(drawn, width).astype(f"uint{width}")
+    words = ~np.ldexp(uniforms, width).astype(f"uint{width}")
     with jax.enable_x64(True):
-        return np.array(_round_with(x, word.reshape(x.shape, order="F"), spec))
+        return np.array(_round_with(x, words.reshape(x.shape, order="F"), spec))
 
 
 @partial(compiled, static_argnums=2)

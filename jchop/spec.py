@@ -103,12 +103,12 @@ class Spec:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "format", _as_format(self.format))
-        coerced = {
+        members = {
             "rounding": as_rounding(self.rounding),
             "overflow": self._default_overflow if self.overflow is None else as_overflow(self.overflow),
             "gradient": _as_gradient(self.gradient),
         }
-        for name, value in coerced.items():
+        for name, value in members.items():
             object.__setattr__(self, name, value)
         check_bool("flush", self.flush)
         if self.random_bits is not None:
@@ -253,12 +253,12 @@ def _as_gradient(value: object) -> Gradient:
         raise TypeError(f"gradient={value!r} must be {_GRADIENTS}")
     if value == "straight_through":
         return Gradient()
-    found = _GRADIENT.fullmatch(value)
-    if found is None:
+    match = _GRADIENT.fullmatch(value)
+    if match is None:
         raise ValueError(f"gradient={quoted(value)} must be {_GRADIENTS}")
-    text = found["inside"] or found["plain"]
+    text = match["inside"] or match["plain"]
     try:
-        return Gradient(bool(found["clipped"] or found["both"]), _parse(text) if text else None)
+        return Gradient(bool(match["clipped"] or match["both"]), _parse(text) if text else None)
     except ValueError as error:
         raise ValueError(f"gradient={quoted(value)} must be {_GRADIENTS}: {error}") from None
 

@@ -28,22 +28,22 @@ def run_blame(options: argparse.Namespace) -> None:
         output = None if options.output is None else load_function("--output", options.output)
         arrays = load_arrays("--data", options.data)
         args = [arrays[name] for name in order_of(list(arrays), function, f"--data {options.data}")]
-        found = blame(emulate(function, spec), *args, output=output, key=key, max_turns=options.max_turns)
+        report = blame(emulate(function, spec), *args, output=output, key=key, max_turns=options.max_turns)
     pictures = (options.plot, options.html)
-    if any(pictures) and not found.rows:
+    if any(pictures) and not report.rows:
         raise ValueError(f"FUNCTION {options.function} makes no error in {options.to}, so there is nothing to draw")
     if options.json:
-        print(json.dumps(found.as_dict(), indent=1, allow_nan=False))
+        print(json.dumps(report.as_dict(), indent=1, allow_nan=False))
     else:
-        print("\n".join(map(printable, str(found).splitlines())))
+        print("\n".join(map(printable, str(report).splitlines())))
     if not any(pictures):
         return
     from jchop.plot import blame as draw
 
     title = f"{options.function} in {options.to}"
     picture = io.BytesIO()
-    draw(found, title=title).savefig(picture, format="png", dpi=100)
-    contents = (picture.getvalue(), page(title, image(picture.getvalue(), title), found._repr_html_()).encode())
+    draw(report, title=title).savefig(picture, format="png", dpi=100)
+    contents = (picture.getvalue(), page(title, image(picture.getvalue(), title), report._repr_html_()).encode())
     for path, content in zip(pictures, contents, strict=True):
         if path is not None:
             write_atomically(path, lambda file, content=content: file.write(content))

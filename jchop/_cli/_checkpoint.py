@@ -38,7 +38,7 @@ def run_convert(options: argparse.Namespace) -> None:
         raise ValueError(f"--shard {options.shard >> 20} belongs to a folder; OUT {options.target} is one file")
     if one_file and not options.target.is_dir():
         check_new("OUT", options.target, options.force)
-    kept = convert(
+    is_continuation = convert(
         options.source,
         options.target,
         options.layout,
@@ -47,14 +47,14 @@ def run_convert(options: argparse.Namespace) -> None:
         shard_bytes=options.shard or SHARD,
         progress=Percents("convert"),
     )
-    _say_kept(kept)
+    _say_kept(is_continuation)
     _say_left(options.source, options.source_layout)
-    with open_checkpoint(options.target, options.layout) as written:
-        _show(written, options.target, options.json)
+    with open_checkpoint(options.target, options.layout) as checkpoint:
+        _show(checkpoint, options.target, options.json)
 
 
-def _show(written: Checkpoint, target: Path, as_json: bool) -> None:
-    print(contents(written, as_json))
+def _show(checkpoint: Checkpoint, target: Path, as_json: bool) -> None:
+    print(contents(checkpoint, as_json))
     if not as_json:
         print(f"\nwrote {printable(str(target))}")
 
@@ -66,43 +66,43 @@ def quantize_folder(source: Path, target: Path, rules: Sequence[Rule], seed: int
             raise ValueError(f"spec={str(rule.spec)!r} rounds stochastically, which folders do not have")
     if seed is not None:
         raise ValueError("--seed has no effect on a folder, whose rules round without draws")
-    with open_checkpoint(source, "auto") as opened:
-        chosen = _chosen(opened, rules)
+    with open_checkpoint(source, "auto") as source_checkpoint:
+        rules_by_name = _chosen(source_checkpoint, rules)
     notes: list[str] = []
 
     def change(name: str, value: QArray | np.ndarray) -> QArray | np.ndarray:
-        rule = chosen.get(name)
+        rule = rules_by_name.get(name)
         if rule is None or isinstance(value, QArray):
             return value
         try:
             with jax.enable_x64(True):
-                packed = quantize(value, rule.spec)
-                fates = fates_of(value, np.asarray(dequantize(packed)))
+                qarray = quantize(value, rule.spec)
+                fates = fates_of(value, np.asarray(dequantize(qarray)))
         except (ValueError, TypeError) as error:
             raise without(rule, name, value.shape, error) from None
         if fates:
             notes.append(f"note: {name}: {counted(fates)}")
-        return packed
+        return qarray
 
     texts = repr([(rule.pattern, str(rule.spec)) for rule in rules])
     _say_kept(convert(source, target, OWN, change=change, options=texts, progress=Percents("quantize")))
     for note in notes if sys.stderr is not None else ():
         print(printable(note), file=sys.stderr)
-    with open_checkpoint(target, OWN) as written:
-        _show(written, target, as_json)
+    with open_checkpoint(target, OWN) as target_checkpoint:
+        _show(target_checkpoint, target, as_json)
 
 
-def _chosen(opened: Checkpoint, rules: Sequence[Rule]) -> dict[str, Rule]:
+def _chosen(checkpoint: Checkpoint, rules: Sequence[Rule]) -> dict[str, Rule]:
     """The rule of each array that is quantized."""
-    chosen: dict[str, Rule] = {}
-    for name, item in opened.items.items():
+    rules_by_name: dict[str, Rule] = {}
+    for name, item in checkpoint.items.items():
         rule = next((rule for rule in rules if matches_path(rule.pattern, name)), None)
         if rule is not None and not item.quantized and item.format in CARRIERS:
-            chosen[name] = rule
-    unused = [rule for rule in rules if rule not in chosen.values()]
-    packed = [name for name, item in opened.items.items() if item.quantized]
-    check_unused(unused, [name for name in opened.items if name not in chosen], packed)
-    return chosen
+            rules_by_name[name] = rule
+    unused_rules = [rule for rule in rules if rule not in rules_by_name.values()]
+    packed_names = [name for name, item in checkpoint.items.items() if item.quantized]
+    check_unused(unused_rules, [name for name in checkpoint.items if name not in rules_by_name], packed_names)
+    return rules_by_name
 
 
 def contents(source: Checkpoint, as_json: bool) -> str:
@@ -114,8 +114,8 @@ def contents(source: Checkpoint, as_json: bool) -> str:
         rows.append((name, shape, item.format, f"{item.nbytes:,}", bits_of(item.nbytes, item.shape)))
         totals[item.format] += item.nbytes
     if as_json:
-        found = {"layout": source.layout, "arrays": records(rows, "<<<>>"), "bytes": dict(totals.most_common())}
-        return json.dumps(found, indent=1)
+        report = {"layout": source.layout, "arrays": records(rows, "<<<>>"), "bytes": dict(totals.most_common())}
+        return json.dumps(report, indent=1)
     lines = [f"layout: {source.layout}", table(rows, "<<<>>"), ""]
     lines += [f"{count:,} bytes  {format}" for format, count in totals.most_common()]
     return "\n".join(printable(line) if "\n" not in line else line for line in lines)
@@ -131,17 +131,17 @@ def counted(fates: Counter[str]) -> str:
     return ", ".join(f"{count} {fate}" for fate, count in fates.items())
 
 
-def _say_kept(kept: bool) -> None:
-    if kept and sys.stderr is not None:
+def _say_kept(is_continuation: bool) -> None:
+    if is_continuation and sys.stderr is not None:
         print("an unfinished run was continued: its files were kept", file=sys.stderr)
 
 
 def _say_left(source: Path, layout: str) -> None:
     """Says which facts of a configuration are not in the new one."""
-    with open_checkpoint(source, layout) as opened:
-        left = beside_weights(opened.config)
-    if left and sys.stderr is not None:
-        print(f"note: the new configuration describes weights alone, without {', '.join(left)}", file=sys.stderr)
+    with open_checkpoint(source, layout) as checkpoint:
+        missing = beside_weights(checkpoint.config)
+    if missing and sys.stderr is not None:
+        print(f"note: the new configuration describes weights alone, without {', '.join(missing)}", file=sys.stderr)
 
 
 def _bytes(text: str) -> int:

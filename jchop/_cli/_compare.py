@@ -28,24 +28,30 @@ def run_compare(options: argparse.Namespace) -> None:
     if options.plot:
         check_suffix("--plot", options.plot, ".png")
         require_extra("--plot", "plot", ("matplotlib",))
-    found: dict[str, Comparison] = {}
+    comparisons: dict[str, Comparison] = {}
     formats = [as_spec(f, "--formats", scaled=True) for f in items(options.formats)] if options.formats else None
     if formats == []:
         raise ValueError(f"--formats {' '.join(options.formats)!r} must name at least one format")
     key = key_of(options.seed, formats or ())
     for name, array in _tensors(options.file, options.tensor):
         try:
-            found[name] = _compared(name, array, formats or default_formats(max(array.ndim, 1)), key, options.scale)
+            comparisons[name] = _compared(
+                name, array, formats or default_formats(max(array.ndim, 1)), key, options.scale
+            )
         except (ValueError, TypeError) as error:
             raise ValueError(f"{name}: {error}") from None
-    if options.plot and len(found) > 1:
-        raise ValueError(f"--plot draws one array, and there are {len(found)}; choose one by --tensor")
+    if options.plot and len(comparisons) > 1:
+        raise ValueError(f"--plot draws one array, and there are {len(comparisons)}; choose one by --tensor")
     if options.json:
-        print(json.dumps({name: seen.as_dict() for name, seen in found.items()}, indent=1, allow_nan=False))
+        print(
+            json.dumps(
+                {name: comparison.as_dict() for name, comparison in comparisons.items()}, indent=1, allow_nan=False
+            )
+        )
     else:
-        print("\n\n".join(f"{printable(name)}: {seen}" for name, seen in found.items()))
+        print("\n\n".join(f"{printable(name)}: {comparison}" for name, comparison in comparisons.items()))
     if options.plot:
-        picture = next(iter(found.values())).plot()
+        picture = next(iter(comparisons.values())).plot()
         write_atomically(options.plot, lambda file: picture.savefig(file, format="png"))
         if not options.json:
             print(f"wrote {printable(str(options.plot))}")
@@ -55,9 +61,9 @@ def _compared(name: str, array: np.ndarray, formats: Sequence[Any], key: Any, sc
     """The array in each format, with progress on a terminal: a first rounding in a format takes seconds to compile."""
     bar = terminal_bar() or (lambda *step: None)
     parts = []
-    for done, fmt in enumerate(formats, start=1):
+    for number, fmt in enumerate(formats, start=1):
         parts.append(compare(array, [fmt], key, scale=scale))
-        bar("compare", done, len(formats), printable(f"{name} {fmt}"))
+        bar("compare", number, len(formats), printable(f"{name} {fmt}"))
     return replace(parts[0], rows=tuple(row for part in parts for row in part.rows))
 
 
@@ -79,16 +85,16 @@ def _tensors(path: Path, pattern: str | None) -> Iterator[tuple[str, np.ndarray]
             if (item.quantized or item.format in CARRIERS or item.format.startswith(("int", "uint", "bool")))
             and 0 not in item.shape
         ]
-        chosen = [name for name in numbers if matches_path(pattern, name)]
-        if not chosen:
+        matches = [name for name in numbers if matches_path(pattern, name)]
+        if not matches:
             near = nearest_paths([pattern], numbers)
             raise ValueError(f"--tensor {pattern!r} matches no tensor of real numbers in {path}{near}")
-        left = [name for name in file.items if name not in numbers and matches_path(pattern, name)]
-        if left and sys.stderr is not None:
-            more = f" and {len(left) - 3} more" if len(left) > 3 else ""
-            told = printable(", ".join(map(repr, left[:3])))
-            print(f"note: without a table, since empty or of a type that has none: {told}{more}", file=sys.stderr)
-        for name in chosen:
+        others = [name for name in file.items if name not in numbers and matches_path(pattern, name)]
+        if others and sys.stderr is not None:
+            more = f" and {len(others) - 3} more" if len(others) > 3 else ""
+            listing = printable(", ".join(map(repr, others[:3])))
+            print(f"note: without a table, since empty or of a type that has none: {listing}{more}", file=sys.stderr)
+        for name in matches:
             value = file.read(name)
             yield name, np.asarray(dequantize(value)) if isinstance(value, QArray) else value
 

@@ -29,8 +29,8 @@ _WORDS = {
 
 
 def _subparsers(parser: argparse.ArgumentParser) -> dict[str, argparse.ArgumentParser]:
-    found = [a.choices for a in parser._actions if isinstance(a, argparse._SubParsersAction)]
-    return dict(found[0]) if found else {}
+    choices = [a.choices for a in parser._actions if isinstance(a, argparse._SubParsersAction)]
+    return dict(choices[0]) if choices else {}
 
 
 def commands_of(parser: argparse.ArgumentParser) -> dict[str, dict[str, list[str]]]:
@@ -49,10 +49,12 @@ def commands_of(parser: argparse.ArgumentParser) -> dict[str, dict[str, list[str
 def _bash(table: dict[str, dict[str, list[str]]]) -> str:
     cases = []
     for name, options in table.items():
-        taking = [f"            {o}) words='{' '.join(words)}' ;;" for o, words in options.items() if o and words]
+        word_cases = [f"            {o}) words='{' '.join(words)}' ;;" for o, words in options.items() if o and words]
         flags = " ".join(option for option in options if option)
         others = f"            *) words='{' '.join(options.get('', []))}' ;;"
-        inner = "\n".join(["        case $before in", *taking, others, "        esac", f"        options='{flags}' ;;"])
+        inner = "\n".join(
+            ["        case $before in", *word_cases, others, "        esac", f"        options='{flags}' ;;"]
+        )
         cases.append(f"    {name})\n{inner}")
     return f"""_jchop() {{
     local now=${{COMP_WORDS[COMP_CWORD]}} before=${{COMP_WORDS[COMP_CWORD-1]}} words= options=
@@ -79,12 +81,12 @@ def _zsh(table: dict[str, dict[str, list[str]]]) -> str:
 def _fish(table: dict[str, dict[str, list[str]]]) -> str:
     lines = [f"complete -c jchop -n __fish_use_subcommand -f -a '{' '.join(table)}'"]
     for name, options in table.items():
-        seen = f"complete -c jchop -n '__fish_seen_subcommand_from {name}'"
+        prefix = f"complete -c jchop -n '__fish_seen_subcommand_from {name}'"
         for option, words in options.items():
             if option:
-                lines.append(f"{seen} -l {option[2:]}" + (f" -x -a '{' '.join(words)}'" if words else ""))
+                lines.append(f"{prefix} -l {option[2:]}" + (f" -x -a '{' '.join(words)}'" if words else ""))
             elif words:
-                lines.append(f"{seen} -a '{' '.join(words)}'")
+                lines.append(f"{prefix} -a '{' '.join(words)}'")
     return "\n".join(lines) + "\n"
 
 

@@ -38,21 +38,21 @@ def add_doctor(commands: Any) -> None:
 
 
 def run_doctor(options: argparse.Namespace) -> None:
-    """Prints what `findings` has found, as tables or as JSON."""
-    found = findings()
+    """Prints the `environment_facts`, as tables or as JSON."""
+    facts = findings()
     if options.json:
-        print(json.dumps(found, indent=2))
+        print(json.dumps(facts, indent=2))
         return
-    print(table([*found["versions"].items(), *found["settings"].items()], "<<", rule=False))
+    print(table([*facts["versions"].items(), *facts["settings"].items()], "<<", rule=False))
     print()
-    if "error" in found:
-        print(f"no devices: {found['error']}")
+    if "error" in facts:
+        print(f"no devices: {facts['error']}")
     else:
         rows = [("device", "number", "jchop runs", "products of int8", "of float8", "of codes and floats")]
-        print(table([*rows, *(tuple(str(v or "-") for v in row.values()) for row in found["devices"])], "<><<<<"))
+        print(table([*rows, *(tuple(str(v or "-") for v in row.values()) for row in facts["devices"])], "<><<<<"))
     print()
     rows = [("extra", "for", "installed", "to install")]
-    for row in found["extras"]:
+    for row in facts["extras"]:
         versions = ", ".join(f"{name} {v or 'missing'}" for name, v in row["installed"].items())
         rows.append((row["extra"], row["for"], versions, row["install"] or "-"))
     print(table(rows, "<<<<"))
@@ -60,7 +60,7 @@ def run_doctor(options: argparse.Namespace) -> None:
 
 def findings() -> dict[str, Any]:
     """Versions, settings, devices and extras, as plain data."""
-    found: dict[str, Any] = {
+    facts: dict[str, Any] = {
         "versions": {
             "Python": platform.python_version(),
             **{name: _version(name) or "(not installed)" for name in _NEEDED},
@@ -73,12 +73,12 @@ def findings() -> dict[str, Any]:
     try:
         devices = devices_at_hand()
     except RuntimeError as error:  # a backend that does not start
-        found["error"] = " ".join(str(error).split())
+        facts["error"] = " ".join(str(error).split())
     else:
-        found["settings"]["fast math of XLA"] = "on: jchop refuses to compute" if has_fast_math() else "off"
-        found["devices"] = [_device(*key, count) for key, count in devices.items()]
-    found["extras"] = [_extra(*row) for row in EXTRAS.items()]
-    return found
+        facts["settings"]["fast math of XLA"] = "on: jchop refuses to compute" if has_fast_math() else "off"
+        facts["devices"] = [_device(*key, count) for key, count in devices.items()]
+    facts["extras"] = [_extra(*row) for row in EXTRAS.items()]
+    return facts
 
 
 def _device(kind: str, where: str, kernels: bool, count: int) -> dict[str, Any]:
@@ -100,9 +100,9 @@ def _letters(kind: str) -> str:
 
 
 def _extra(name: str, row: tuple[tuple[str, ...], str]) -> dict[str, Any]:
-    installed = {each: _version(each) for each in row[0]}
-    install = None if all(installed.values()) else INSTALL_EXTRA.format(extra=name)
-    return {"extra": name, "for": row[1], "installed": installed, "install": install}
+    versions = {each: _version(each) for each in row[0]}
+    install = None if all(versions.values()) else INSTALL_EXTRA.format(extra=name)
+    return {"extra": name, "for": row[1], "installed": versions, "install": install}
 
 
 def _version(name: str) -> str | None:

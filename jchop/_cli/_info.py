@@ -49,8 +49,8 @@ def run_formats(options: argparse.Namespace) -> None:
 
 
 def run_info(options: argparse.Namespace) -> None:
-    whole = parse_format(options.format)
-    fmt = whole.element if isinstance(whole, ScaledFormat) else whole
+    whole_format = parse_format(options.format)
+    fmt = whole_format.element if isinstance(whole_format, ScaledFormat) else whole_format
     picture = None
     if options.plot:
         check_suffix("--plot", options.plot, ".png")
@@ -63,19 +63,19 @@ def run_info(options: argparse.Namespace) -> None:
             raise ValueError(f"--plot: {error}") from None
     head, codes = ("code", "binary", "value", "which"), _notable(fmt)
     if options.json:
-        found: dict[str, Any] = {"format": str(whole), "element": str(fmt)}
-        found |= {name: plain(value) for name, value in _facts(fmt).items()}
-        found |= _scaled_facts(whole) if isinstance(whole, ScaledFormat) else {}
-        found["codes"] = [dict(zip(head, map(plain, row), strict=True)) for row in codes]
-        print(json.dumps(found, indent=1))
+        report: dict[str, Any] = {"format": str(whole_format), "element": str(fmt)}
+        report |= {name: plain(value) for name, value in _facts(fmt).items()}
+        report |= _scaled_facts(whole_format) if isinstance(whole_format, ScaledFormat) else {}
+        report["codes"] = [dict(zip(head, map(plain, row), strict=True)) for row in codes]
+        print(json.dumps(report, indent=1))
         _draw(options, picture)
         return
-    if isinstance(whole, ScaledFormat):
-        facts = _scaled_facts(whole)
+    if isinstance(whole_format, ScaledFormat):
+        facts = _scaled_facts(whole_format)
         facts["bits per element"] = f"{facts['bits per element']:g}" + " in a large array" * (
-            whole.bits == facts["bits per element"]
+            whole_format.bits == facts["bits per element"]
         )
-        print(f"{whole}\n\n{_listed(facts)}\n\nElements:")
+        print(f"{whole_format}\n\n{_listed(facts)}\n\nElements:")
     text = getattr(fmt, "text", str(fmt))
     print(f"{fmt}" + (f"  ({text})" if text != str(fmt) else ""))
     print(_layout(fmt))

@@ -51,37 +51,39 @@ def load_function(argument: str, text: str) -> Callable[..., Any]:
         raise ValueError(f"{argument} {text!r} must be MODULE:FUNCTION, as 'model:apply' for a function of model.py")
     try:
         with imports_from_here():
-            found = pkgutil.resolve_name(text)
+            function = pkgutil.resolve_name(text)
     except SyntaxError as error:
-        told = f"{error.filename}, line {error.lineno}: {error.msg}"
-        raise ValueError(f"{argument} {text!r} cannot be loaded: {told}") from None
+        reason = f"{error.filename}, line {error.lineno}: {error.msg}"
+        raise ValueError(f"{argument} {text!r} cannot be loaded: {reason}") from None
     except Exception as error:  # those of the module, too
         files = (path.stem for path in Path().glob("*.py"))
         near = close_to(name, vars(sys.modules[module])) if module in sys.modules else close_to(module, files)
         raise ValueError(f"{argument} {text!r} cannot be loaded: {error}{near}") from None
-    if not callable(found):
-        raise ValueError(f"{argument} {text!r} is {type(found).__name__}, and no function")
+    if not callable(function):
+        raise ValueError(f"{argument} {text!r} is {type(function).__name__}, and no function")
 
-    places, keywords = _keywords(found)
+    positional_count, keywords = _keywords(function)
 
-    @functools.wraps(found)
-    def traced(*args: Any, **kwargs: Any) -> Any:
+    @functools.wraps(function)
+    def call(*args: Any, **kwargs: Any) -> Any:
         from jax.errors import JAXIndexError, JAXTypeError
 
         try:
-            named = dict(zip(keywords, args[places:], strict=False))
-            return found(*args[:places], *args[places + len(keywords) :], **named, **kwargs)
+            keyword_values = dict(zip(keywords, args[positional_count:], strict=False))
+            return function(
+                *args[:positional_count], *args[positional_count + len(keywords) :], **keyword_values, **kwargs
+            )
         except (JAXIndexError, JAXTypeError) as error:
-            told = str(error).splitlines()[0].rstrip(".")
+            reason = str(error).splitlines()[0].rstrip(".")
             raise ValueError(
-                f"{argument} {text!r} cannot be traced by JAX: {told}; "
+                f"{argument} {text!r} cannot be traced by JAX: {reason}; "
                 "use jax.numpy and jax.lax in place of float, int, if, while, x[mask] and NumPy"
             ) from None
         except Exception as error:
-            said = f": {error}" if str(error) else ""
-            raise ValueError(f"{argument} {text!r} raised {type(error).__name__}{_place_of(error)}{said}") from None
+            detail = f": {error}" if str(error) else ""
+            raise ValueError(f"{argument} {text!r} raised {type(error).__name__}{_place_of(error)}{detail}") from None
 
-    return traced
+    return call
 
 
 def _keywords(function: Callable[..., Any]) -> tuple[int, list[str]]:
@@ -113,17 +115,17 @@ def load_arrays(argument: str, path: Path) -> dict[str, np.ndarray]:
         try:
             _check_zip(file)
             with np.load(file, allow_pickle=False) as arrays:
-                found = {name: arrays[name] for name in arrays.files}
-            if others := [name for name, array in found.items() if not isinstance(array, np.ndarray)]:
+                arrays_by_name = {name: arrays[name] for name in arrays.files}
+            if others := [name for name, array in arrays_by_name.items() if not isinstance(array, np.ndarray)]:
                 raise ValueError(f"{brief(others[0])} in it is no array")
         except Exception as error:  # of damaged files zipfile, zlib and NumPy raise errors of any kind
-            told = str(error).splitlines()[0] if str(error) else type(error).__name__
+            reason = str(error).splitlines()[0] if str(error) else type(error).__name__
             raise ValueError(
-                f"{argument} {path} must be a .npz file of arrays, as numpy.savez writes it: {told}"
+                f"{argument} {path} must be a .npz file of arrays, as numpy.savez writes it: {reason}"
             ) from None
-    if not found:
+    if not arrays_by_name:
         raise ValueError(f"{argument} {path} has no array")
-    return found
+    return arrays_by_name
 
 
 def _check_zip(file: BufferedReader) -> None:
@@ -155,15 +157,15 @@ def order_of(names: Sequence[str], function: Callable[..., Any], file: str, *, a
     Raises:
         ValueError: for arrays that are not the first arguments.
     """
-    unnamed = [f"arr_{i}" for i in range(len(names))]
-    if sorted(names) == sorted(unnamed):
-        return unnamed
-    wanted = list(inspect.signature(function).parameters)[after:]
-    chosen = [name for name in wanted if name in names]
-    if len(chosen) < len(names) or chosen != wanted[: len(chosen)]:
+    default_names = [f"arr_{i}" for i in range(len(names))]
+    if sorted(names) == sorted(default_names):
+        return default_names
+    parameters = list(inspect.signature(function).parameters)[after:]
+    order = [name for name in parameters if name in names]
+    if len(order) < len(names) or order != parameters[: len(order)]:
         place = " after the parameters" if after else ""
         raise ValueError(
-            f"{file} has the arrays {', '.join(sorted(names))}, and the function takes {', '.join(wanted)}{place}; "
+            f"{file} has the arrays {', '.join(sorted(names))}, and the function takes {', '.join(parameters)}{place}; "
             "save them under these names, the first ones, or without names"
         )
-    return chosen
+    return order

@@ -46,12 +46,12 @@ def run_ptq(options: argparse.Namespace) -> None:
     params = _parameters(options.weights)
     batches = _batches(options.data, function, options.batch)
     sequential = True if options.sequential else None
-    low = quantize_fn(function, rules, key=key)
-    packed, report = calibrated(
-        low, params, batches, steps, sequential, key, _tell_batch(len(batches)), folder, _tell_weight,
-        options.memory,
+    quantized_function = quantize_fn(function, rules, key=key)
+    weights, report = calibrated(
+        quantized_function, params, batches, steps, sequential, key,
+        _tell_batch(len(batches)), folder, _tell_weight, options.memory,
     )  # fmt: skip
-    save_safetensors(options.out, packed)
+    save_safetensors(options.out, weights)
     discard(folder)
     print(report.to_json(indent=1) if options.report == "json" else report)
     if options.plot:
@@ -66,15 +66,15 @@ def run_ptq(options: argparse.Namespace) -> None:
 
 
 def _tell_batch(count: int) -> Callable[[int], None]:
-    def tell(done: int) -> None:
-        _say(f"data: batch {(done - 1) % count + 1} of {count}")
+    def tell(step: int) -> None:
+        _say(f"data: batch {(step - 1) % count + 1} of {count}")
 
     return tell
 
 
-def _tell_weight(row: Any, done: int, total: int) -> None:
+def _tell_weight(row: Any, stage: int, total: int) -> None:
     decibels = "" if np.isnan(row.before) else f": {row.before:.2f} dB to nearest, {row.after:.2f} dB"
-    _say(f"stage {done} of {total}: {row.path}{decibels}")
+    _say(f"stage {stage} of {total}: {row.path}{decibels}")
 
 
 def _say(line: str) -> None:
@@ -94,7 +94,7 @@ def _steps(text: str, ptq: Any) -> list[Any]:
         calls = ast.parse(f"[{text}]", mode="eval").body
     except (SyntaxError, ValueError):
         raise ValueError(wrong) from None
-    made = []
+    steps = []
     for call in calls.elts if isinstance(calls, ast.List) else [calls]:
         name = call.func if isinstance(call, ast.Call) else call
         if not (isinstance(name, ast.Name) and name.id in STEPS):
@@ -102,17 +102,17 @@ def _steps(text: str, ptq: Any) -> list[Any]:
         try:
             args = [ast.literal_eval(arg) for arg in call.args] if isinstance(call, ast.Call) else []
             more = call.keywords if isinstance(call, ast.Call) else []
-            made.append(getattr(ptq, name.id)(*args, **{str(k.arg): ast.literal_eval(k.value) for k in more}))
+            steps.append(getattr(ptq, name.id)(*args, **{str(k.arg): ast.literal_eval(k.value) for k in more}))
         except (ValueError, TypeError) as error:
             raise ValueError(f"--method {text!r}: {error}") from None
-    return made
+    return steps
 
 
 def _parameters(path: Path) -> Any:
     """The pytree of a checkpoint: in its dicts and lists if the file has a record of them, else a dict by name."""
     with TensorFile(path) as file:
-        nested = TREE in file.metadata
-    return load_safetensors(path, nested=nested)
+        has_tree = TREE in file.metadata
+    return load_safetensors(path, nested=has_tree)
 
 
 def _batches(path: Path, function: Callable[..., Any], size: int) -> list[tuple[Any, ...]]:
@@ -123,8 +123,8 @@ def _batches(path: Path, function: Callable[..., Any], size: int) -> list[tuple[
     order = order_of(list(arrays), function, f"DATA {path}", after=1)
     lengths = {name: array.shape[:1] for name, array in arrays.items()}
     if len(set(lengths.values())) > 1 or () in lengths.values():
-        told = ", ".join(f"{name} {list(array.shape)}" for name, array in arrays.items())
-        raise ValueError(f"DATA {path}: the arrays must have first axes of one length, that of samples: {told}")
+        shapes = ", ".join(f"{name} {list(array.shape)}" for name, array in arrays.items())
+        raise ValueError(f"DATA {path}: the arrays must have first axes of one length, that of samples: {shapes}")
     count = arrays[order[0]].shape[0]
     if not count:
         raise ValueError(f"DATA {path} has no sample")

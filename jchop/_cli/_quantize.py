@@ -50,13 +50,13 @@ def run_inspect(options: argparse.Namespace) -> None:
 def parse_rule(text: str) -> Rule:
     """``PATTERN=SPEC``, split at the first equals sign before a valid spec, since a name may contain some."""
     reason = ValueError("there is no equals sign")
-    for at in (i for i, letter in enumerate(text) if letter == "="):
+    for position in (i for i, letter in enumerate(text) if letter == "="):
         try:
-            spec = as_spec(text[at + 1 :], scaled=True)
+            spec = as_spec(text[position + 1 :], scaled=True)
         except (ValueError, TypeError) as error:
-            reason = reason if at > text.index("=") else error
+            reason = reason if position > text.index("=") else error
             continue
-        return Rule(check_pattern(f"--rule {text!r}: pattern", text[:at], "'mlp.kernel'"), spec)
+        return Rule(check_pattern(f"--rule {text!r}: pattern", text[:position], "'mlp.kernel'"), spec)
     raise ValueError(f"--rule {text!r} must be PATTERN=SPEC, as 'kernel=int4(group=128)': {reason}")
 
 
@@ -68,8 +68,8 @@ def _report(reports: Sequence[Report]) -> list[tuple[str, ...]]:
         ("tensor", "shape", "from", "to", "bytes before", "bytes after", "SNR dB", "max error", "note")
     ]
     for report in reports:
-        known = not (report.copied or math.isnan(report.sqnr))
-        errors = (_decibels(report.sqnr), f"{report.largest:.3g}") if known else ("-", "-")
+        has_errors = not (report.copied or math.isnan(report.sqnr))
+        errors = (_decibels(report.sqnr), f"{report.largest:.3g}") if has_errors else ("-", "-")
         sizes = (f"{report.before:,}", f"{report.after:,}")
         rows.append(
             (report.name, _shape(report.shape), report.dtype, report.to, *sizes, *errors, counted(report.fates))
@@ -80,18 +80,18 @@ def _report(reports: Sequence[Report]) -> list[tuple[str, ...]]:
 
 
 def _contents(file: TensorFile) -> list[tuple[str, ...]]:
-    described = described_in(file)
-    owners = {part: name for name, fields in described.items() for part in part_names(name, fields)}
+    fields_by_name = described_in(file)
+    owners = {part: name for name, fields in fields_by_name.items() for part in part_names(name, fields)}
     rows: list[tuple[str, ...]] = [("tensor", "shape", "dtype", "bytes", "bits", "stored as")]
-    shown: set[str] = set()
+    row_owners: set[str] = set()
     for name, entry in file.entries.items():
         owner = owners.get(name)
         if owner is None:
             bits = bits_of(entry.nbytes, entry.shape)
             rows.append((name, _shape(entry.shape), entry.dtype.name, f"{entry.nbytes:,}", bits, "-"))
-        elif owner not in shown:
-            shown.add(owner)
-            fields = described[owner]
+        elif owner not in row_owners:
+            row_owners.add(owner)
+            fields = fields_by_name[owner]
             parts = [file.entries[part] for part in part_names(owner, fields)]
             shape = parts[0].shape[:-1] + (() if fields["size"] is None else (fields["size"],))
             size = sum(part.nbytes for part in parts)

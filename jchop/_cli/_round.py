@@ -103,18 +103,20 @@ def _round_numbers(options: argparse.Namespace, spec: Spec, key: Any) -> None:
 
     numbers = [_typed(word.strip()) for word in _words(options.values)]
     element = _element(spec)
-    exactly = options.carrier is None and element is not None and element.bits <= _NARROW
-    values = _carried([number.exact for number in numbers], options.carrier or "float64", exactly)
-    rounded = round_to_format(values, spec, key)
+    is_narrow = options.carrier is None and element is not None and element.bits <= _NARROW
+    values = _carried([number.exact for number in numbers], options.carrier or "float64", is_narrow)
+    results = round_to_format(values, spec, key)
     if options.out:
-        write_atomically(options.out, lambda file: np.save(file, rounded, allow_pickle=False))
-    rows = _comparison(numbers, values, rounded, element)
+        write_atomically(options.out, lambda file: np.save(file, results, allow_pickle=False))
+    rows = _comparison(numbers, values, results, element)
     if options.json:
-        found = [
+        entries = [
             dict(zip(_HEAD, (_number(n.exact, text), plain(float(x)), code, bits, *map(_exact, errors)), strict=True))
             for n, (text, x, code, bits, *errors) in zip(numbers, rows, strict=True)
         ]
-        print(json.dumps({"to": str(spec), "carrier": str(values.dtype), "numbers": found}, indent=1, allow_nan=False))
+        print(
+            json.dumps({"to": str(spec), "carrier": str(values.dtype), "numbers": entries}, indent=1, allow_nan=False)
+        )
         return
     print(f"to {spec}, carrier {values.dtype}")
     cells = [
@@ -184,16 +186,17 @@ def _brief(word: str) -> str:
     return word if len(word) <= 60 else f"{word[:60]}..."
 
 
-def _carried(exact: list[Fraction | float], carrier: str, exactly: bool) -> np.ndarray:
+def _carried(exact: list[Fraction | float], carrier: str, for_narrow_format: bool) -> np.ndarray:
     """Numbers rounded once to the carrier, to nearest with ties to even.
 
-    With `exactly`, which float64 alone may have, they are for a narrow format, whose rounding then is the only one.
+    With `for_narrow_format`, which float64 alone may have, they are for a narrow format, whose rounding then is the
+    only one.
     """
     from jchop._round.round_to_format import round_to_format
 
-    narrow = carrier != "float64"
-    wide = np.array([_float(value, odd=narrow or exactly) for value in exact], np.float64)
-    return round_to_format(wide, carrier).astype(CARRIERS[carrier]) if narrow else wide
+    rounds_again = carrier != "float64"
+    values = np.array([_float(value, odd=rounds_again or for_narrow_format) for value in exact], np.float64)
+    return round_to_format(values, carrier).astype(CARRIERS[carrier]) if rounds_again else values
 
 
 def _float(value: Fraction | float, *, odd: bool) -> float:
@@ -201,23 +204,23 @@ def _float(value: Fraction | float, *, odd: bool) -> float:
     if isinstance(value, float):
         return value
     try:
-        near = float(value)
+        nearest = float(value)
     except OverflowError:
-        end = sys.float_info.max if odd else math.inf
-        return end if value > 0 else -end
-    if odd and Fraction(near) != value and not int(np.float64(near).view(np.uint64)) & 1:
-        return math.nextafter(near, math.inf if value > near else -math.inf)
-    return near
+        limit = sys.float_info.max if odd else math.inf
+        return limit if value > 0 else -limit
+    if odd and Fraction(nearest) != value and not int(np.float64(nearest).view(np.uint64)) & 1:
+        return math.nextafter(nearest, math.inf if value > nearest else -math.inf)
+    return nearest
 
 
 _HEAD = ("value", "rounded", "code", "binary", "abs. error", "rel. error")
 
 
 def _comparison(
-    typed: list[_Typed], values: np.ndarray, rounded: np.ndarray, fmt: ElementFormat | None
+    numbers: list[_Typed], values: np.ndarray, results: np.ndarray, fmt: ElementFormat | None
 ) -> Iterator[tuple[Any, ...]]:
-    """The cells of each number under `_HEAD`; None for those that it lacks."""
-    for number, value, result in zip(typed, values, rounded, strict=True):
+    """The cells of each number under `_ROUND_HEAD`; None for those that it lacks."""
+    for number, value, result in zip(numbers, values, results, strict=True):
         code = None if fmt is None else fmt.code_of(float(result))
         bits = (None, None) if fmt is None or code is None else (hexadecimal(fmt, code), binary(fmt, code))
         yield (_as_typed(number, value), result, *bits, *_exact_errors(number.exact, float(result)))
@@ -235,8 +238,8 @@ def _number(exact: Fraction | float, text: str) -> Any:
     """A typed number in JSON: a float64, or an integer of at most 64 bits; else its text."""
     if isinstance(exact, float):
         return plain(exact)
-    near, digits = _float(exact, odd=False), whole(exact)
-    return near if near == exact else int(digits) if digits else text
+    nearest, digits = _float(exact, odd=False), whole(exact)
+    return nearest if nearest == exact else int(digits) if digits else text
 
 
 def _exact_errors(exact: Fraction | float, result: float) -> tuple[Fraction | float, Fraction | float]:
@@ -287,12 +290,12 @@ def _round_file(options: argparse.Namespace, spec: Spec, key: Any) -> None:
             raise ValueError(f"{path} holds {file.dtype}; pass --carrier float64 to convert it")
         summary = _Summary(_element(spec))
         bar = Percents("round") if file.size * file.dtype.itemsize > _CHUNK else lambda *_: None
-        rounded = Rounded.of(file, spec, key, _CHUNK, lambda done, total: bar(path.name, done, total))
+        chunks = Rounded.of(file, spec, key, _CHUNK, lambda count, total: bar(path.name, count, total))
         if options.out:
-            write_atomically(options.out, lambda out: rounded.write(out, summary.see))
+            write_atomically(options.out, lambda out: chunks.write(out, summary.add_chunk))
         else:
-            for pair in rounded:
-                summary.see(*pair)
+            for pair in chunks:
+                summary.add_chunk(*pair)
         if options.json:
             facts = {"to": str(spec), "carrier": str(file.dtype), "shape": list(file.shape)}
             print(json.dumps(facts | summary.as_dict(), indent=1, allow_nan=False))
@@ -306,11 +309,11 @@ class _Summary:
     """Statistics of an array that is rounded chunk by chunk; a complex number counts once, by either of its parts."""
 
     fmt: ElementFormat | None
-    changed: int = 0
+    changes: int = 0
     absolute: float = 0.0
     relative: float = 0.0
-    lost: int = 0
-    saturated: int = 0
+    overflows: int = 0
+    saturations: int = 0
     underflows: int = 0
     infinities: int = 0
     infinities_to_nan: int = 0
@@ -318,23 +321,23 @@ class _Summary:
     nans: int = 0
     nans_to_finite: int = 0
 
-    def see(self, values: np.ndarray, rounded: np.ndarray) -> None:
+    def add_chunk(self, values: np.ndarray, results: np.ndarray) -> None:
         """Adds a chunk."""
-        exact, result = (_real_parts(x).astype(np.float64) for x in (values, rounded))
+        exact, result = (_real_parts(x).astype(np.float64) for x in (values, results))
         finite, infinite, nan = np.isfinite(exact), np.isinf(exact), np.isnan(exact)
-        stays, lost = np.isfinite(result), finite & ~np.isfinite(result)
-        self.changed += _count((exact != result) & ~(nan & np.isnan(result)))
-        self.lost += _count(lost)
+        stays, overflows = np.isfinite(result), finite & ~np.isfinite(result)
+        self.changes += _count((exact != result) & ~(nan & np.isnan(result)))
+        self.overflows += _count(overflows)
         if self.fmt is not None:
             outside = finite & ((exact > _float(self.fmt.max, odd=False)) | (exact < _float(self.fmt.min, odd=False)))
-            self.saturated += _count(outside & ~lost)
+            self.saturations += _count(outside & ~overflows)
         self.underflows += _count(finite & (exact != 0) & (result == 0))
         self.infinities += _count(infinite)
         self.infinities_to_nan += _count(infinite & np.isnan(result))
         self.infinities_to_finite += _count(infinite & stays)
         self.nans += _count(nan)
         self.nans_to_finite += _count(nan & stays)
-        exact, result = exact[finite & ~lost], result[finite & ~lost]
+        exact, result = exact[finite & ~overflows], result[finite & ~overflows]
         with np.errstate(invalid="ignore", divide="ignore", over="ignore"):
             absolute = np.abs(result - exact)
             relative = absolute / np.abs(exact)
@@ -344,11 +347,11 @@ class _Summary:
     def as_dict(self) -> dict[str, Any]:
         """The statistics; overflows are those of finite numbers, by their result, not finite or finite."""
         return {
-            "changed": self.changed,
+            "changed": self.changes,
             "largest absolute error": self.absolute,
             "largest relative error": self.relative,
-            "overflows": self.lost,
-            "saturated": self.saturated,
+            "overflows": self.overflows,
+            "saturated": self.saturations,
             "underflows": self.underflows,
             "infinities": self.infinities,
             "infinities to nan": self.infinities_to_nan,
@@ -359,13 +362,13 @@ class _Summary:
 
     def text(self, shape: tuple[int, ...]) -> str:
         """The table of the statistics."""
-        but = " (overflows apart)" if self.lost else ""
+        but = " (overflows apart)" if self.overflows else ""
         rows = [
             ("elements", f"{math.prod(shape)}, shape {shape}"),
-            ("changed", str(self.changed)),
+            ("changed", str(self.changes)),
             ("largest abs. error", short(self.absolute) + but),
             ("largest rel. error", short(self.relative) + but),
-            ("finite overflows", f"{self.lost} to inf or nan, {self.saturated} to a finite value"),
+            ("finite overflows", f"{self.overflows} to inf or nan, {self.saturations} to a finite value"),
             ("underflows", f"{self.underflows} to zero"),
             (
                 "inf in the input",

@@ -48,12 +48,12 @@ def run_study(options: argparse.Namespace) -> None:
 def _run_function(options: argparse.Namespace) -> None:
     """The study of a function of the user."""
     require_extra("jchop study", "plot", ("matplotlib",))
-    for option, given in (
+    for option, is_set in (
         ("--dataset", options.dataset is not None),
         ("--epochs", options.epochs is not None),
         ("--activations", options.activations),
     ):
-        if given:
+        if is_set:
             raise ValueError(f"{option} belongs to the study of a network, without MODULE:FUNCTION")
     if options.data is None:
         raise ValueError("--data FILE.npz is needed: the arguments of the function")

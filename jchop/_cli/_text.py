@@ -79,8 +79,8 @@ class Percents:
         self._stage, self._percent = stage, 0
         self._bar = ProgressBar(sys.stderr) if sys.stderr is not None else None  # None: the shell has closed it
 
-    def __call__(self, name: str, done: int, total: int) -> None:
-        now = 100 * done // total if total else 100
+    def __call__(self, name: str, count: int, total: int) -> None:
+        now = 100 * count // total if total else 100
         for percent in range(self._percent + 1, now + 1):
             if self._bar is not None:
                 self._bar(self._stage, percent, 100, printable(name))
@@ -188,6 +188,6 @@ def check_new(option: str, path: Path, force: bool) -> None:
 
 def check_folder(option: str, path: Path) -> None:
     """Refuses, before any work, a folder that cannot be created or written to."""
-    there = next(place for place in (path.absolute(), *path.absolute().parents) if place.exists())
-    if not (there.is_dir() and os.access(there, os.W_OK)):
-        raise ValueError(f"{option} {path}: {there} is not a folder that can be written to")
+    ancestor = next(place for place in (path.absolute(), *path.absolute().parents) if place.exists())
+    if not (ancestor.is_dir() and os.access(ancestor, os.W_OK)):
+        raise ValueError(f"{option} {path}: {ancestor} is not a folder that can be written to")

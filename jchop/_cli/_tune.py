@@ -28,8 +28,8 @@ def run_tune(options: argparse.Namespace) -> None:
         function = load_function("FUNCTION", options.function)
         metric = options.metric if ":" not in options.metric else load_function("--metric", options.metric)
         inputs = [_arguments("--data", path, function) for path in options.data]
-        held_out = [_arguments("--held-out", path, function) for path in options.held_out]
-        found = tune(
+        extra_inputs = [_arguments("--held-out", path, function) for path in options.held_out]
+        tuning = tune(
             function,
             inputs,
             options.tolerance,
@@ -37,24 +37,24 @@ def run_tune(options: argparse.Namespace) -> None:
             cost=options.cost,
             by=options.by,
             metric=metric,
-            held_out=held_out,
+            held_out=extra_inputs,
             evaluations=options.evaluations,
             seconds=options.seconds,
             max_turns=options.max_turns,
             progress=terminal_bar(),
         )
     if options.json:
-        print(json.dumps(found.as_dict(), indent=1, allow_nan=False))
+        print(json.dumps(tuning.as_dict(), indent=1, allow_nan=False))
     else:
-        print("\n".join(map(printable, str(found).splitlines())))
+        print("\n".join(map(printable, str(tuning).splitlines())))
     if options.plot is None and options.html is None:
         return
     from jchop.plot import tune as draw
 
     title = f"{options.function} within {options.tolerance:g}"
     picture = io.BytesIO()
-    draw(found, title=title).savefig(picture, format="png", dpi=100)
-    contents = (picture.getvalue(), page(title, image(picture.getvalue(), title), found._repr_html_()).encode())
+    draw(tuning, title=title).savefig(picture, format="png", dpi=100)
+    contents = (picture.getvalue(), page(title, image(picture.getvalue(), title), tuning._repr_html_()).encode())
     for path, content in zip((options.plot, options.html), contents, strict=True):
         if path is not None:
             write_atomically(path, lambda file, content=content: file.write(content))

@@ -59,7 +59,7 @@ def box(title: str, facts: Iterable[tuple[str, str]], *pictures: tuple[str, str]
     """
     lines = _tag("div", escape(title), "font-weight:bold")
     lines += "".join(_tag("div", f"{escape(name)}: {escape(value)}") for name, value in facts)
-    shown = "".join(
+    figures = "".join(
         _tag(
             "div",
             _tag("div", escape(caption)) + picture,
@@ -67,7 +67,7 @@ def box(title: str, facts: Iterable[tuple[str, str]], *pictures: tuple[str, str]
         )
         for caption, picture in pictures
     )
-    return _tag("div", lines + shown, f"{_FONT};line-height:1.4")
+    return _tag("div", lines + figures, f"{_FONT};line-height:1.4")
 
 
 def image(data: bytes, text: str, style: str = "max-width:100%") -> str:
@@ -77,8 +77,8 @@ def image(data: bytes, text: str, style: str = "max-width:100%") -> str:
         >>> image(b"", "nothing")
         '<img alt="nothing" style="max-width:100%" src="data:image/png;base64,">'
     """
-    encoded = base64.b64encode(data).decode("ascii")
-    return f'<img alt="{escape(text)}" style="{style}" src="data:image/png;base64,{encoded}">'
+    payload = base64.b64encode(data).decode("ascii")
+    return f'<img alt="{escape(text)}" style="{style}" src="data:image/png;base64,{payload}">'
 
 
 def heat_map(cells: np.ndarray, text: str) -> str:

@@ -94,7 +94,7 @@ def p3109(bits: int, precision: int, signed: bool = True, extended: bool = True)
     fmt = FloatFormat(
         bits - precision + (not signed),
         precision - 1,
-        bias=1 << bits - precision - signed,
+        bias=1 << (bits - precision - signed),
         infinities=extended,
         nans="negative_zero" if signed else "top",
         signed=signed,

@@ -49,9 +49,9 @@ class CodebookFormat(ElementFormat):
             raise ValueError(f"levels has {len(levels)} entries; allowed: 1 to {_MAX_LEVELS}")
         if not all(map(math.isfinite, levels)):
             raise ValueError(f"levels={levels!r} must be finite")
-        for given, level in zip(self.levels, levels, strict=True):
-            if given != level:
-                raise ValueError(f"levels holds {given!r}, which binary64 cannot hold exactly; give a float")
+        for original, level in zip(self.levels, levels, strict=True):
+            if original != level:
+                raise ValueError(f"levels holds {original!r}, which binary64 cannot hold exactly; give a float")
         if any(low >= high for low, high in itertools.pairwise(levels)):
             raise ValueError(f"levels={levels!r} must be strictly increasing")
         object.__setattr__(self, "levels", levels)

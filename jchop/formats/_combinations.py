@@ -49,22 +49,22 @@ def _check_sparse(fmt: Any) -> None:
 
 
 def _check_zero_point(fmt: Any) -> None:
-    given = f"zero_point={fmt.zero_point}"
+    field = f"zero_point={fmt.zero_point}"
     if bool(fmt.zero_point) != (fmt.scale_rule.fit == "range"):
         more = "write rule=minmax, or " if fmt.zero_point else "add zero_point=integer, or "
         more *= isinstance(fmt.element, IntegerFormat)
-        raise ValueError(f"{given} with rule={fmt.rule!r}: zero points go with rule='minmax'; {more}leave rule out")
+        raise ValueError(f"{field} with rule={fmt.rule!r}: zero points go with rule='minmax'; {more}leave rule out")
     if not fmt.zero_point:
         return
     if not isinstance(fmt.element, IntegerFormat) or fmt.element.bits > MOST_SHIFTED_BITS:
         raise ValueError(
-            f"{given} needs an integer element of at most {MOST_SHIFTED_BITS} bits, not element={fmt.element}"
+            f"{field} needs an integer element of at most {MOST_SHIFTED_BITS} bits, not element={fmt.element}"
         )
     scale = fmt.scale
     if fmt.zero_point == "float" and not (
         isinstance(scale, FloatFormat) and scale.signed and scale.zero and scale.frac_bits
     ):
-        raise ValueError(f"{given} is kept in the format of the scales: with a sign, a zero and fraction bits, not "
+        raise ValueError(f"{field} is kept in the format of the scales: with a sign, a zero and fraction bits, not "
                          f"scale={scale}")  # fmt: skip
 
 
@@ -79,10 +79,10 @@ def _check_rule(fmt: Any) -> None:
 
 def _check_levels(scale: Any) -> None:
     """Refuse other scales than levels 1 and 2, once or twice, over a format of codes."""
-    within = scale
-    while hasattr(within, "element") and within.element == CodebookFormat((1.0, 2.0)) and within.rule == "absmax":
-        within = within.scale
-    if within is scale or hasattr(within, "element") or within.bits > 8:
+    level = scale
+    while hasattr(level, "element") and level.element == CodebookFormat((1.0, 2.0)) and level.rule == "absmax":
+        level = level.scale
+    if level is scale or hasattr(level, "element") or level.bits > 8:
         raise ValueError(
             "rule='levels' needs scales that are quantized again to codebook(1,2), once or twice, under scales of at "
             f"most 8 bits, not scale={scale}"
@@ -101,9 +101,9 @@ def _check_scale(fmt: Any) -> None:
         if fmt.scale_rule.fit == "levels":
             _check_levels(scale)
         return
-    nested = fmt.scale_rule.fit == "levels"
+    has_levels = fmt.scale_rule.fit == "levels"
     if (
-        not (isinstance(scale.scale, FloatFormat) or (nested and not scale.zero_point))
+        not (isinstance(scale.scale, FloatFormat) or (has_levels and not scale.zero_point))
         or scale.zero_point == "integer"
         or scale.nan_block
         or scale.scale_rule.tensor_scale
@@ -114,7 +114,7 @@ def _check_scale(fmt: Any) -> None:
         raise ValueError(f"scale={scale}: scales are positive; with a zero point an unsigned element is for them")
     if scale.element.bits > 8:
         raise ValueError(f"scale={scale} has codes of {scale.element.bits} bits; at most 8 are stored")
-    if nested:
+    if has_levels:
         _check_levels(scale)
     if fmt.nan_block or fmt.scale_rule.tensor_scale:
         raise ValueError(f"scale={scale} is quantized again: nan_block and rule={fmt.rule!r} do not go with that")

@@ -24,7 +24,7 @@ class UniformFormat(ElementFormat):
     @property
     def max_code(self) -> int:
         """Largest value as a multiple of the quantum."""
-        return (1 << self.bits - self.signed) - 1
+        return (1 << (self.bits - self.signed)) - 1
 
     @property
     def quantum(self) -> Fraction:
@@ -48,7 +48,7 @@ class UniformFormat(ElementFormat):
 
     def value_of(self, code: int) -> Number | None:
         """The exact value of one two's complement code; None for an unused code."""
-        count = code - (1 << self.bits) if self.signed and code >> self.bits - 1 else code
+        count = code - (1 << self.bits) if self.signed and code >> (self.bits - 1) else code
         return number(count * self.quantum) if count >= self.min_code else None
 
     def code_of(self, value: Number) -> int | None:
@@ -105,7 +105,7 @@ class FixedFormat(UniformFormat):
     @property
     def min_code(self) -> int:
         """Smallest value as a multiple of the quantum."""
-        return (int(self.symmetric) - (1 << self.bits - 1)) if self.signed else 0
+        return (int(self.symmetric) - (1 << (self.bits - 1))) if self.signed else 0
 
     @property
     def text(self) -> str:
@@ -146,7 +146,7 @@ class IntegerFormat(UniformFormat):
     @property
     def min_code(self) -> int:
         """Smallest value."""
-        return (int(self.narrow) - (1 << self.bits - 1)) if self.signed else 0
+        return (int(self.narrow) - (1 << (self.bits - 1))) if self.signed else 0
 
     @property
     def text(self) -> str:

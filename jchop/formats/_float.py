@@ -102,7 +102,7 @@ class FloatFormat(ElementFormat):
     @staticmethod
     def default_bias(exp_bits: int) -> int:
         """The bias of IEEE 754 interchange formats, 2^(e-1) - 1."""
-        return (1 << exp_bits - 1) - 1
+        return (1 << (exp_bits - 1)) - 1
 
     # -- codes of the magnitude ----------------------------------------------------------------------------------------
     @property
@@ -114,7 +114,7 @@ class FloatFormat(ElementFormat):
         """Magnitude code of the largest finite value."""
         top = (1 << self._magnitude_bits) - 1
         if self.max_exponent is not None:
-            return (self.max_exponent + self.bias + 1 << self.frac_bits) - 1
+            return ((self.max_exponent + self.bias + 1) << self.frac_bits) - 1
         if self.nans == "ieee":
             return top - (1 << self.frac_bits)
         return top - (self.nans == "top") - self.infinities
@@ -268,10 +268,10 @@ class FloatFormat(ElementFormat):
         if exact == 0:
             return 0 if self.zero else None
         exponent = max(floor_log2(exact), self.emin)
-        scaled = exact / Fraction(2) ** (exponent - self.frac_bits)
-        if scaled.denominator != 1:
+        significand = exact / Fraction(2) ** (exponent - self.frac_bits)
+        if significand.denominator != 1:
             return None
-        code = int(scaled) + ((exponent - self.emin) << self.frac_bits) - (0 if self.zero else 1 << self.frac_bits)
+        code = int(significand) + ((exponent - self.emin) << self.frac_bits) - (0 if self.zero else 1 << self.frac_bits)
         return code if self._first_code <= code <= self.max_code else None
 
     # -- text ----------------------------------------------------------------------------------------------------------

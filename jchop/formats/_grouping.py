@@ -19,8 +19,8 @@ def as_sparse(value: object) -> tuple[int, int] | None:
     """The n and m of n:m as they are stored, from a pair or its text."""
     if value is None:
         return None
-    found = re.fullmatch(r"([0-9]{1,4}):([0-9]{1,4})", value) if isinstance(value, str) else None
-    pair = value if found is None else tuple(map(int, found.groups()))
+    match = re.fullmatch(r"([0-9]{1,4}):([0-9]{1,4})", value) if isinstance(value, str) else None
+    pair = value if match is None else tuple(map(int, match.groups()))
     if not isinstance(pair, tuple | list) or len(pair) != 2:
         raise ValueError(f"sparse={value!r} must be two integers n and m, or text such as '2:4'")
     m = check_int(f"sparse={value!r} keeps n of every m: m", pair[1], 2, _MOST_TOGETHER)
@@ -82,11 +82,11 @@ def same_count(group: object, axis: object) -> bool:
 
 def axis_indexes(name: str, axes: int | tuple[int, ...] | None, shape: Sequence[int]) -> tuple[int, ...]:
     """Axes counted from the front, in an array that has each of them once."""
-    given = axes if isinstance(axes, tuple) else (axes,)
-    for axis in given:
+    axis_tuple = axes if isinstance(axes, tuple) else (axes,)
+    for axis in axis_tuple:
         if axis is None or not -len(shape) <= axis < len(shape):
             raise ValueError(f"{name}={axes} is not an axis of an array of {len(shape)} dimensions")
-    indexes = tuple(axis % len(shape) for axis in given)  # type: ignore[operator]
+    indexes = tuple(axis % len(shape) for axis in axis_tuple)  # type: ignore[operator]
     if len(set(indexes)) < len(indexes):
         raise ValueError(f"{name}={axes} names an axis twice in an array of {len(shape)} dimensions")
     return indexes

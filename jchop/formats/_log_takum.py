@@ -77,7 +77,7 @@ class LogTakumFormat(StringFormat):
 @lru_cache(maxsize=16)
 def log_takum_levels(bits: int) -> np.ndarray:
     """The binary64 numbers nearest to the values of the codes 1, 2, ... of a width, ascending."""
-    levels = np.array([_nearest(*_scaled_power(bits, code)) for code in range(1, 1 << bits - 1)])
+    levels = np.array([_nearest(*_scaled_power(bits, code)) for code in range(1, 1 << (bits - 1))])
     levels.setflags(write=False)
     return levels
 
@@ -85,7 +85,7 @@ def log_takum_levels(bits: int) -> np.ndarray:
 @lru_cache(maxsize=16)
 def log_takum_firsts(bits: int) -> np.ndarray:
     """The smallest binary64 numbers above the points between the codes 1 and 2, 2 and 3, ... of a width."""
-    firsts = np.array([_above(*_scaled_power(bits + 1, 2 * code + 1)) for code in range(1, (1 << bits - 1) - 1)])
+    firsts = np.array([_above(*_scaled_power(bits + 1, 2 * code + 1)) for code in range(1, (1 << (bits - 1)) - 1)])
     firsts.setflags(write=False)
     return firsts
 

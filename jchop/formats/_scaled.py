@@ -115,7 +115,7 @@ class ScaledFormat:
     def __post_init__(self) -> None:
         check_bool("nan_block", self.nan_block)
         check_zero_point(self.zero_point)
-        stored = {
+        fields = {
             "element": _as_format("element", self.element, ElementFormat),
             "scale": _as_format("scale", self.scale, FloatFormat | ScaledFormat),
             "channel": None if self.channel is None else as_axes("channel", self.channel),
@@ -124,8 +124,8 @@ class ScaledFormat:
         }
         if self.sparse_axis is not None:
             check_int("sparse_axis", self.sparse_axis, -(1 << 15), 1 << 15)
-        stored["group"], stored["axis"] = as_groups(self.group, self.axis)
-        for name, value in stored.items():
+        fields["group"], fields["axis"] = as_groups(self.group, self.axis)
+        for name, value in fields.items():
             object.__setattr__(self, name, value)
         check_fields(self)
 
@@ -140,33 +140,33 @@ class ScaledFormat:
             >>> str(jc.mxfp4(axis=0)), str(jc.int8(channel=0))
             ('mxfp4(axis=0)', 'int8(channel=0)')
         """
-        known = [field.name for field in dataclasses.fields(self)]
+        names = [field.name for field in dataclasses.fields(self)]
         for name, value in changes.items():
-            if name not in known:
-                raise TypeError(f"{name}={value!r} is no field of a scaled format; allowed: {', '.join(known)}")
-        given = set(changes)
-        if "channel" in given and "group" not in given:
-            changes |= {"group": None} | ({} if "axis" in given else {"axis": -1})
-        elif "group" in given and "channel" not in given:
+            if name not in names:
+                raise TypeError(f"{name}={value!r} is no field of a scaled format; allowed: {', '.join(names)}")
+        arguments = set(changes)
+        if "channel" in arguments and "group" not in arguments:
+            changes |= {"group": None} | ({} if "axis" in arguments else {"axis": -1})
+        elif "group" in arguments and "channel" not in arguments:
             changes["channel"] = None
-        if "group" in given and "axis" not in given and not same_count(changes["group"], self.axis):
+        if "group" in arguments and "axis" not in arguments and not same_count(changes["group"], self.axis):
             changes["axis"] = -1
-        if changes.get("zero_point", self.zero_point) != self.zero_point and "rule" not in given:
+        if changes.get("zero_point", self.zero_point) != self.zero_point and "rule" not in arguments:
             changes["rule"] = None
-        if changes.get("sparse", self.sparse) is None and "sparse_axis" not in given:
+        if changes.get("sparse", self.sparse) is None and "sparse_axis" not in arguments:
             changes["sparse_axis"] = None
-        if "axis" in changes and "scale" not in given:
+        if "axis" in changes and "scale" not in arguments:
             changes["scale"] = self._scale_along(changes["axis"])
         result = replace(self, **changes)
-        object.__setattr__(result, "base", None if "element" in given else self.base)
+        object.__setattr__(result, "base", None if "element" in arguments else self.base)
         return result
 
     def _scale_along(self, axis: Any) -> FloatFormat | ScaledFormat:
         """The format of scales with its levels along another axis, as the rule "levels" wants them."""
         if self.scale_rule.fit == "levels" and isinstance(self.scale, ScaledFormat) and isinstance(axis, int):
             levels = self.scale
-            within = replace(levels.scale, axis=axis) if isinstance(levels.scale, ScaledFormat) else levels.scale
-            return replace(levels, axis=axis, scale=within)
+            inner = replace(levels.scale, axis=axis) if isinstance(levels.scale, ScaledFormat) else levels.scale
+            return replace(levels, axis=axis, scale=inner)
         return self.scale
 
     # -- groups --------------------------------------------------------------------------------------------------------
@@ -235,11 +235,11 @@ class ScaledFormat:
             >>> jc.int4(group=32, axis=0, sparse="2:4").kept_shape((64, 5)), jc.int4.kept_shape((64, 5))
             ((32, 5), (64, 5))
         """
-        kept = list(shape)
+        sizes = list(shape)
         if self.sparse is not None:
             (axis,) = axis_indexes("sparse_axis", self.axis_of_sparse, shape)
-            kept[axis] = kept_count(self.sparse, shape[axis])
-        return tuple(kept)
+            sizes[axis] = kept_count(self.sparse, shape[axis])
+        return tuple(sizes)
 
     # -- facts ---------------------------------------------------------------------------------------------------------
     @property
@@ -268,8 +268,8 @@ class ScaledFormat:
         if self.scale_rule.tensor_scale:
             return ("scale", "tensor_scale")
         if isinstance(self.scale, ScaledFormat):
-            within = (*self.scale.scale_parts, *(("zero_point",) if self.scale.zero_point else ()))
-            return ("scale", *(f"scale_{part}" for part in within))
+            inner_parts = (*self.scale.scale_parts, *(("zero_point",) if self.scale.zero_point else ()))
+            return ("scale", *(f"scale_{part}" for part in inner_parts))
         return ("scale",)
 
     def bits_per_element(self, shape: Sequence[int] | None = None) -> float:
@@ -295,8 +295,8 @@ class ScaledFormat:
             scales = self.scale_shape(shape)
             if not math.prod(scales):
                 return bits
-            each = self._scale_bits(scales)
-            return bits + (math.prod(scales) * each + 32 * self.scale_rule.tensor_scale) / math.prod(shape)
+            scale_bits = self._scale_bits(scales)
+            return bits + (math.prod(scales) * scale_bits + 32 * self.scale_rule.tensor_scale) / math.prod(shape)
         groups = self.group if isinstance(self.group, tuple) else (self.group,)
         sizes = [group for group in groups if isinstance(group, int)]
         if len(sizes) < len(groups):
@@ -318,16 +318,16 @@ class ScaledFormat:
         assert stem is not None
         rule = base.rule if self.zero_point == base.zero_point else as_rule(None, self.zero_point)
         fields = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
-        changed = {name: value for name, value in fields.items() if value != getattr(base, name)}
+        differences = {name: value for name, value in fields.items() if value != getattr(base, name)}
         if self.scale == base._scale_along(self.axis):
-            changed.pop("scale", None)
+            differences.pop("scale", None)
         if self.rule == rule:
-            changed.pop("rule", None)
+            differences.pop("rule", None)
         if self.channel is not None:
-            changed = {name: value for name, value in changed.items() if name not in ("group", "axis")}
+            differences = {name: value for name, value in differences.items() if name not in ("group", "axis")}
         elif self.group is None and (base.group is not None or (self.base is None and stem == str(self.element))):
-            changed = {"group": "tensor"} | {name: value for name, value in changed.items() if name != "group"}
-        options = ",".join(f"{name}={shown(value, name)}" for name, value in changed.items())
+            differences = {"group": "tensor"} | {name: value for name, value in differences.items() if name != "group"}
+        options = ",".join(f"{name}={shown(value, name)}" for name, value in differences.items())
         if not options:
             return stem
         return f"{stem[:-1]},{options})" if stem.endswith(")") else f"{stem}({options})"
@@ -349,8 +349,10 @@ class ScaledFormat:
 def _as_format(name: str, value: object, kinds: Any) -> Any:
     fmt = parse_format(value) if isinstance(value, str) else value
     if not isinstance(fmt, kinds):
-        what = "an element format such as 'integer8'" if kinds is ElementFormat else "a FloatFormat or ScaledFormat"
-        raise TypeError(f"{name}={value!r} must be {what}, or its text")
+        expectation = (
+            "an element format such as 'integer8'" if kinds is ElementFormat else "a FloatFormat or ScaledFormat"
+        )
+        raise TypeError(f"{name}={value!r} must be {expectation}, or its text")
     return fmt
 
 
@@ -358,10 +360,10 @@ def _as_format(name: str, value: object, kinds: Any) -> Any:
 
 
 def _of(fields: Mapping[str, Any]) -> ScaledFormat:
-    built: dict[str, Any] = {
+    arguments: dict[str, Any] = {
         name: _of(value) if isinstance(value, Mapping) else value for name, value in fields.items()
     }
-    return ScaledFormat(**built)
+    return ScaledFormat(**arguments)
 
 
 #: The named scaled formats of the text grammar, without ``int8`` and the like, which match a pattern.
@@ -445,6 +447,6 @@ def _parse(text: str) -> ElementFormat | ScaledFormat:
 
 
 def _base(stem: str) -> ScaledFormat | None:
-    if found := re.fullmatch(r"bfp([0-9]{1,4})", stem):
-        return built(stem, bfp, int(found[1]))
+    if match := re.fullmatch(r"bfp([0-9]{1,4})", stem):
+        return built(stem, bfp, int(match[1]))
     return SCALED_CATALOGUE.get(stem)

@@ -57,16 +57,16 @@ def shown(value: object, name: str = "") -> str:
 def parse_any(
     text: str,
     names: Iterable[str],
-    named: Callable[[str], Any],
-    scaled: Callable[[ElementFormat], Any],
+    lookup: Callable[[str], Any],
+    scale: Callable[[ElementFormat], Any],
 ) -> Any:
     """The element format or the scaled format that a lower-case text names.
 
     Args:
         text: see `jchop.formats.parse_format`.
         names: the names of scaled formats, for the error of a text that names nothing.
-        named: the scaled format of a name; None for another name.
-        scaled: makes an element format a scaled one, which is called with the options.
+        lookup: the scaled format of a name; None for another name.
+        scale: makes an element format a scaled one, which is called with the options.
 
     Raises:
         ValueError: for text that names no format, with the closest names.
@@ -81,12 +81,12 @@ def parse_any(
         )
     stem, items = match[1], split_options(match[2])
     ours, rest = (
-        [item for item in items if (item.partition("=")[0] in _OPTIONS) is wanted] for wanted in (True, False)
+        [item for item in items if (item.partition("=")[0] in _OPTIONS) is belongs] for belongs in (True, False)
     )
-    base = named(stem)
+    base = lookup(stem)
     if base is None and not ours and not _SCALED_INTEGER.fullmatch(stem):
         return parse_element(text, names, _OPTIONS)
     options = options_of(text, ",".join(ours if base is None else items), _OPTIONS)
     if base is None:
-        base = scaled(parse_element(f"{stem}({','.join(rest)})" if rest else stem, names, _OPTIONS))
+        base = scale(parse_element(f"{stem}({','.join(rest)})" if rest else stem, names, _OPTIONS))
     return built(text, base, **options)

@@ -77,7 +77,7 @@ class StringFormat(TaperedFormat):
     @property
     def max_code(self) -> int:
         """Code of the largest value."""
-        return (1 << self.bits - 1) - 1
+        return (1 << (self.bits - 1)) - 1
 
     @cached_property
     def max(self) -> Number:
@@ -251,7 +251,7 @@ class HiFloat8Format(TaperedFormat):
             magnitude = 2.0 ** (size - 23)
         else:
             width = sum(size >= start for start in _HIF8_STARTS)
-            fraction = self.fraction_bits(1 << width - 1 if width else 0)
+            fraction = self.fraction_bits(1 << (width - 1) if width else 0)
             field, rest = size >> fraction & (1 << width) - 1, size & (1 << fraction) - 1
             half = 1 << width >> 1  # the place of the exponent's sign, and of its leading 1
             exponent = -field if field & half else field + half

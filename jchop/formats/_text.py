@@ -25,13 +25,14 @@ _Options = dict[str, Callable[[str], object]]
 _SUFFIXES = ("fn", "fnuz")
 
 
-def parse_element(text: str, more: Iterable[str] = (), beside: Iterable[str] = ()) -> ElementFormat:
+def parse_element(text: str, more: Iterable[str] = (), scaling_options: Iterable[str] = ()) -> ElementFormat:
     """The element format of a lower-case text.
 
     Args:
         text: see `jchop.formats.parse_format`.
         more: further known names, which the error of an unknown name suggests.
-        beside: the options that make an element a scaled format, which the error of an unknown option lists too.
+        scaling_options: the options that make an element a scaled format, which the error of an unknown option lists,
+            too.
 
     Raises:
         ValueError: for any other text; the message has the closest names.
@@ -45,13 +46,13 @@ def parse_element(text: str, more: Iterable[str] = (), beside: Iterable[str] = (
     name = ALIASES.get(stem, stem)
     if name in CATALOGUE:
         fmt = CATALOGUE[name]
-        options = options_of(text, inside, _FLOAT_OPTIONS, beside)
+        options = options_of(text, inside, _FLOAT_OPTIONS, scaling_options)
         return built(text, dataclasses.replace, fmt, **options) if options else fmt
-    for pattern, build, allowed in _PATTERNS:
-        if found := re.fullmatch(pattern, stem):
+    for pattern, build, readers in _PATTERNS:
+        if pattern_match := re.fullmatch(pattern, stem):
             if stem.startswith(_TAPERED):
-                beside = ()
-            return built(text, build, *found.groups(), **options_of(text, inside, allowed, beside))
+                scaling_options = ()
+            return built(text, build, *pattern_match.groups(), **options_of(text, inside, readers, scaling_options))
     raise unknown(text, more)
 
 
@@ -148,22 +149,22 @@ def split_options(inside: str | None) -> list[str]:
     return [item for item in split_outside(inside or "", ",") if item]
 
 
-def options_of(text: str, inside: str | None, allowed: _Options, beside: Iterable[str] = ()) -> dict[str, Any]:
-    """The values of the options in parentheses; `beside` are further names for the error of an unknown one."""
+def options_of(text: str, inside: str | None, readers: _Options, more: Iterable[str] = ()) -> dict[str, Any]:
+    """The values of the options in parentheses; `more` are further names for the error of an unknown one."""
     options: dict[str, Any] = {}
     for item in split_options(inside):
         name, equals, value = item.partition("=")
         if not equals or name in options:
             raise ValueError(f"format text {quoted(text)}: option {item!r} must be name=value, each name once")
-        if name not in allowed:
-            names = [*allowed, *beside]
-            known = f"{close_to(name, names)}; allowed: {', '.join(names)}" if names else "; there are none for it"
-            raise ValueError(f"format text {quoted(text)}: unknown option {name!r}{known}")
+        if name not in readers:
+            names = [*readers, *more]
+            hint = f"{close_to(name, names)}; allowed: {', '.join(names)}" if names else "; there are none for it"
+            raise ValueError(f"format text {quoted(text)}: unknown option {name!r}{hint}")
         try:
-            options[name] = allowed[name](value)
+            options[name] = readers[name](value)
         except (ValueError, KeyError):
-            what = _KINDS.get(allowed[name], "integers, several in parentheses")
-            raise ValueError(f"format text {quoted(text)}: option {name}={value!r} must be {what}") from None
+            expectation = _KINDS.get(readers[name], "integers, several in parentheses")
+            raise ValueError(f"format text {quoted(text)}: option {name}={value!r} must be {expectation}") from None
     return options
 
 
@@ -200,10 +201,10 @@ def _examples_like(stem: str) -> Iterator[str]:
     """A text of each pattern with the numbers of `stem`, if that is a format."""
     for example in _EXAMPLES:
         numbers = iter(re.findall("[0-9]+", stem))
-        text = re.sub("[0-9]+", lambda found, numbers=numbers: next(numbers, found[0]), example)
+        text = re.sub("[0-9]+", lambda digits, numbers=numbers: next(numbers, digits[0]), example)
         for pattern, build, _ in _PATTERNS:
-            if found := re.fullmatch(pattern, text):
+            if match := re.fullmatch(pattern, text):
                 with contextlib.suppress(ValueError):
-                    build(*found.groups())
+                    build(*match.groups())
                     example = text
         yield example

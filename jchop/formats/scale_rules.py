@@ -60,7 +60,7 @@ def _half_of_last_place(element: ElementFormat, fraction: int, _: int) -> int:
     """Half a unit in the last place of the element format, which rounds the fraction of a to its bits."""
     assert isinstance(element, FloatFormat | UniformFormat)
     bits = element.frac_bits if isinstance(element, FloatFormat) else element.bits - 1 - element.signed
-    return 1 << fraction - bits - 1 if bits < fraction else 0
+    return 1 << (fraction - bits - 1) if bits < fraction else 0
 
 
 def _any(_: ElementFormat) -> bool:
@@ -240,10 +240,10 @@ def rule_of(text: str) -> ScaleRule:
     Raises:
         ValueError: for a text that names none.
     """
-    found = _PERCENTILE.fullmatch(text)
-    if found and 0 < Fraction(found[1]) <= 100:
-        return replace(SCALE_RULES["percentile(q)"], name=text, percentile=Fraction(found[1]))
-    if found or text == "percentile(q)" or text not in SCALE_RULES:
+    match = _PERCENTILE.fullmatch(text)
+    if match and 0 < Fraction(match[1]) <= 100:
+        return replace(SCALE_RULES["percentile(q)"], name=text, percentile=Fraction(match[1]))
+    if match or text == "percentile(q)" or text not in SCALE_RULES:
         raise _unknown(text)
     return SCALE_RULES[text]
 

@@ -39,17 +39,17 @@ def value_grids(formats: Sequence[ElementFormat | str] | ElementFormat, *, title
         5
     """
     need_matplotlib()
-    found = [element_of(fmt) for fmt in listed(formats)]
-    if not found:
+    elements = [element_of(fmt) for fmt in listed(formats)]
+    if not elements:
         raise ValueError("formats must name at least one format")
-    rows = [_positive(fmt) for fmt in found]
+    rows = [_positive(fmt) for fmt in elements]
     figure = new_figure(10, 1.5 + 0.55 * len(rows), title, size=13)
     axes = figure.subplots()
     for place, values in enumerate(rows):
         width = float(np.clip(200 / len(values), 0.2, 1.6))
         axes.vlines(values, place - 0.38, place + 0.38, color=BARS[place % len(BARS)], linewidth=width)
     axes.set_xscale("log", base=2)
-    axes.set_yticks(range(len(rows)), [f"{label_of(fmt)}\n{fmt.bits} bits" for fmt in found], fontsize=9)
+    axes.set_yticks(range(len(rows)), [f"{label_of(fmt)}\n{fmt.bits} bits" for fmt in elements], fontsize=9)
     axes.set_ylim(len(rows) - 0.5, -0.5)
     axes.tick_params(axis="y", length=0)
     axes.set_xlabel("positive values (logarithmic, base 2)", fontsize=10)
@@ -99,12 +99,12 @@ def rounding_error(
         ['float8_e4m3fn', 'float8_e5m2', 'fixed4.4']
     """
     need_matplotlib()
-    found = [as_spec(spec) for spec in listed(specs)]
-    if not found:
+    spec_list = [as_spec(spec) for spec in listed(specs)]
+    if not spec_list:
         raise ValueError("specs must have at least one spec")
     if not (math.isfinite(start) and math.isfinite(stop) and start < stop):
         raise ValueError(f"start={start!r} and stop={stop!r} must be finite, and start the lesser")
-    for spec in found:
+    for spec in spec_list:
         if spec.rounding.stochastic:
             raise ValueError(f"specs: {spec} is stochastic; its error is no function of x")
     count = check_int("points", points, 2, _MOST_VALUES)
@@ -112,7 +112,7 @@ def rounding_error(
     x = np.geomspace(start, stop, count) if logarithmic else np.linspace(start, stop, count)
     figure = new_figure(10, 4.2, title, size=13)
     axes = figure.subplots()
-    for spec, colour in zip(found, (BARS[i % len(BARS)] for i in range(len(found))), strict=True):
+    for spec, colour in zip(spec_list, (BARS[i % len(BARS)] for i in range(len(spec_list))), strict=True):
         axes.plot(x, _error(x, spec, relative), color=colour, linewidth=1.0, label=str(spec))
     axes.axhline(0, color="#888888", linewidth=0.7)
     axes.set_xscale("log" if logarithmic else "linear")
@@ -155,19 +155,19 @@ def code_histogram(x: Any, fmt: ElementFormat | str, *, title: str | None = None
         'float4_e2m1fn: 4,000 numbers, 12 of 15 values in use'
     """
     need_matplotlib()
-    found = element_of(fmt)
-    if found.bits > _MOST_BITS:
-        raise ValueError(f"fmt={found} has {found.bits} bits; at most {_MOST_BITS} can be drawn")
+    element = element_of(fmt)
+    if element.bits > _MOST_BITS:
+        raise ValueError(f"fmt={element} has {element.bits} bits; at most {_MOST_BITS} can be drawn")
     numbers = as_numpy("x", x).astype(np.float64).ravel()
     numbers = numbers[np.isfinite(numbers)]
     if not numbers.size:
         raise ValueError("x has no finite number")
-    values = found.values()
+    values = element.values()
     values = values[np.concatenate([[True], np.diff(values) > 0])]
-    rounded = np.asarray(round_to_format(numbers, Spec(found, overflow="saturate")))
-    counts = np.bincount(np.searchsorted(values, rounded), minlength=values.size)
-    used = np.count_nonzero(counts)
-    text = f"{label_of(found)}: {numbers.size:,} numbers, {used} of {values.size} values in use"
+    results = np.asarray(round_to_format(numbers, Spec(element, overflow="saturate")))
+    counts = np.bincount(np.searchsorted(values, results), minlength=values.size)
+    values_in_use = np.count_nonzero(counts)
+    text = f"{label_of(element)}: {numbers.size:,} numbers, {values_in_use} of {values.size} values in use"
     figure = new_figure(10, 3.8, text if title is None else title, size=13)
     axes = figure.subplots()
     colours = [LOST if i in (0, values.size - 1) else NORMAL for i in range(values.size)]

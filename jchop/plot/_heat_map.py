@@ -68,15 +68,15 @@ def heat_map(
     """
     need_matplotlib()
     for panel in panels:
-        for what, table in (("values", panel.values), ("spread", panel.spread)):
+        for field, table in (("values", panel.values), ("spread", panel.spread)):
             if table is not None and np.shape(table) != (len(rows), len(columns)):
                 raise ValueError(
-                    f"panels: {what} of {panel.title!r} has shape {np.shape(table)}; rows and columns require "
+                    f"panels: {field} of {panel.title!r} has shape {np.shape(table)}; rows and columns require "
                     f"{(len(rows), len(columns))}"
                 )
-    tall = 0.36 if all(panel.spread is None for panel in panels) else 0.42
+    row_height = 0.36 if all(panel.spread is None for panel in panels) else 0.42
     width = 2.0 + len(panels) * (1.2 + 0.78 * len(columns))
-    figure = new_figure(max(width, 6.0), 2.3 + tall * len(rows), title)
+    figure = new_figure(max(width, 6.0), 2.3 + row_height * len(rows), title)
     if note:
         figure.supxlabel(note, fontsize=11, color=INK)
     for axes, panel in zip(figure.subplots(1, len(panels), squeeze=False, sharey=True)[0], panels, strict=True):
@@ -108,8 +108,8 @@ def _draw_panel(figure: Figure, axes: Axes, panel: Panel, rows: Sequence[str], c
             text += f"\n±{spread[row, column]:{panel.text}}"
         size = 8.5 if "\n" in text else 9.5
         axes.text(column, row, text, ha="center", va="center", fontsize=size, color="black" if bright else "white")
-    beyond = "max" if (values[np.isfinite(values)] > panel.ceiling).any() else "neither"
-    bar = figure.colorbar(image, ax=axes, fraction=0.04, pad=0.02, aspect=34, extend=beyond)
+    extension = "max" if (values[np.isfinite(values)] > panel.ceiling).any() else "neither"
+    bar = figure.colorbar(image, ax=axes, fraction=0.04, pad=0.02, aspect=34, extend=extension)
     bar.outline.set_visible(False)  # type: ignore[operator]
     bar.ax.tick_params(labelsize=9)
 
@@ -117,8 +117,8 @@ def _draw_panel(figure: Figure, axes: Axes, panel: Panel, rows: Sequence[str], c
 def _scale(panel: Panel, values: np.ndarray) -> Any:
     from matplotlib.colors import LogNorm, Normalize
 
-    known = values[np.isfinite(values) & ((values > 0) | (not panel.log))]
-    low, high = (known.min(), known.max()) if known.size else (1.0, 1.0)
+    finite = values[np.isfinite(values) & ((values > 0) | (not panel.log))]
+    low, high = (finite.min(), finite.max()) if finite.size else (1.0, 1.0)
     high = min(high, panel.ceiling)
     if low >= high:
         low, high = (low / 2, low * 2) if panel.log else (low - 1, low + 1)

@@ -48,8 +48,8 @@ def calibration(seen: Any, *, title: str = "Signal-to-noise ratio of products") 
     bars = {"each element to nearest": [r.before for r in rows], "as rounded": [r.after for r in rows]}
     finite = [value for values in bars.values() for value in values if math.isfinite(value)]
     low, high = min(0.0, *finite, 0.0), max(1.0, *finite, 1.0)
-    drawn = {name: [value if math.isfinite(value) else 0.0 for value in values] for name, values in bars.items()}
-    draw_bars(axes, drawn, 0.0, lambda value: f" {value:.1f}")
+    lengths = {name: [value if math.isfinite(value) else 0.0 for value in values] for name, values in bars.items()}
+    draw_bars(axes, lengths, 0.0, lambda value: f" {value:.1f}")
     for shift, values in zip((-0.19, 0.19), bars.values(), strict=True):
         for place, value in enumerate(values):
             if not value > 0 or math.isinf(value):
@@ -94,8 +94,8 @@ def sensitivity(seen: Any, *, title: str = "Layers rounded one at a time") -> Fi
     figure = new_figure(9, 1.9 + 0.34 * len(paths), title)
     axes = figure.subplots()
     for name in formats:
-        found = {row.path: row.snr for row in rows if row.format == name}
-        values = [found[path] if math.isfinite(found[path]) else math.nan for path in paths]
+        ratios = {row.path: row.snr for row in rows if row.format == name}
+        values = [ratios[path] if math.isfinite(ratios[path]) else math.nan for path in paths]
         axes.plot(values, range(len(paths)), "o-", markersize=5, linewidth=1.2, label=name)
     _label_rows(axes, [path or "(the model)" for path in paths])
     axes.set_xlabel("signal-to-noise ratio of the output (dB): more is better", fontsize=10)

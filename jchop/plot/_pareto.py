@@ -66,11 +66,11 @@ def pareto(
     span = (right - left) or 1.0
     axes.set_xlim(left - 0.06 * span, right + 0.1 * span)
     front = _front(x, y if not higher_is_better else -y, inside | exact)
-    joined = front[inside[front]]
-    axes.plot(x[joined], y[joined], color=NORMAL, linewidth=1.2, alpha=0.6, zorder=1, label="Pareto front")
+    line = front[inside[front]]
+    axes.plot(x[line], y[line], color=NORMAL, linewidth=1.2, alpha=0.6, zorder=1, label="Pareto front")
     best = np.isin(np.arange(len(x)), front)
-    for chosen, colour in ((best & inside, NORMAL), (~best & inside, "#888888")):
-        axes.scatter(x[chosen], y[chosen], color=colour, s=36, zorder=2, clip_on=False)
+    for group, colour in ((best & inside, NORMAL), (~best & inside, "#888888")):
+        axes.scatter(x[group], y[group], color=colour, s=36, zorder=2, clip_on=False)
     draw_at_edge(axes, x[exact], good, "exact", NORMAL)
     draw_at_edge(axes, x[~inside & ~exact], bad, "infinite or NaN", LOST)
     if not inside.any():  # nothing on the axis has a value
@@ -97,15 +97,15 @@ def _room(values: np.ndarray, log: bool) -> tuple[float, float]:
     return low - edge, high + edge
 
 
-def _front(bits: np.ndarray, cost: np.ndarray, known: np.ndarray) -> np.ndarray:
+def _front(bits: np.ndarray, cost: np.ndarray, valid: np.ndarray) -> np.ndarray:
     """The indexes of the points that none with as few bits and as low a cost beats, by bits."""
-    order = [i for i in np.lexsort((cost, bits)) if known[i]]
-    chosen, least = [], math.inf
+    order = [i for i in np.lexsort((cost, bits)) if valid[i]]
+    front, least = [], math.inf
     for i in order:
         if cost[i] < least:
-            chosen.append(i)
+            front.append(i)
             least = cost[i]
-    return np.array(chosen, np.int64)
+    return np.array(front, np.int64)
 
 
 def _draw_names(axes: Axes, names: Sequence[str], x: np.ndarray, y: np.ndarray, best: np.ndarray) -> None:
@@ -115,11 +115,11 @@ def _draw_names(axes: Axes, names: Sequence[str], x: np.ndarray, y: np.ndarray, 
     order = np.lexsort((-x, height))
     step = 1.0 / len(names)
     places = np.empty(len(names))
-    lowest = 0.0
-    line = {"arrowstyle": "-", "color": "#bbbbbb", "linewidth": 0.6, "shrinkA": 0, "shrinkB": 3, "relpos": (0.0, 0.5)}
+    next_place = 0.0
+    arrow = {"arrowstyle": "-", "color": "#bbbbbb", "linewidth": 0.6, "shrinkA": 0, "shrinkB": 3, "relpos": (0.0, 0.5)}
     for rank, i in enumerate(order):  # as near the point as the names below and above leave room for
-        places[i] = min(max(height[i], lowest), 1.0 - (len(names) - 1 - rank) * step)
-        lowest = places[i] + step
+        places[i] = min(max(height[i], next_place), 1.0 - (len(names) - 1 - rank) * step)
+        next_place = places[i] + step
     for i, name in enumerate(names):
         axes.annotate(
             name,
@@ -131,5 +131,5 @@ def _draw_names(axes: Axes, names: Sequence[str], x: np.ndarray, y: np.ndarray, 
             color=INK,
             fontweight="bold" if best[i] else "normal",
             annotation_clip=False,
-            arrowprops=line,
+            arrowprops=arrow,
         )

@@ -42,10 +42,10 @@ def report(seen: Report, *, title: str = "Where the digits go") -> Figure:
         [['exp', 'float8_e4m3'], ['mul', 'float8_e4m3']]
     """
     need_matplotlib()
-    rows, traced = getattr(seen, "rows", None), getattr(seen, "traced", False)
+    rows, has_values = getattr(seen, "rows", None), getattr(seen, "traced", False)
     if rows is None:
         raise TypeError(f"seen={seen!r} must be a result of jchop.emulate.report")
-    if not traced or not rows:
+    if not has_values or not rows:
         raise ValueError("seen must hold what was seen: pass trace_values=True to jchop.emulate.report, for a program "
                          "with at least one operation")  # fmt: skip
     figure = new_figure(10, 1.9 + 0.68 * len(rows), title)
@@ -69,13 +69,13 @@ def _draw_errors(axes: Axes, rows: Sequence[Row]) -> None:
     from matplotlib.ticker import NullFormatter
 
     bars = {"of the operation": [row.error for row in rows], "of the program so far": [row.deviation for row in rows]}
-    shown = [value for values in bars.values() for value in values if value > 0]
-    low, high = min(shown, default=1e-3) / 4, 8 * max(shown, default=1.0)  # room for the numbers
+    positive = [value for values in bars.values() for value in values if value > 0]
+    low, high = min(positive, default=1e-3) / 4, 8 * max(positive, default=1.0)  # room for the numbers
     draw_bars(axes, bars, low, lambda value: f" {value:.1e}")
-    lost = [place for place, row in enumerate(rows) if math.isnan(row.deviation) and row.infinities + row.nans]
-    if lost:
+    empty_rows = [place for place, row in enumerate(rows) if math.isnan(row.deviation) and row.infinities + row.nans]
+    if empty_rows:
         name = "no finite result to compare"
-        axes.barh(lost, high - low, 0.76, low, color="white", edgecolor=LOST, hatch="///", label=name)
+        axes.barh(empty_rows, high - low, 0.76, low, color="white", edgecolor=LOST, hatch="///", label=name)
     axes.set_xscale("log")
     axes.xaxis.set_minor_formatter(NullFormatter())
     axes.set_xlim(low, high)
@@ -121,10 +121,12 @@ def blame(seen: Blame, *, title: str = "Where the error comes from", most: int =
         raise TypeError(f"seen={seen!r} must be a result of jchop.blame")
     if not rows:
         raise ValueError("seen must have rows: a program without roundings has none")
-    shown, others = rows[:most], rows[most:]
-    names = [_operation(row, row.spec) for row in shown] + ([f"{len(others)} more rows"] if others else [])
-    values = [row.contribution for row in shown] + ([math.fsum(row.contribution for row in others)] if others else [])
-    turns = [row for row in shown if len(row.turns) > 1]
+    top_rows, others = rows[:most], rows[most:]
+    names = [_operation(row, row.spec) for row in top_rows] + ([f"{len(others)} more rows"] if others else [])
+    values = [row.contribution for row in top_rows] + (
+        [math.fsum(row.contribution for row in others)] if others else []
+    )
+    turns = [row for row in top_rows if len(row.turns) > 1]
     figure = new_figure(14 if turns else 9, 1.9 + 0.62 * len(names), title)
     panels = np.ravel(figure.subplots(1, 2 if turns else 1))
     axes = panels[0]

@@ -40,13 +40,15 @@ def element_of(fmt: ElementFormat | str) -> ElementFormat:
         TypeError: for a scaled format, which has no values of its own.
         ValueError: for a format of too many values.
     """
-    found = parse_format(fmt) if isinstance(fmt, str) else fmt
-    if not isinstance(found, ElementFormat):
-        what = f"its element {str(found.element)!r}" if isinstance(found, ScaledFormat) else "a format or its text"
-        raise TypeError(f"fmt={str(fmt)!r} has no values of its own to draw; pass {what}")
-    if found.bits > _MOST_BITS:
-        raise ValueError(f"fmt={found} has {found.bits} bits; formats of at most {_MOST_BITS} bits can be drawn")
-    return found
+    element = parse_format(fmt) if isinstance(fmt, str) else fmt
+    if not isinstance(element, ElementFormat):
+        alternative = (
+            f"its element {str(element.element)!r}" if isinstance(element, ScaledFormat) else "a format or its text"
+        )
+        raise TypeError(f"fmt={str(fmt)!r} has no values of its own to draw; pass {alternative}")
+    if element.bits > _MOST_BITS:
+        raise ValueError(f"fmt={element} has {element.bits} bits; formats of at most {_MOST_BITS} bits can be drawn")
+    return element
 
 
 def label_of(fmt: ElementFormat) -> str:
@@ -72,11 +74,11 @@ def draw_bars(axes: Axes, bars: dict[str, list[Any]], low: float, text: Any) -> 
     height = 0.76 / len(bars)
     for index, (name, values) in enumerate(bars.items()):
         shift = (index + 0.5) * height - 0.38
-        known = [(place + shift, value) for place, value in enumerate(values) if value > 0]
+        labels = [(place + shift, value) for place, value in enumerate(values) if value > 0]
         # Bars of length zero for the others: without any bar, the legend's colour would be Matplotlib's own.
         lengths = [max(value - low, 0.0) if value > 0 else 0.0 for value in values]
         axes.barh(np.arange(len(values)) + shift, lengths, 0.95 * height, low, color=BARS[index], label=name)
-        for y, value in known:
+        for y, value in labels:
             axes.text(value, y, text(value), va="center", fontsize=8, color=INK)
 
 

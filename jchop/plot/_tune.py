@@ -53,22 +53,29 @@ def tune(seen: Any, *, title: str = "Formats within a tolerance") -> Figure:
     return figure
 
 
-def _draw_front(axes: Axes, seen: Any) -> None:
+def _draw_front(axes: Axes, tuning: Any) -> None:
     """The front, the tolerance and the chosen assignment; errors of zero are crosses at the lower edge."""
-    cost, error = (np.array([getattr(point, name) for point in seen.front]) for name in ("cost", "error"))
-    shown = [*error, seen.error, seen.tolerance]
-    least = min((value for value in shown if value > 0), default=1.0) / 3
+    cost, error = (np.array([getattr(point, name) for point in tuning.front]) for name in ("cost", "error"))
+    errors = [*error, tuning.error, tuning.tolerance]
+    least = min((value for value in errors if value > 0), default=1.0) / 3
     axes.set_yscale("log")
-    measured = error > 0
-    axes.step(cost[measured], error[measured], where="post", color=NORMAL, linewidth=1.2, label="best measured")
-    axes.scatter(cost[measured], error[measured], color=NORMAL, s=18)
-    axes.axhline(max(seen.tolerance, least), color=LOST, linewidth=1.0, linestyle="--", label="tolerance")
+    positive = error > 0
+    axes.step(cost[positive], error[positive], where="post", color=NORMAL, linewidth=1.2, label="best measured")
+    axes.scatter(cost[positive], error[positive], color=NORMAL, s=18)
+    axes.axhline(max(tuning.tolerance, least), color=LOST, linewidth=1.0, linestyle="--", label="tolerance")
     axes.scatter(
-        [seen.cost], [max(seen.error, least)], color=LOST, marker="*", s=140, zorder=3, clip_on=False, label="chosen"
+        [tuning.cost],
+        [max(tuning.error, least)],
+        color=LOST,
+        marker="*",
+        s=140,
+        zorder=3,
+        clip_on=False,
+        label="chosen",
     )
     axes.set_ylim(bottom=least)
-    draw_at_edge(axes, cost[~measured], least, "exact", NORMAL)
-    axes.set_xlabel(f"cost ({seen.cost_name})")
+    draw_at_edge(axes, cost[~positive], least, "exact", NORMAL)
+    axes.set_xlabel(f"cost ({tuning.cost_name})")
     axes.set_ylabel("largest error of the inputs")
     axes.grid(color="#e5e5e5", linewidth=0.7)
     axes.set_axisbelow(True)

@@ -81,8 +81,8 @@ def _landmarks(fmt: ElementFormat, row: np.ndarray) -> dict[float, str]:
     """The labels of marked values; a value can have two."""
     names = {"smallest": float(row[0]), "largest": float(row[-1])}
     if isinstance(fmt, FloatFormat):
-        named = {"smallest subnormal": fmt.smallest_subnormal, "smallest normal": fmt.smallest_normal}
-        names = {name: float(value) for name, value in named.items() if value is not None and value <= row[-1]}
+        candidates = {"smallest subnormal": fmt.smallest_subnormal, "smallest normal": fmt.smallest_normal}
+        names = {name: float(value) for name, value in candidates.items() if value is not None and value <= row[-1]}
         names["largest"] = float(row[-1])
     marks: dict[float, str] = {}
     for name, value in names.items():
@@ -100,13 +100,13 @@ def _draw_marks(axes: Axes, marks: dict[float, str], top: float) -> None:
     for index in reversed(range(len(places))):
         # A label too close to the next one on its right is placed above it.
         level = level + 1 if close[index] else 0
-        paired = close[index] or close[index - 1]
+        has_neighbour = close[index] or close[index - 1]
         axes.annotate(
             f"{marks[places[index]]}\n{_label(places[index])}",
             xy=(places[index], top * 0.92),
             xytext=(0, 12 + 36 * level),
             textcoords="offset points",
-            ha="left" if paired else "center",
+            ha="left" if has_neighbour else "center",
             va="bottom",
             fontsize=9,
             color=INK,
@@ -116,7 +116,7 @@ def _draw_marks(axes: Axes, marks: dict[float, str], top: float) -> None:
                 "linewidth": 0.8,
                 "shrinkA": 1,
                 "shrinkB": 0,
-                "relpos": (0.0 if paired else 0.5, 0.0),
+                "relpos": (0.0 if has_neighbour else 0.5, 0.0),
             },
         )
 
@@ -140,8 +140,8 @@ def _draw_error(axes: Axes, fmt: ElementFormat, row: np.ndarray) -> None:
     from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 
     below, above = row[:-1], row[1:]
-    cut = _cuts(fmt, row)
-    error = np.maximum(cut - below, above - cut) / cut
+    thresholds = _cuts(fmt, row)
+    error = np.maximum(thresholds - below, above - thresholds) / thresholds
     normal = float(fmt.smallest_normal) if isinstance(fmt, FloatFormat) else 0.0
     for part, colour, name in ((below < normal, SUBNORMAL, "subnormal"), (below >= normal, NORMAL, "normal")):
         if part.any():

@@ -79,20 +79,20 @@ def check_pattern(n: object, m: object, axis: object = -1) -> tuple[tuple[int, i
     axes = tuple(axis) if isinstance(axis, tuple | list) else (axis,)
     if len(axes) not in (1, 2):
         raise ValueError(f"axis={axis!r} must be one axis, or two for tiles")
-    checked = tuple(check_int("axis", each, -(1 << 15), 1 << 15) for each in axes)
+    axis_tuple = tuple(check_int("axis", each, -(1 << 15), 1 << 15) for each in axes)
     high = _LARGEST_TILE if len(axes) == 2 else None
     most = check_int("m (the side of a tile)" if high else "m", m, 2, high)
-    return (check_int("n", n, 1, most - 1), most), checked
+    return (check_int("n", n, 1, most - 1), most), axis_tuple
 
 
 @partial(compiled, static_argnames=("pattern", "axes"))
 def mask_of(x: Array, pattern: tuple[int, int], axes: tuple[int, ...]) -> Array:
     """`mask` of JAX arrays, whose arguments are checked."""
     n, m = pattern
-    moved = jnp.moveaxis(jnp.asarray(x), axes, range(len(axes)))
-    sizes = jnp.where(jnp.isnan(moved), jnp.inf, jnp.abs(moved))
-    kept = leading((sizes,), n, m) if len(axes) == 1 else _tiles(sizes, n, m)
-    return jnp.moveaxis(kept, range(len(axes)), axes)
+    numbers = jnp.moveaxis(jnp.asarray(x), axes, range(len(axes)))
+    sizes = jnp.where(jnp.isnan(numbers), jnp.inf, jnp.abs(numbers))
+    selection = leading((sizes,), n, m) if len(axes) == 1 else _tiles(sizes, n, m)
+    return jnp.moveaxis(selection, range(len(axes)), axes)
 
 
 @lru_cache(maxsize=16)
@@ -105,13 +105,13 @@ def patterns(n: int, m: int) -> np.ndarray:
 
 def _tiles(x: Array, n: int, m: int) -> Array:
     """The best mask of each tile of the first two axes; numbers are magnitudes."""
-    whole = jnp.pad(x, [(0, -size % m if axis < 2 else 0) for axis, size in enumerate(x.shape)])
-    down, along, *rest = whole.shape
-    cut = whole.reshape(down // m, m, along // m, m, *rest)
-    cut = jnp.moveaxis(cut, (1, 3), (-2, -1))
-    tiles = cut.reshape(-1, m * m)
+    padded_x = jnp.pad(x, [(0, -size % m if axis < 2 else 0) for axis, size in enumerate(x.shape)])
+    down, along, *rest = padded_x.shape
+    blocks = padded_x.reshape(down // m, m, along // m, m, *rest)
+    blocks = jnp.moveaxis(blocks, (1, 3), (-2, -1))
+    tiles = blocks.reshape(-1, m * m)
     tiles = tiles.astype(jnp.promote_types(tiles.dtype, jnp.float32))
-    every = patterns(n, m).reshape(-1, m * m)
+    all_masks = patterns(n, m).reshape(-1, m * m)
 
     def best(tile: Array) -> Array:
         # Squares over the largest one neither overflow nor vanish; infinities count as 1, and all others as nothing.
@@ -120,8 +120,8 @@ def _tiles(x: Array, n: int, m: int) -> Array:
         largest = tile.max()
         share = jnp.where(jnp.isinf(largest), jnp.isinf(tile), tile / jnp.where(largest > 0, largest, 1))
         square = (share * share).astype(tile.dtype)
-        return jnp.argmax(jnp.matmul(every.astype(tile.dtype), square, precision=lax.Precision.HIGHEST))
+        return jnp.argmax(jnp.matmul(all_masks.astype(tile.dtype), square, precision=lax.Precision.HIGHEST))
 
-    chosen = lax.map(best, tiles, batch_size=min(_TILES, max(1, len(tiles))))
-    kept = jnp.asarray(every)[chosen].reshape(cut.shape)
-    return jnp.moveaxis(kept, (-2, -1), (1, 3)).reshape(whole.shape)[: x.shape[0], : x.shape[1]]
+    best_masks = lax.map(best, tiles, batch_size=min(_TILES, max(1, len(tiles))))
+    selection = jnp.asarray(all_masks)[best_masks].reshape(blocks.shape)
+    return jnp.moveaxis(selection, (-2, -1), (1, 3)).reshape(padded_x.shape)[: x.shape[0], : x.shape[1]]

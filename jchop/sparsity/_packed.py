@@ -51,20 +51,20 @@ def pack(q: QArray, n: int, m: int, *, axis: int = -2) -> QArray:
     if has_tracer(q):
         raise TypeError(f"q={q!r} is traced; it must be a QArray outside jit")
     pattern, _ = check_pattern(n, m)
-    fmt, place = q.spec.scaled, axis_indexes("axis", axis, q.shape)[0]
+    fmt, axis_index = q.spec.scaled, axis_indexes("axis", axis, q.shape)[0]
     if fmt is None or fmt.sparse is not None:
         raise ValueError(
             f"q has spec={str(q.spec)!r}; a packed array needs a scaled format that keeps all numbers, as "
             "'float8_e4m3fn(group=tensor)'"
         )
     numbers = dequantize(q)
-    lines = np.moveaxis(np.asarray(numbers) != 0, place, -1)
-    lines = np.pad(lines, [*[(0, 0)] * (lines.ndim - 1), (0, -lines.shape[-1] % m)])
-    most = int(lines.reshape(*lines.shape[:-1], -1, m).sum(-1).max(initial=0))
+    is_nonzero = np.moveaxis(np.asarray(numbers) != 0, axis_index, -1)
+    is_nonzero = np.pad(is_nonzero, [*[(0, 0)] * (is_nonzero.ndim - 1), (0, -is_nonzero.shape[-1] % m)])
+    most = int(is_nonzero.reshape(*is_nonzero.shape[:-1], -1, m).sum(-1).max(initial=0))
     if most > n:
         raise ValueError(f"q has {most} of {m} numbers along axis={axis} that are not zero; n={n} allows fewer")
-    spec = replace(q.spec, format=fmt(sparse=pattern, sparse_axis=place))
-    return q.thinned(_kept(jax.numpy.asarray(numbers), spec.scaled), spec, place)
+    spec = replace(q.spec, format=fmt(sparse=pattern, sparse_axis=axis_index))
+    return q.thinned(_kept(jax.numpy.asarray(numbers), spec.scaled), spec, axis_index)
 
 
 _kept = compiled(kept_of, static_argnums=1)

@@ -43,8 +43,8 @@ class Evaluator:
         else:
             vectors, keys = round_to_format(self.flat, spec)[None], keys[:1]
         if activations:
-            rounded = jax.jit(lambda flat, key: self._measure(flat, spec, key))
-            runs = [rounded(flat, key) for flat, key in zip(vectors, keys, strict=True)]
+            measure = jax.jit(lambda flat, key: self._measure(flat, spec, key))
+            runs = [measure(flat, key) for flat, key in zip(vectors, keys, strict=True)]
         else:
             runs = [self._plain(flat) for flat in vectors]
         return self._as_floats(runs)

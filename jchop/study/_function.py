@@ -120,22 +120,22 @@ class FunctionStudy(Tables):
 
     def reading(self) -> str:
         """One line: the narrowest format that keeps each of three errors, by nearest_even or the first mode."""
-        goal, unit = ("", " % changed") if self._is_counted() else ("an error of ", " %")
+        goal, unit = ("", " % changed") if self._counts_changes() else ("an error of ", " %")
         mode = next((row.rounding for row in self.rows if row.rounding == "nearest_even"), self.rows[0].rounding)
-        found = []
+        findings = []
         for most in (0.1, 0.01, 0.001):
-            kept = [row for row in self.rows if row.rounding == mode and _merit(row) <= most]
-            best = min(kept, key=lambda row: row.bits, default=None)
-            what = "none" if best is None else f"{best.format} ({best.bits:g} bits)"
-            found.append(f"{100 * most:g}{unit}: {what}")
-        return f"The narrowest format under {mode} for {goal}at most {'; '.join(found)}."
+            candidates = [row for row in self.rows if row.rounding == mode and _merit(row) <= most]
+            best = min(candidates, key=lambda row: row.bits, default=None)
+            narrowest = "none" if best is None else f"{best.format} ({best.bits:g} bits)"
+            findings.append(f"{100 * most:g}{unit}: {narrowest}")
+        return f"The narrowest format under {mode} for {goal}at most {'; '.join(findings)}."
 
-    def _is_counted(self) -> bool:
-        """Whether all results are integers, so that `_merit` is the share that changed."""
+    def _counts_changes(self) -> bool:
+        """Whether all results are integers, so that `_figure_of_merit` is the share that changed."""
         return any(math.isnan(row.error) and not math.isnan(row.changed) for row in self.rows)
 
     def _figure(self) -> str:
-        return "share changed" if self._is_counted() else "relative error in the 2-norm"
+        return "share changed" if self._counts_changes() else "relative error in the 2-norm"
 
     def as_dict(self) -> dict[str, Any]:
         """The study in the types of strict JSON; infinities are texts ("inf"), and NaN is None."""
@@ -267,7 +267,7 @@ def run_function(
         raise ValueError(f"fun={name}: its result in the carrier has no finite number, so it has no error")
     keys = list(jax.random.split(jax.random.key(seed), seeds))
     rows = []
-    for done, (names, spec) in enumerate(specs, start=1):
+    for number, (names, spec) in enumerate(specs, start=1):
         row = FunctionRow(names[0], spec.rounding.value, str(spec), float(spec.format.bits))
         if budget_seconds is not None and time.perf_counter() - start > budget_seconds:
             row = dataclasses.replace(row, note=_NOT_RUN)
@@ -275,7 +275,7 @@ def run_function(
             row = _measured(row, fun, args, spec, keys, reference)
         rows.append(row)
         if progress is not None:
-            progress("rounding", done, len(specs), f"{names[0]} {spec.rounding.value}")
+            progress("rounding", number, len(specs), f"{names[0]} {spec.rounding.value}")
     if not any(row.runs or row.note == _NOT_RUN for row in rows):
         raise ValueError(f"fun={name} runs in none of the formats; {rows[0].spec}: {rows[0].note}")
     settings = {
@@ -301,16 +301,16 @@ def _measured(
     row: FunctionRow, fun: Callable[..., Any], args: tuple, spec: Spec, keys: list[Any], reference: list[np.ndarray]
 ) -> FunctionRow:
     stochastic = spec.rounding.stochastic
-    low = emulate(fun, spec)
+    emulated_function = emulate(fun, spec)
     runs = []
     try:
         for key in keys if stochastic else keys[:1]:
-            out = low(*args, key=key) if stochastic else low(*args)
+            out = emulated_function(*args, key=key) if stochastic else emulated_function(*args)
             leaves = [np.asarray(leaf) for leaf in jax.tree.leaves(jax.device_get(out))]
             runs.append(_errors(leaves, reference))
     except (ValueError, TypeError, NotImplementedError, FloatingPointError) as error:
         return dataclasses.replace(row, note=" ".join(str(error).split())[:300])
-    errors, absolute, lost, changed = np.array(runs).T
+    errors, absolute, loss_share, change_share = np.array(runs).T
     finite = bool(np.isfinite(errors).all())
     return dataclasses.replace(
         row,
@@ -318,8 +318,8 @@ def _measured(
         error=float(errors.mean()),
         error_std=float((errors - errors[0]).std()) if finite else math.nan,
         worst_absolute=float(absolute.max()),
-        lost=float(lost.mean()),
-        changed=float(changed.mean()),
+        lost=float(loss_share.mean()),
+        changed=float(change_share.mean()),
     )
 
 
@@ -328,20 +328,20 @@ def _errors(results: list[np.ndarray], reference: list[np.ndarray]) -> tuple[flo
     pairs = list(zip(results, reference, strict=True))
     wide = [(_wide(y), _wide(r)) for y, r in pairs if _is_float(r)]
     whole = [(y.ravel(), r.ravel()) for y, r in pairs if not _is_float(r)]
-    error = absolute = lost = changed = math.nan
+    error = absolute = loss_share = change_share = math.nan
     if wide:
         y, r = (np.concatenate(parts) for parts in zip(*wide, strict=True))
-        known = np.isfinite(r)
-        y, r = y[known], r[known]
-        gone = ~np.isfinite(y)
-        lost = float(gone.mean()) if r.size else 0.0
-        difference = np.where(gone, np.inf, y - np.where(gone, 0.0, r)) if gone.any() else y - r
+        finite = np.isfinite(r)
+        y, r = y[finite], r[finite]
+        not_finite = ~np.isfinite(y)
+        loss_share = float(not_finite.mean()) if r.size else 0.0
+        difference = np.where(not_finite, np.inf, y - np.where(not_finite, 0.0, r)) if not_finite.any() else y - r
         absolute = float(np.abs(difference).max(initial=0.0))
         error = _ratio(difference, r, absolute)
     if whole:
         y, r = (np.concatenate(parts) for parts in zip(*whole, strict=True))
-        changed = float(np.mean(y != r)) if r.size else 0.0
-    return error, absolute, lost, changed
+        change_share = float(np.mean(y != r)) if r.size else 0.0
+    return error, absolute, loss_share, change_share
 
 
 def _ratio(difference: np.ndarray, reference: np.ndarray, absolute: float) -> float:

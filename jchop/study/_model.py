@@ -74,12 +74,12 @@ def train(graph: Any, params: Any, data: Data, *, epochs: int, seed: int, report
     batch = min(BATCH, len(x))
     steps = len(x) // batch
 
-    def loss(params: Any, chosen: Array) -> Array:
-        return cross_entropy(nnx.merge(graph, params)(x[chosen]), y[chosen])
+    def loss(params: Any, samples: Array) -> Array:
+        return cross_entropy(nnx.merge(graph, params)(x[samples]), y[samples])
 
-    def step(carry: tuple[Any, Any], chosen: Array) -> tuple[tuple[Any, Any], Array]:
+    def step(carry: tuple[Any, Any], samples: Array) -> tuple[tuple[Any, Any], Array]:
         params, state = carry
-        value, gradient = jax.value_and_grad(loss)(params, chosen)
+        value, gradient = jax.value_and_grad(loss)(params, samples)
         updates, state = optimizer.update(gradient, state, params)
         return (optax.apply_updates(params, updates), state), value
 

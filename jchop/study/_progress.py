@@ -14,12 +14,12 @@ class ProgressBar:
         self._stream = stream
         self._live = stream.isatty()
 
-    def __call__(self, stage: str, done: int, total: int, note: str) -> None:
-        """Shows that `done` of `total` steps of `stage` are complete."""
-        quarter = done == total or done * 4 // total != (done - 1) * 4 // total
+    def __call__(self, stage: str, count: int, total: int, note: str) -> None:
+        """Shows that `count` of `total` steps of `stage` are complete."""
+        quarter = count == total or count * 4 // total != (count - 1) * 4 // total
         if not (self._live or quarter):
             return
-        filled = _WIDTH * done // total
-        line = f"{stage:9} [{'#' * filled}{'.' * (_WIDTH - filled)}] {done:>{len(str(total))}}/{total}  {note}"
-        start, end = ("\r\x1b[K", "\n" if done == total else "") if self._live else ("", "\n")
+        length = _WIDTH * count // total
+        line = f"{stage:9} [{'#' * length}{'.' * (_WIDTH - length)}] {count:>{len(str(total))}}/{total}  {note}"
+        start, end = ("\r\x1b[K", "\n" if count == total else "") if self._live else ("", "\n")
         print(start + line, end=end, file=self._stream, flush=True)

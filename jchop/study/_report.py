@@ -88,10 +88,10 @@ def _sample(result: StudyResult) -> str:
 def reading(result: StudyResult) -> str:
     """One line: the narrowest format that keeps the accuracy, and the greatest loss."""
     mode = "nearest_even" if "nearest_even" in result.modes else result.modes[0]
-    kept = [row for row in result.rows if row.rounding == mode and row.accuracy >= result.accuracy - 0.01]
+    candidates = [row for row in result.rows if row.rounding == mode and row.accuracy >= result.accuracy - 0.01]
     worst = min(result.rows, key=lambda row: row.accuracy)
-    if kept:
-        best = min(kept, key=lambda row: row.bits)
+    if candidates:
+        best = min(candidates, key=lambda row: row.bits)
         first = f"{best.format} ({best.bits:g} bits) is the narrowest format within one point of it under {mode}"
     else:
         first = f"no format stays within one point of it under {mode}"
@@ -125,12 +125,12 @@ def figure(result: StudyResult) -> Figure:
     accuracy, accuracy_std, entropy, entropy_std = (
         np.array([[getattr(row, field) for row in rows] for _, rows in lines]) for field in _FIGURES
     )
-    drawn = np.array([[row.runs > 1 for row in rows] for _, rows in lines])
+    has_spread = np.array([[row.runs > 1 for row in rows] for _, rows in lines])
     panels = [
         Panel(
             100 * accuracy,
             f"test accuracy (%); unrounded {100 * result.accuracy:.1f}",
-            spread=np.where(drawn, 100 * accuracy_std, np.nan) if drawn.any() else None,
+            spread=np.where(has_spread, 100 * accuracy_std, np.nan) if has_spread.any() else None,
         ),
         Panel(
             entropy,
@@ -139,12 +139,12 @@ def figure(result: StudyResult) -> Figure:
             log=True,
             low_is_good=True,
             ceiling=10.0,
-            spread=np.where(drawn, entropy_std, np.nan) if drawn.any() else None,
+            spread=np.where(has_spread, entropy_std, np.nan) if has_spread.any() else None,
         ),
     ]
-    what = "parameters and activations" if result.settings.get("activations") else "parameters"
+    subject = "parameters and activations" if result.settings.get("activations") else "parameters"
     names = [f"{name} ({rows[0].bits:g} bits)" for name, rows in lines]
-    title = f"{result.settings.get('dataset', 'study')}: {what} rounded to a format"
+    title = f"{result.settings.get('dataset', 'study')}: {subject} rounded to a format"
     return heat_map(panels, names, result.modes, title=title, note=_sample(result))
 
 

@@ -96,24 +96,24 @@ def run(
     from jchop.study._evaluate import Evaluator
     from jchop.study._model import make_model, train
 
-    report = progress or (lambda stage, done, total, note: None)
+    report = progress or (lambda stage, count, total, note: None)
     start = time.perf_counter()
     data = load(dataset, seed)
     graph, params = make_model(data, seed)
     losses: list[float] = []
 
-    def heard(number: int, loss: float) -> None:
+    def record_loss(number: int, loss: float) -> None:
         losses.append(loss)
         report("training", number, epochs, f"loss {loss:.4f}")
 
-    params = train(graph, params, data, epochs=epochs, seed=seed, report=heard)
+    params = train(graph, params, data, epochs=epochs, seed=seed, report=record_loss)
     evaluator = Evaluator(graph, params, data)
     accuracy, entropy = evaluator.evaluate(evaluator.flat)
     keys = jax.random.split(jax.random.fold_in(jax.random.key(seed), 1), seeds)
     rows = []
-    for done, (names, spec) in enumerate(specs, start=1):
+    for number, (names, spec) in enumerate(specs, start=1):
         rows.append(_row(names, spec, evaluator.cell(spec, keys, activations)))
-        report("rounding", done, len(specs), f"{names[0]} {spec.rounding.value}")
+        report("rounding", number, len(specs), f"{names[0]} {spec.rounding.value}")
     settings = {
         "dataset": dataset,
         "formats": list(dict.fromkeys(name for names, _ in specs for name in names)),
@@ -150,14 +150,14 @@ def specs_of(formats: Any, modes: Any) -> list[tuple[tuple[str, ...], Spec]]:
                 f"formats: {value} has channels or tiles, but the parameters are rounded as one vector; allowed are "
                 "scaled formats with group=N, or with one scale for all"
             )
-        same = names.setdefault(spec, [])
+        labels = names.setdefault(spec, [])
         label = value if isinstance(value, str) else str(value)
-        if label not in same:
-            same.append(label)
+        if label not in labels:
+            labels.append(label)
     if not names or not roundings:
         raise ValueError("formats and modes must each name at least one")
-    ordered = sorted(names.items(), key=lambda item: _bits(item[0]))
-    return [(tuple(same), _with_rounding(spec, mode)) for spec, same in ordered for mode in roundings]
+    by_bits = sorted(names.items(), key=lambda item: _bits(item[0]))
+    return [(tuple(same), _with_rounding(spec, mode)) for spec, same in by_bits for mode in roundings]
 
 
 def _trace(specs: Iterable[tuple[tuple[str, ...], Spec]]) -> None:
@@ -173,8 +173,8 @@ def _bits(spec: Spec) -> float:
 
 
 def _with_rounding(spec: Spec, mode: Rounding) -> Spec:
-    counted = mode.stochastic and mode is not Rounding.STOCHASTIC_EQUAL
-    return dataclasses.replace(spec, rounding=mode, random_bits=spec.random_bits if counted else None)
+    takes_bits = mode.stochastic and mode is not Rounding.STOCHASTIC_EQUAL
+    return dataclasses.replace(spec, rounding=mode, random_bits=spec.random_bits if takes_bits else None)
 
 
 def _row(names: tuple[str, ...], spec: Spec, runs: np.ndarray) -> Row:
@@ -196,10 +196,10 @@ def _row(names: tuple[str, ...], spec: Spec, runs: np.ndarray) -> Row:
 
 
 def versions_of() -> dict[str, str]:
-    found = {"python": ".".join(map(str, sys.version_info[:3]))}
+    versions = {"python": ".".join(map(str, sys.version_info[:3]))}
     for name in _VERSIONS:
         try:
-            found[name] = version(name)
+            versions[name] = version(name)
         except PackageNotFoundError:
-            found[name] = "not installed"
-    return found
+            versions[name] = "not installed"
+    return versions
