@@ -120,8 +120,8 @@ class ModelReport(Tables):
             for row in self.rows
         ]
         total = ("", "", "", str(self.bytes_before), str(self.bytes_after), *("" for _ in more))
-        named = [row for row in self.rows if row.operands]
-        lines = [f"multiplies: {row.path or '(the model)'}: {row.operands}" for row in named]
+        operand_rows = [row for row in self.rows if row.operands]
+        lines = [f"multiplies: {row.path or '(the model)'}: {row.operands}" for row in operand_rows]
         return [[head, *body, total], *lines, *(f"stays wide: {path} {shape}: {why}" for path, shape, why in self.wide)]
 
 
@@ -133,8 +133,8 @@ def _ratios(row: LayerRow) -> list[str]:
 def _described(row: LayerRow) -> str:
     if not row.supported:
         return "cannot be quantized" if row.rule else "nothing, and cannot be quantized"
-    packed = ", ".join(f"{name} is {spec}" for name, spec in row.stored)
-    return ", ".join(f"{name}={spec}" for name, spec in row.specs) or packed or "nothing"
+    packed_text = ", ".join(f"{name} is {spec}" for name, spec in row.stored)
+    return ", ".join(f"{name}={spec}" for name, spec in row.specs) or packed_text or "nothing"
 
 
 @overload
@@ -240,12 +240,12 @@ def _measured(row: LayerRow, ratios: Ratios) -> LayerRow:
     return replace(row, weight_snr=ratios.weights, activation_snr=ratios.inputs, output_snr=ratios.results)
 
 
-def why_wide(layer: str, supported: bool, rule: Rule | None, role: str | None, own: Rule | None) -> str | None:
+def why_wide(layer: str, quantizable: bool, rule: Rule | None, role: str | None, own: Rule | None) -> str | None:
     """The reason why a parameter of a layer stays in full precision; None if it does not.
 
     Args:
         layer: its class.
-        supported: whether the class can be quantized.
+        quantizable: whether the class can be quantized.
         rule: the rule of the layer.
         role: the field of a rule for the parameter; None if there is none.
         own: what the rule rounds in this layer.
@@ -254,7 +254,7 @@ def why_wide(layer: str, supported: bool, rule: Rule | None, role: str | None, o
         return "no rule matches"
     if not rule.rounds:
         return f"{rule} rounds nothing"
-    if not supported:
+    if not quantizable:
         return f"{layer} cannot be quantized as a layer, only in its program"
     if role is None:
         return f"no field of a rule is for this parameter of {layer}"
@@ -264,20 +264,20 @@ def why_wide(layer: str, supported: bool, rule: Rule | None, role: str | None, o
 
 
 def _row(one: Decided, under_rules: bool, platform: str | None) -> LayerRow:
-    placed, kind, _, given, rule = one
-    (path, *also), layer = placed.paths, placed.module
-    name, shown, own = type(layer).__name__, "" if given is None else str(given), own_parameters(placed)
+    entry, kind, _, matching_rule, rule = one
+    (path, *also), layer = entry.paths, entry.module
+    name, rule_text, own = type(layer).__name__, "" if matching_rule is None else str(matching_rule), own_parameters(entry)
     before = sum(map(bytes_of, own.values()))
     wide = []
     for key, value in own.items() if under_rules else ():
-        why = why_wide(name, kind is not None, given, None if kind is None else kind.parameters.get(key), rule)
+        why = why_wide(name, kind is not None, matching_rule, None if kind is None else kind.parameters.get(key), rule)
         if why is not None and isinstance(value, nnx.Param):
             wide.append(("/".join(filter(None, (path, key))), tuple(value.shape), why))
-    packed = {key: value.get_value() for key, value in own.items() if isinstance(value, QuantizedParam)}
-    stored = tuple((key, str(q.spec)) for key, q in packed.items() if isinstance(q, QArray))
-    more: dict[str, Any] = {"also": tuple(also), "wide": tuple(wide), "stored": stored}
+    packed_values = {key: value.get_value() for key, value in own.items() if isinstance(value, QuantizedParam)}
+    packed_specs = tuple((key, str(q.spec)) for key, q in packed_values.items() if isinstance(q, QArray))
+    more: dict[str, Any] = {"also": tuple(also), "wide": tuple(wide), "stored": packed_specs}
     if kind is None or rule is None:
-        return LayerRow(path, name, shown, (), before, before, kind is not None, **more)
+        return LayerRow(path, name, rule_text, (), before, before, kind is not None, **more)
     fields = kind.fields(layer)
     specs = tuple((f, str(getattr(rule, f))) for f in FIELDS if f in fields and getattr(rule, f) is not None)
     check_parameters(layer, kind, StreamOffset(name, path, rule))
@@ -290,7 +290,7 @@ def _row(one: Decided, under_rules: bool, platform: str | None) -> LayerRow:
         carrier = jnp.dtype(getattr(layer, "dtype", None) or getattr(layer, "param_dtype", "float32")).name
         matrices = kind.product[1] is not Convolution
         more["operands"] = operands_on(platform, rule, carrier, bool(kind.parameters), matrices)
-    return LayerRow(path, name, shown, specs, before, after, **more)
+    return LayerRow(path, name, rule_text, specs, before, after, **more)
 
 
 def bytes_of(tree: Any) -> int:

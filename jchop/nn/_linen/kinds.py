@@ -45,9 +45,9 @@ class Kind:
     refuses: tuple[str, ...] = ()
     operation: str = "dot_general"
 
-    def fields(self, held: Collection[str]) -> set[str]:
-        """The fields of a rule that say something for such a layer with the parameters `held`."""
-        roles = {role for name, role in self.parameters.items() if name in held}
+    def fields(self, names: Collection[str]) -> set[str]:
+        """The fields of a rule that say something for such a layer with the parameters `names`."""
+        roles = {role for name, role in self.parameters.items() if name in names}
         flags = {"output": self.parameters, "scale_from": self.keeps_scales, "cache": self.caches}
         return {*roles, "activation", *(PRODUCT_FIELDS if self.hook else ()), *(name for name in flags if flags[name])}
 

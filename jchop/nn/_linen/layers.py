@@ -88,10 +88,10 @@ class Found:
         spec = self.spec(name)
         assert spec is not None
         ndim = len(self.shapes[name])
-        as_it_lies = Layout(tuple(range(ndim - 1)), (ndim - 1,))
-        layout, stack = self.layout(name) or as_it_lies, self.stacked(name, value)
-        stored, laid = pack(self.in_use(value), layout, stack, spec, key, scale)
-        return stored, laid or as_it_lies
+        last_axis = Layout(tuple(range(ndim - 1)), (ndim - 1,))
+        layout, stack = self.layout(name) or last_axis, self.stacked(name, value)
+        codes, codes_layout = pack(self.in_use(value), layout, stack, spec, key, scale)
+        return codes, codes_layout or last_axis
 
     def as_multiplied(self, name: str, value: Any) -> Any:
         """A parameter as the product rounds it: the kernel of a convolution times its mask.
@@ -127,9 +127,9 @@ class Found:
     @property
     def needs_run(self) -> bool:
         """Whether the initial state of its rule depends on the input of a call."""
-        learned = isinstance(self.rule.scale_from, LSQ) and self.rule.activation is not None
+        learns_scale = isinstance(self.rule.scale_from, LSQ) and self.rule.activation is not None
         caches = self.kind.caches and self.rule.cache is not None and self.layer.decode
-        return (learned and self.kind.keeps_scales) or caches
+        return (learns_scale and self.kind.keeps_scales) or caches
 
     def in_use(self, value: Any) -> Any:
         """A parameter in the dtype that the layer computes in."""
@@ -186,11 +186,11 @@ def _watched(
     module: nn.Module, variables: Any, args: tuple[Any, ...], rngs: Any, kwargs: Any
 ) -> tuple[Seen, dict[Path, str]]:
     """The layers that run in an abstract call, and what changes the kernels of some before."""
-    changed: dict[Path, str] = {}
+    kernel_changes: dict[Path, str] = {}
     above: list[nn.Module] = []
     outside: Any = None
-    given_ids: set[int] = set()
-    seen: dict[Path, tuple[nn.Module, dict[str, tuple[int, ...]]]] = {}
+    argument_ids: set[int] = set()
+    calls: dict[Path, tuple[nn.Module, dict[str, tuple[int, ...]]]] = {}
     leaves, structure = jax.tree.flatten(args)
     arrays = [leaf for leaf in leaves if isinstance(leaf, _ARRAYS)]
 
@@ -208,31 +208,31 @@ def _watched(
             wrapper = next((m for m in reversed(above) if isinstance(m, _WRAPPERS)), None)
             # A kernel comes as the tracer that was given, unless it is changed or a transformation (scan, remat) traces
             # anew; there only Flax's own wrappers are known.
-            same = current_trace() == outside
-            if (id(own["kernel"]) not in given_ids) if same else wrapper is not None:
-                changed[path] = "nn.map_variables" if wrapper is None else f"nn.{type(wrapper).__name__}"
-        seen[path] = context.module.clone(parent=Scope({}, path=path)), shapes
+            is_outside = current_trace() == outside
+            if (id(own["kernel"]) not in argument_ids) if is_outside else wrapper is not None:
+                kernel_changes[path] = "nn.map_variables" if wrapper is None else f"nn.{type(wrapper).__name__}"
+        calls[path] = context.module.clone(parent=Scope({}, path=path)), shapes
         return y
 
     def run(variables: Any, rngs: Any, arrays: list[Any]) -> Any:
         nonlocal outside
         outside = current_trace()
-        given_ids.update(map(id, jax.tree.leaves(variables)))
-        given = iter(arrays)
-        whole = [next(given) if isinstance(leaf, _ARRAYS) else leaf for leaf in leaves]
-        return module.apply(variables, *jax.tree.unflatten(structure, whole), rngs=rngs, **kwargs)
+        argument_ids.update(map(id, jax.tree.leaves(variables)))
+        remaining = iter(arrays)
+        values = [next(remaining) if isinstance(leaf, _ARRAYS) else leaf for leaf in leaves]
+        return module.apply(variables, *jax.tree.unflatten(structure, values), rngs=rngs, **kwargs)
 
     with nn.intercept_methods(note):
         jax.eval_shape(run, variables, rngs, arrays)
-    return seen, changed
+    return calls, kernel_changes
 
 
-def held_by(seen: Seen, variables: Any) -> dict[Path, dict[str, Any]]:
+def held_by(calls: Seen, variables: Any) -> dict[Path, dict[str, Any]]:
     """The parameters by name of everything that has some, and of every layer that ran."""
-    held: dict[Path, dict[str, Any]] = {}
+    params: dict[Path, dict[str, Any]] = {}
     for path, value in params_of(variables).items():
-        held.setdefault(path[:-1], {})[path[-1]] = value
-    return held | {path: {} for path, (layer, _) in seen.items() if type(layer) in KINDS and path not in held}
+        params.setdefault(path[:-1], {})[path[-1]] = value
+    return params | {path: {} for path, (layer, _) in calls.items() if type(layer) in KINDS and path not in params}
 
 
 def number_of(path: Path, layer: Any, rules: Sequence[Rule]) -> int | None:
@@ -257,10 +257,10 @@ class Decided(NamedTuple):
     own: Rule | None
 
 
-def decided_layers(seen: Seen, rules: Sequence[Rule], variables: Any) -> dict[Path, Decided]:
+def decided_layers(calls: Seen, rules: Sequence[Rule], variables: Any) -> dict[Path, Decided]:
     """As `held_by`, each with its rule."""
-    held = held_by(seen, variables)
-    layers = {path: seen[path][0] if path in seen else None for path in held}
+    params = held_by(calls, variables)
+    layers = {path: calls[path][0] if path in calls else None for path in params}
     kinds = {path: KINDS.get(type(layer)) for path, layer in layers.items()}
     numbers = {path: number_of(path, layer, rules) for path, layer in layers.items()}
     of_norms = for_norms(rules, [(number, kinds[path]) for path, number in numbers.items() if number is not None])
@@ -268,47 +268,47 @@ def decided_layers(seen: Seen, rules: Sequence[Rule], variables: Any) -> dict[Pa
     def own(number: int | None, kind: Kind | None) -> Rule | None:
         return None if number is None else (rules if kind is None or kind.operation else of_norms)[number]
 
-    return {path: Decided(held[path], number, own(number, kinds[path])) for path, number in numbers.items()}
+    return {path: Decided(params[path], number, own(number, kinds[path])) for path, number in numbers.items()}
 
 
-def _matched(rules: Sequence[Rule], seen: Seen, changed: Mapping[Path, str], variables: Any) -> dict[Path, Found]:
-    every = decided_layers(seen, rules, variables)
-    chosen: dict[Path, tuple[int, Found]] = {}
-    for path, (_, number, own) in every.items():
-        layer, shapes = seen.get(path, (None, {}))
-        if number is not None and own is not None:
-            chosen[path] = number, Found(layer, own, shapes, changed.get(path, ""))
-    idle = [number for number in range(len(rules)) if not any(number == n for n, _ in chosen.values())]
+def _matched(rules: Sequence[Rule], calls: Seen, kernel_changes: Mapping[Path, str], variables: Any) -> dict[Path, Found]:
+    layer_rules = decided_layers(calls, rules, variables)
+    matches: dict[Path, tuple[int, Found]] = {}
+    for path, (_, number, effective_rule) in layer_rules.items():
+        layer, shapes = calls.get(path, (None, {}))
+        if number is not None and effective_rule is not None:
+            matches[path] = number, Found(layer, effective_rule, shapes, kernel_changes.get(path, ""))
+    idle = [number for number in range(len(rules)) if not any(number == n for n, _ in matches.values())]
     if idle:
-        near = nearest_paths([rules[n].path for n in idle], ["/".join(path) for path in every])
+        near = nearest_paths([rules[n].path for n in idle], ["/".join(path) for path in layer_rules])
         raise ValueError(
             f"{', '.join(str(rules[n]) for n in idle)} matches no layer, or only such as an earlier rule matches{near}"
         )
-    chosen = {path: pair for path, pair in chosen.items() if _fields(pair[1].rule)}
-    for path, (_, found) in chosen.items():
-        _check(path, found)
+    matches = {path: pair for path, pair in matches.items() if _fields(pair[1].rule)}
+    for path, (_, match) in matches.items():
+        _check(path, match)
     for number, rule in enumerate(rules):
-        mine = {path: found for path, (n, found) in chosen.items() if n == number}
-        said = [(found.rule, found.kind.fields(every[path].held)) for path, found in mine.items()]
-        silent = [name for name in _fields(rule) if not any(name in f and name in _fields(own) for own, f in said)]
+        mine = {path: found for path, (n, found) in matches.items() if n == number}
+        rule_fields = [(found.rule, found.kind.fields(layer_rules[path].held)) for path, found in mine.items()]
+        silent = [name for name in _fields(rule) if not any(name in f and name in _fields(own) for own, f in rule_fields)]
         if silent:
             raise ValueError(
                 f"{rule}: {', '.join(silent)} has no effect on any of its layers: "
                 f"{', '.join(sorted({type(found.layer).__name__ for found in mine.values()}))}"
             )
-    return {path: found for path, (_, found) in chosen.items()}
+    return {path: found for path, (_, found) in matches.items()}
 
 
 def _fields(rule: Rule) -> list[str]:
     return [name for name in FIELDS if getattr(rule, name) is not None]
 
 
-def _check(path: Path, found: Found) -> None:
-    layer, rule = found.layer, found.rule
+def _check(path: Path, match: Found) -> None:
+    layer, rule = match.layer, match.rule
     what = f"{type(layer).__name__} at {'/'.join(path)!r}"
     kind = KINDS.get(type(layer))
-    known = set() if kind is None else {*kind.parameters, *map(scale_name, ("weight", "activation"))}
-    more = sorted(found.shapes.keys() - known)
+    param_names = set() if kind is None else {*kind.parameters, *map(scale_name, ("weight", "activation"))}
+    more = sorted(match.shapes.keys() - param_names)
     own = f" ({', '.join(more)})" if more else ""
     if kind is None or more or not is_as_written(layer, type(layer), nn.Module):
         raise NotImplementedError(
@@ -325,7 +325,7 @@ def _check(path: Path, found: Found) -> None:
             f"{what}: {', '.join(wrong)} cannot be had, since Flax gives no access to its product. "
             f"{left_alone(['/'.join(path)], rule, ', ...')}"
         )
-    found.check_axes()
+    match.check_axes()
     hooks = (kind.hook[0], f"{kind.hook[0]}_cls", *_EINSUMS) if kind.hook is not None else ()
     usual = (None, nn.dot_product_attention)
     own = [name for name in hooks if not any(getattr(layer, name, None) is function for function in usual)]

@@ -57,12 +57,12 @@ def quantize_with_data(
         >>> report.weights[0].path, report.weights[0].after - report.weights[0].before > 2, packed(x).shape
         ('kernel', True, (256, 8))
     """
-    given = as_rules(rules)
+    all_rules = as_rules(rules)
     if not isinstance(model, nnx.Module):
         raise TypeError(
             f"model={brief(model)} must be a module of Flax NNX; for Linen use Program.quantize_with_data, for Equinox "
             "jc.ptq.quantize(lambda m, x: jax.vmap(m)(x), rules, model, batches, steps)"
         )
     result: Any = nnx.merge(*nnx.split(model), copy=True)
-    check_unquantized(result, given)
-    return result, fit_program(result, given, batches, steps, sequential, rngs, progress)
+    check_unquantized(result, all_rules)
+    return result, fit_program(result, all_rules, batches, steps, sequential, rngs, progress)

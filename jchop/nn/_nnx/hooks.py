@@ -60,8 +60,8 @@ class StaticSite:
 
     def __init__(self, site: Site) -> None:
         self.site = site
-        told = ((name, value) for name, value in vars(site).items() if not name.startswith("_pytree"))
-        self._told = (type(site), *sorted(told))
+        arguments = ((name, value) for name, value in vars(site).items() if not name.startswith("_pytree"))
+        self._told = (type(site), *sorted(arguments))
         self._hash = hash(self._told)  # computed once, because every call of `flax.nnx.jit` needs it
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -146,9 +146,9 @@ class Product(Site):
         self.how = how
         self._hold(left=left, right=right)
 
-    def keep(self, known: ActivationRange | None) -> None:
+    def keep(self, span: ActivationRange | None) -> None:
         """Go on with a range that was found, if one was."""
-        self._hold(range=known)
+        self._hold(range=span)
 
     def start(self, span: Array) -> None:
         """Take a range that was found, to keep or to start from."""
@@ -162,33 +162,33 @@ class Product(Site):
         """The operands, rounded if their scales have a source, and the arguments of the product."""
         self._check_state()
         key, how = self.key(), self.how
-        known: dict[str, Any] = {}
+        code_arguments: dict[str, Any] = {}
         if isinstance(w, Stored):
-            known["codes"] = codes_of(w.value, w.layout, w.shape)
-            w = known["rounded"] = w.numbers()
+            code_arguments["codes"] = codes_of(w.value, w.layout, w.shape)
+            w = code_arguments["rounded"] = w.numbers()
         if self.observe is not None:
             self.observe(x)
             how = replace(how, left=None)
         elif self.range is not None and how.codes:
             assert how.left is not None
-            mine, key = (None, None) if key is None else split(key)
-            x, known["left_codes"] = codes_within(x, how.left, self.range[...], mine)
+            operand_key, key = (None, None) if key is None else split(key)
+            x, code_arguments["left_codes"] = codes_within(x, how.left, self.range[...], operand_key)
             how = replace(how, left=None)
         elif self.range is not None or self.left is not None:
             assert how.left is not None
-            mine, key = (None, None) if key is None else split(key)
-            x = self._rounded(x, how.left, mine)
+            operand_key, key = (None, None) if key is None else split(key)
+            x = self._rounded(x, how.left, operand_key)
             how = replace(how, left=None)
         if self.right is not None:
             assert how.right is not None
-            mine, key = (None, None) if key is None else split(key)
-            w, how = self.right(w, how.right, mine), replace(how, right=None)
-        return x, w, {"how": how, "key": key, **known}
+            operand_key, key = (None, None) if key is None else split(key)
+            w, how = self.right(w, how.right, operand_key), replace(how, right=None)
+        return x, w, {"how": how, "key": key, **code_arguments}
 
     def _check_state(self) -> None:
         """Refuse state of another rule, for example from a checkpoint of another model."""
-        held = [(self.range, (2,))] + [source.state() for source in (self.left, self.right) if source is not None]
-        for variable, shape in held:
+        states = [(self.range, (2,))] + [source.state() for source in (self.left, self.right) if source is not None]
+        for variable, shape in states:
             if variable is not None and variable.shape != shape:
                 raise ValueError(
                     f"{type(variable).__name__} of the {self.how.place} has shape {variable.shape}, and that rule "
@@ -257,13 +257,13 @@ class Promote(Site):
         base: Callable[..., Any],
         slots: tuple[tuple[str, ...], ...],
         specs: tuple[tuple[str, Spec, Layout | None], ...],
-        packed: tuple[tuple[str, Spec, Layout | None, tuple[int, ...]], ...],
+        packed_params: tuple[tuple[str, Spec, Layout | None, tuple[int, ...]], ...],
         stream: Stream,
         place: StreamOffset,
         codes: bool = False,
     ) -> None:
         super().__init__(stream)
-        self.base, self.slots, self.specs, self.packed, self.place = base, slots, specs, packed, place
+        self.base, self.slots, self.specs, self.packed, self.place = base, slots, specs, packed_params, place
         self.codes = codes
 
     def __call__(self, args: tuple[Any, ...], /, **kwargs: Any) -> tuple[Any, ...]:
@@ -271,39 +271,39 @@ class Promote(Site):
         for name, arg in zip(names, args, strict=True):
             self._check_stored(name.strip("*"), arg)
         plain = tuple(jnp.zeros((), arg.dtype) if isinstance(arg, QArray) else arg for arg in args)
-        promoted: list[Any] = [
+        arrays: list[Any] = [
             self._unpacked(name, arg, new.dtype) if isinstance(arg, QArray) else new
             for name, arg, new in zip(names, args, self.base(plain, **kwargs), strict=True)
         ]
         key = self.key()
         for i, (name, spec, layout) in enumerate(self.specs):
-            if name in names and (x := promoted[names.index(name)]) is not None:
+            if name in names and (x := arrays[names.index(name)]) is not None:
                 field = "activation" if name == "inputs" else "bias" if name == "bias" else "weight"
                 check_axes(field, spec, x.ndim if layout is None else layout.ndim, self.place)
                 keys = keys_for(spec, None if key is None else jax.random.fold_in(key, i))
-                promoted[names.index(name)] = round_in(layout, x, spec, *keys)
-        return tuple(promoted)
+                arrays[names.index(name)] = round_in(layout, x, spec, *keys)
+        return tuple(arrays)
 
     def _check_stored(self, name: str, arg: Any) -> None:
         """Refuse a parameter that is not packed as here, as a checkpoint of another model brings it."""
-        known = next(((spec, layout, shape) for packed, spec, layout, shape in self.packed if packed == name), None)
-        if arg is None or (known is None and not isinstance(arg, QArray)):
+        expected_packing = next(((spec, layout, shape) for packed_name, spec, layout, shape in self.packed if packed_name == name), None)
+        if arg is None or (expected_packing is None and not isinstance(arg, QArray)):
             return
-        held = f"{arg.spec} of {arg.shape}" if isinstance(arg, QArray) else f"an array of {arg.shape}"
-        if known is None:
-            raise ValueError(f"{name} of the {self.place} is packed as {held}, and this model packs none there")
-        spec, layout, shape = known
-        laid = shape if layout is None else layout.shape(shape)
-        if not isinstance(arg, QArray) or (arg.spec, arg.shape) != (spec, laid):
+        description = f"{arg.spec} of {arg.shape}" if isinstance(arg, QArray) else f"an array of {arg.shape}"
+        if expected_packing is None:
+            raise ValueError(f"{name} of the {self.place} is packed as {description}, and this model packs none there")
+        spec, layout, shape = expected_packing
+        codes_shape = shape if layout is None else layout.shape(shape)
+        if not isinstance(arg, QArray) or (arg.spec, arg.shape) != (spec, codes_shape):
             raise ValueError(
-                f"{name} of the {self.place} is {held}, and this model holds it packed as {spec} of {laid}: it belongs "
+                f"{name} of the {self.place} is {description}, and this model holds it packed as {spec} of {codes_shape}: it belongs "
                 "to a model with another rule or shape"
             )
 
-    def _unpacked(self, name: str, stored: QArray, dtype: Any) -> Array | Stored:
-        layout, shape = next((layout, shape) for packed, _, layout, shape in self.packed if packed == name.strip("*"))
-        held = Stored(stored, layout, shape, dtype)
-        return held if self.codes and name.startswith("*") else held.numbers()
+    def _unpacked(self, name: str, codes: QArray, dtype: Any) -> Array | Stored:
+        layout, shape = next((layout, shape) for packed_name, _, layout, shape in self.packed if packed_name == name.strip("*"))
+        operand = Stored(codes, layout, shape, dtype)
+        return operand if self.codes and name.startswith("*") else operand.numbers()
 
 
 class Attention(Product):

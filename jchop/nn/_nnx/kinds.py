@@ -56,11 +56,11 @@ class Kind:
 
     def fields(self, layer: Any) -> tuple[str, ...]:
         """The fields of a rule that say something for a layer of this kind."""
-        held = [role for name, role in self.parameters.items() if getattr(layer, name) is not None]
-        taken = ["activation"] if self.product or any("inputs" in slots for slots in self.slots) else []
+        roles = [role for name, role in self.parameters.items() if getattr(layer, name) is not None]
+        activation = ["activation"] if self.product or any("inputs" in slots for slots in self.slots) else []
         return (
-            *dict.fromkeys(held),
-            *taken,
+            *dict.fromkeys(roles),
+            *activation,
             *["output"] * self.output,
             *(PRODUCT_FIELDS if self.product else ()),
             *["scale_from"] * self.keeps_scales,
@@ -83,16 +83,16 @@ class Kind:
         return self.product is not None and self.layout is not None
 
 
-def for_norms(rules: Sequence[Rule], decided: Iterable[tuple[int, Any]]) -> tuple[Rule, ...]:
+def for_norms(rules: Sequence[Rule], layer_kinds: Iterable[tuple[int, Any]]) -> tuple[Rule, ...]:
     """Each rule as norms have it: if it decides other layers, too, it says only `output` and `bias` for a norm.
 
     A scale and an input of a norm enter no product, so programs leave them as they are under the same rule.
 
     Args:
         rules: the rules.
-        decided: of each layer under a rule the number of the rule, and the line in the table; None without a line.
+        layer_kinds: of each layer under a rule the number of the rule, and the line in the table; None without a line.
     """
-    wide = {number for number, kind in decided if kind is None or kind.operation}
+    wide = {number for number, kind in layer_kinds if kind is None or kind.operation}
     return tuple(
         Rule(
             rule.path,
@@ -113,27 +113,27 @@ def _matrix(layer: Any) -> Layout:
 
 
 def _general(layer: nnx.LinearGeneral) -> Layout:
-    batch, summed = len(layer.batch_axis), len(layer.in_features)
-    kept = (*range(batch), *range(batch + summed, batch + summed + len(layer.out_features)))
-    return Layout(kept, tuple(range(batch, batch + summed)))
+    batch, inside = len(layer.batch_axis), len(layer.in_features)
+    free_axes = (*range(batch), *range(batch + inside, batch + inside + len(layer.out_features)))
+    return Layout(free_axes, tuple(range(batch, batch + inside)))
 
 
 def einsum_layouts(subscripts: str, *ndims: int) -> tuple[Layout, Layout]:
     """The layouts of both arrays of an einsum: indices of a batch, others that stay, those that are summed over."""
     left, right, result = letters_of(subscripts, *ndims)
     both = [letter for letter in left if letter in right]
-    batch, summed = ([letter for letter in both if (letter in result) is kept] for kept in (True, False))
+    batch, contraction = ([letter for letter in both if (letter in result) is stays] for stays in (True, False))
 
     def of(term: str) -> Layout:
-        kept = [*batch, *(letter for letter in term if letter not in both)]
-        return Layout.of([term.index(letter) for letter in kept], [term.index(letter) for letter in summed])
+        free = [*batch, *(letter for letter in term if letter not in both)]
+        return Layout.of([term.index(letter) for letter in free], [term.index(letter) for letter in contraction])
 
     return of(left), of(right)
 
 
 def _of_einsum(layer: nnx.Einsum) -> Layout:
-    left = layer.einsum_str.partition(",")[0]
-    return einsum_layouts(layer.einsum_str, len(left.replace("...", "")), len(layer.kernel_shape))[1]
+    first_term = layer.einsum_str.partition(",")[0]
+    return einsum_layouts(layer.einsum_str, len(first_term.replace("...", "")), len(layer.kernel_shape))[1]
 
 
 def _of_conv(layer: nnx.Conv) -> Layout:

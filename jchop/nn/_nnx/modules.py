@@ -48,8 +48,8 @@ def modules_of(model: nnx.Module) -> list[Placed]:
     Raises:
         ValueError: for more paths than can be followed.
     """
-    found: dict[int, Placed] = {}
-    done: dict[int, Placed] = {}
+    entries: dict[int, Placed] = {}
+    order: dict[int, Placed] = {}
     above: set[int] = set()
     count = 0
 
@@ -65,14 +65,14 @@ def modules_of(model: nnx.Module) -> list[Placed]:
             count += 1
             if count > _MOST:
                 raise ValueError(f"model: more than {_MOST} paths lead to its modules, which refer to each other")
-            holder, start = found.setdefault(id(node), Placed(node)), len(keys)
+            holder, start = entries.setdefault(id(node), Placed(node)), len(keys)
             holder.keys.append(keys)
         above.add(id(node))
         for key, child in nnx.graph.get_node_impl(node).node_dict(node).items():  # type: ignore[union-attr]
             visit(child, (*keys, key), holder, start)
         above.remove(id(node))
         if isinstance(node, nnx.Module):
-            done.setdefault(id(node), found[id(node)])
+            order.setdefault(id(node), entries[id(node)])
 
     visit(model, (), None, 0)
-    return [*done.values()]
+    return [*order.values()]
