@@ -135,4 +135,9 @@ def _concerned(product: Product) -> bool:
     if not product.calibrates or isinstance(product.left, PastMagnitudes):
         return False
     roundings = product.how
-    return is_tensor_scaled(roundings.left) and roundings.keeps_left and roundings.left is not None and roundings.left.gradient == Gradient()
+    return (
+        is_tensor_scaled(roundings.left)
+        and roundings.keeps_left
+        and roundings.left is not None
+        and roundings.left.gradient == Gradient()
+    )

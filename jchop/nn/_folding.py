@@ -123,7 +123,9 @@ def _fold(path: str, layer: Any, norm_path: str, norm: Any) -> None:
     what = f"{type(layer).__name__} at {path!r}"
     if type(layer) not in _CHANNELS:
         class_names = ", ".join(kind.__name__ for kind in _CHANNELS)
-        raise NotImplementedError(f"{what} takes no batch norm in; that can be a {class_names} that is not quantized yet")
+        raise NotImplementedError(
+            f"{what} takes no batch norm in; that can be a {class_names} that is not quantized yet"
+        )
     if type(norm) is not nnx.BatchNorm:
         raise NotImplementedError(f"{type(norm).__name__} at {norm_path!r} must be a BatchNorm that is not quantized")
     kernel = layer.kernel[...]

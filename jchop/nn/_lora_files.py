@@ -237,7 +237,7 @@ def _by_pattern(field: str, patterns: Any, value: Any, names: Sequence[str]) -> 
             keys.append((re.compile(rf"(.*\.)?({key})$"), pattern_value))
         except (re.error, OverflowError, RecursionError) as error:
             raise ValueError(f"{field} has the key {shown(key)}, which is no regular expression: {error}") from None
-    return [next((found for key, found in keys if key.match(name)), value) for name in names]
+    return [next((pattern_value for key, pattern_value in keys if key.match(name)), value) for name in names]
 
 
 def _ways(key: str, longest: int) -> int:

@@ -99,14 +99,14 @@ class ModelReport(Tables):
 
     @property
     def _align(self) -> str:
-        return "<<<>>" + ">>>" * self._measured
+        return "<<<>>" + ">>>" * self._has_ratios
 
     @property
-    def _measured(self) -> bool:
+    def _has_ratios(self) -> bool:
         return any(row.output_snr is not None for row in self.rows)
 
     def _parts(self) -> list[Part]:
-        more = ("weights dB", "inputs dB", "results dB") if self._measured else ()
+        more = ("weights dB", "inputs dB", "results dB") if self._has_ratios else ()
         head = ("path", "layer", "rounds", "bytes", "packed", *more)
         body = [
             (
@@ -205,7 +205,7 @@ def report(
         stays wide: layers/1/bias (4,): no rule matches
         stays wide: layers/1/scale (4,): no rule matches
     """
-    given = () if rules is None else as_rules(rules)
+    all_rules = () if rules is None else as_rules(rules)
     program = is_module(model)
     if not program and not isinstance(model, nnx.Module):
         raise TypeError(
@@ -215,25 +215,29 @@ def report(
     if platform is not None:
         check_choice("platform", platform, tuple(PLATFORMS))
     if batches is not None:
-        wrongs = (("inputs", inputs is not None), ("no rules", not given), ("no layers of Flax NNX", program))
+        wrongs = (("inputs", inputs is not None), ("no rules", not all_rules), ("no layers of Flax NNX", program))
         for name, wrong in wrongs:
             if wrong:
                 raise ValueError(f"batches: ratios of layers need rules, and no `inputs`; there are {name}")
-        if any(rule.stochastic for rule in given):
+        if any(rule.stochastic for rule in all_rules):
             raise ValueError("batches: a rule rounds stochastically; ratios need deterministic roundings")
     if inputs is not None or program:
-        if not given:
+        if not all_rules:
             raise ValueError("rules=None: a report of a program needs rules")
         of_program: Any = report_module if program else report_program
-        found = of_program(model, given, inputs, platform)
-        return found if isinstance(inputs, Mapping) else found["__call__"]
-    every = decided_layers(model, given)
-    rows = [_row(one, bool(given), platform) for one in every]
+        reports = of_program(model, all_rules, inputs, platform)
+        return reports if isinstance(inputs, Mapping) else reports["__call__"]
+    decisions = decided_layers(model, all_rules)
+    rows = [_row(one, bool(all_rules), platform) for one in decisions]
     if batches is None:
         return ModelReport(tuple(rows))
-    chosen = {row.path: one.own for row, one in zip(rows, every, strict=True) if row.specs and one.own is not None}
-    found = ratios_of(model, given, chosen, batches)
-    return ModelReport(tuple(_measured(row, found[row.path]) if row.path in found else row for row in rows))
+    layer_rules = {
+        row.path: one.effective_rule
+        for row, one in zip(rows, decisions, strict=True)
+        if row.specs and one.effective_rule is not None
+    }
+    ratios = ratios_of(model, all_rules, layer_rules, batches)
+    return ModelReport(tuple(_measured(row, ratios[row.path]) if row.path in ratios else row for row in rows))
 
 
 def _measured(row: LayerRow, ratios: Ratios) -> LayerRow:
@@ -266,7 +270,11 @@ def why_wide(layer: str, quantizable: bool, rule: Rule | None, role: str | None,
 def _row(one: Decided, under_rules: bool, platform: str | None) -> LayerRow:
     entry, kind, _, matching_rule, rule = one
     (path, *also), layer = entry.paths, entry.module
-    name, rule_text, own = type(layer).__name__, "" if matching_rule is None else str(matching_rule), own_parameters(entry)
+    name, rule_text, own = (
+        type(layer).__name__,
+        "" if matching_rule is None else str(matching_rule),
+        own_parameters(entry),
+    )
     before = sum(map(bytes_of, own.values()))
     wide = []
     for key, value in own.items() if under_rules else ():

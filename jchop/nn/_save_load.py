@@ -177,7 +177,9 @@ def _packed(array: Any, fields: Any) -> Packed:
     stack, own = shape[: len(shape) - axes], shape[len(shape) - axes :]
     codes_shape = (*stack, *(own[axis] for axis in free_axes), math.prod(own[axis] for axis in sum_axes))
     if not isinstance(array, QArray) or array.shape != codes_shape:
-        raise ValueError(f"{_described(array)} is stored, and {shown(fields)} needs a QArray of shape {list(codes_shape)}")
+        raise ValueError(
+            f"{_described(array)} is stored, and {shown(fields)} needs a QArray of shape {list(codes_shape)}"
+        )
     return Packed(array, Layout(free_axes, sum_axes), shape)
 
 

@@ -174,7 +174,9 @@ def _layers(model: nnx.Module, tensors: Sequence[str]) -> dict[str, str]:
     """The classes of the layers that have one of the tensors, by path."""
     candidates = {path: (layer, kind) for path, layer, kind in layers_of(model) if kind is not None}
     return {
-        path: type(layer).__name__ for path, (layer, kind) in candidates.items() if set(tensors) <= set(kind.fields(layer))
+        path: type(layer).__name__
+        for path, (layer, kind) in candidates.items()
+        if set(tensors) <= set(kind.fields(layer))
     }
 
 

@@ -318,7 +318,9 @@ def _layers(model: nnx.Module, layers: str, groups: Sequence[str]) -> tuple[list
     for pattern in groups:
         check_pattern("groups", pattern)
         if not any(matches_path(pattern, layer.path) for layer in targets):
-            raise ValueError(f"groups: {pattern!r} matches no layer{nearest_paths([pattern], [x.path for x in targets])}")
+            raise ValueError(
+                f"groups: {pattern!r} matches no layer{nearest_paths([pattern], [x.path for x in targets])}"
+            )
     for layer in targets:
         pattern = next((one for one in groups if matches_path(one, layer.path)), None)
         key = layer.path if pattern is None else (pattern, layer.path.rpartition("/")[0])
@@ -414,7 +416,10 @@ def _fisher(
 
     First those whose calls are unknown, then those that have no calls.
     """
-    rounded_layers, input_layers = _alone(targets, options), _alone(targets, [_inputs_only(option) for option in options])
+    rounded_layers, input_layers = (
+        _alone(targets, options),
+        _alone(targets, [_inputs_only(option) for option in options]),
+    )
     shape = (len(targets), len(options))
     scores, noise, noise_of_inputs = np.zeros(shape), np.zeros(shape), np.zeros(shape)
     power = np.zeros(len(targets))
@@ -483,4 +488,8 @@ def _calls(
         return out, [(call.args, call.kwargs, call.result) for call in calls]
 
     gradients, arrays = jax.grad(whole, has_aux=True)([jnp.zeros(*shape) for shape in shapes])
-    return [Call(call.path, call.method, *each) for call, each in zip(traced_calls, arrays, strict=True)], gradients, unseen
+    return (
+        [Call(call.path, call.method, *each) for call, each in zip(traced_calls, arrays, strict=True)],
+        gradients,
+        unseen,
+    )

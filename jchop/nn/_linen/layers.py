@@ -49,13 +49,13 @@ class Found:
         layer: the layer; None if a module has parameters but did not run.
         rule: what its rule rounds in it.
         shapes: of its parameters in its call, by name.
-        changed: what changes its kernel before its call; empty if nothing is known to.
+        kernel_change: what changes its kernel before its call; empty if nothing is known to.
     """
 
     layer: Any
     rule: Rule
     shapes: Mapping[str, tuple[int, ...]]
-    changed: str = ""
+    kernel_change: str = ""
 
     @property
     def kind(self) -> Kind:
@@ -63,7 +63,7 @@ class Found:
         return KINDS[type(self.layer)]
 
     def layout(self, name: str) -> Layout | None:
-        """How a parameter is laid out; None: as it lies."""
+        """The axes of a parameter as the product has them; None: its last axis alone is summed over."""
         is_weight = self.kind.parameters[name] == "weight"
         return self.kind.layout(self.layer, len(self.shapes[name])) if self.kind.layout and is_weight else None
 
@@ -83,17 +83,17 @@ class Found:
                 layout = self.layout(name)
                 check_axes(role, self.spec(name), layout.ndim if layout else len(self.shapes[name]), self.place)
 
-    def packed(self, name: str, value: Any, key: Any = None, scale: Any = None) -> tuple[QArray, Layout]:
+    def pack_param(self, name: str, value: Any, key: Any = None, scale: Any = None) -> tuple[QArray, Layout]:
         """A parameter as its rule packs it, and the layout it has then."""
         spec = self.spec(name)
         assert spec is not None
         ndim = len(self.shapes[name])
         last_axis = Layout(tuple(range(ndim - 1)), (ndim - 1,))
-        layout, stack = self.layout(name) or last_axis, self.stacked(name, value)
-        codes, codes_layout = pack(self.in_use(value), layout, stack, spec, key, scale)
+        layout, stack = self.layout(name) or last_axis, self.stack_ndim(name, value)
+        codes, codes_layout = pack(self.in_compute_dtype(value), layout, stack, spec, key, scale)
         return codes, codes_layout or last_axis
 
-    def as_multiplied(self, name: str, value: Any) -> Any:
+    def times_mask(self, name: str, value: Any) -> Any:
         """A parameter as the product rounds it: the kernel of a convolution times its mask.
 
         Raises:
@@ -104,10 +104,10 @@ class Found:
         mask = getattr(self.layer, "mask", None)
         way_out = "Quantize the program instead, by program=True, or leave the layer: "
         way_out += left_alone(["/".join(self.layer.path)], self.rule)
-        if self.changed:
+        if self.kernel_change:
             raise NotImplementedError(
-                f"{name} of the {self.place} is changed by {self.changed} before the product, and packed numbers are "
-                f"rounded before that. {way_out}"
+                f"{name} of the {self.place} is changed by {self.kernel_change} before the product, and packed numbers "
+                f"are rounded before that. {way_out}"
             )
         if isinstance(mask, jax.core.Tracer):
             raise NotImplementedError(
@@ -122,7 +122,7 @@ class Found:
             return None
         key = jax.eval_shape(lambda: jax.random.key(0)) if spec.rounding.stochastic else None
         value = jax.ShapeDtypeStruct(shape, dtype)
-        return jax.eval_shape(lambda value, key: self.packed(name, value, key)[0], value, key).spec
+        return jax.eval_shape(lambda value, key: self.pack_param(name, value, key)[0], value, key).spec
 
     @property
     def needs_run(self) -> bool:
@@ -131,12 +131,12 @@ class Found:
         caches = self.kind.caches and self.rule.cache is not None and self.layer.decode
         return (learns_scale and self.kind.keeps_scales) or caches
 
-    def in_use(self, value: Any) -> Any:
+    def in_compute_dtype(self, value: Any) -> Any:
         """A parameter in the dtype that the layer computes in."""
         dtype = getattr(self.layer, "dtype", None)
         return value if dtype is None else value.astype(dtype)
 
-    def stacked(self, name: str, value: Any) -> int:
+    def stack_ndim(self, name: str, value: Any) -> int:
         """How many axes in front a parameter has of a stack of layers, as `flax.linen.scan` makes one.
 
         Raises:
@@ -247,14 +247,14 @@ class Decided(NamedTuple):
     """What rules say for a layer.
 
     Args:
-        held: its parameters by name.
+        params: its parameters by name.
         number: of its rule; None if none matches.
-        own: what that rule rounds in this layer (`for_norms`).
+        effective_rule: what that rule rounds in this layer (`for_norms`).
     """
 
-    held: dict[str, Any]
+    params: dict[str, Any]
     number: int | None
-    own: Rule | None
+    effective_rule: Rule | None
 
 
 def decided_layers(calls: Seen, rules: Sequence[Rule], variables: Any) -> dict[Path, Decided]:
@@ -265,13 +265,17 @@ def decided_layers(calls: Seen, rules: Sequence[Rule], variables: Any) -> dict[P
     numbers = {path: number_of(path, layer, rules) for path, layer in layers.items()}
     of_norms = for_norms(rules, [(number, kinds[path]) for path, number in numbers.items() if number is not None])
 
-    def own(number: int | None, kind: Kind | None) -> Rule | None:
+    def effective_rule(number: int | None, kind: Kind | None) -> Rule | None:
         return None if number is None else (rules if kind is None or kind.operation else of_norms)[number]
 
-    return {path: Decided(params[path], number, own(number, kinds[path])) for path, number in numbers.items()}
+    return {
+        path: Decided(params[path], number, effective_rule(number, kinds[path])) for path, number in numbers.items()
+    }
 
 
-def _matched(rules: Sequence[Rule], calls: Seen, kernel_changes: Mapping[Path, str], variables: Any) -> dict[Path, Found]:
+def _matched(
+    rules: Sequence[Rule], calls: Seen, kernel_changes: Mapping[Path, str], variables: Any
+) -> dict[Path, Found]:
     layer_rules = decided_layers(calls, rules, variables)
     matches: dict[Path, tuple[int, Found]] = {}
     for path, (_, number, effective_rule) in layer_rules.items():
@@ -288,15 +292,17 @@ def _matched(rules: Sequence[Rule], calls: Seen, kernel_changes: Mapping[Path, s
     for path, (_, match) in matches.items():
         _check(path, match)
     for number, rule in enumerate(rules):
-        mine = {path: found for path, (n, found) in matches.items() if n == number}
-        rule_fields = [(found.rule, found.kind.fields(layer_rules[path].held)) for path, found in mine.items()]
-        silent = [name for name in _fields(rule) if not any(name in f and name in _fields(own) for own, f in rule_fields)]
+        mine = {path: match for path, (n, match) in matches.items() if n == number}
+        rule_fields = [(match.rule, match.kind.fields(layer_rules[path].params)) for path, match in mine.items()]
+        silent = [
+            name for name in _fields(rule) if not any(name in f and name in _fields(own) for own, f in rule_fields)
+        ]
         if silent:
             raise ValueError(
                 f"{rule}: {', '.join(silent)} has no effect on any of its layers: "
-                f"{', '.join(sorted({type(found.layer).__name__ for found in mine.values()}))}"
+                f"{', '.join(sorted({type(match.layer).__name__ for match in mine.values()}))}"
             )
-    return {path: found for path, (_, found) in matches.items()}
+    return {path: match for path, (_, match) in matches.items()}
 
 
 def _fields(rule: Rule) -> list[str]:

@@ -152,7 +152,11 @@ def add_lora(
             raise ValueError(f"{_no_dense(layer, place)}; exclude the layer with '!{place}'")
         key, layer_key = split(key)
         sizes = tuple(map(len, _axes(layer)))
-        exact = as_matrix(_numbers(original_params[*path, "kernel"]), *sizes) if (*path, "kernel") in original_params else None
+        exact = (
+            as_matrix(_numbers(original_params[*path, "kernel"]), *sizes)
+            if (*path, "kernel") in original_params
+            else None
+        )
         what = f"{type(layer).__name__} at {place!r}, by {rule}"
         weight = as_matrix(_numbers(kernel), *sizes)
         a, b, rest = first_adapter(rule, what, lambda mine=layer_key: mine, weight, exact, has_codes)
@@ -351,7 +355,7 @@ def _put(leaf: Any, weight: Array, match: Any) -> Any:
     weight = weight.reshape(leaf.shape)
     if match is None:
         return weight
-    codes, layout = match.packed("kernel", weight)
+    codes, layout = match.pack_param("kernel", weight)
     return Packed(codes, layout, weight.shape)
 
 

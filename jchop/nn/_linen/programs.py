@@ -72,7 +72,7 @@ class Program:
             rngs: streams of keys by name.
             kwargs: as of `apply`.
         """
-        params, rest, old_scales = self._parts(variables)
+        params, rest, old_scales = self._split_variables(variables)
         function = self._function(variables, args, rngs, kwargs)
         new_scales = function.start(params, rest, args, rngs, kwargs, key=self._key(rngs))
         scales = (new | old for new, old in zip(new_scales, old_scales, strict=True))
@@ -92,7 +92,7 @@ class Program:
             rngs: streams of keys by name.
             kwargs: as of `apply`.
         """
-        params, rest, old_scales = self._parts(variables)
+        params, rest, old_scales = self._split_variables(variables)
         calls = [arguments_of(batch) for _, batch in numbered(batches)]
         function = self._function(variables, calls[0], rngs, kwargs)
         scales = function.calibrate(
@@ -117,7 +117,7 @@ class Program:
         Raises:
             ValueError: as `jchop.quantize_fn`.
         """
-        params, rest, scales = self._parts(variables)
+        params, rest, scales = self._split_variables(variables)
         function, key = self._function(variables, args, rngs, kwargs), self._key(rngs)
         if not scales.stats or not in_filter(kwargs.get("mutable", False), STATE):
             call_scales = scales if self._keeps or scales.stats else None
@@ -136,11 +136,13 @@ class Program:
             rngs: streams of keys by name.
             kwargs: as of `apply`.
         """
-        params, rest, scales = self._parts(variables)
+        params, rest, scales = self._split_variables(variables)
         function = self._function(variables, args, rngs, kwargs)
         check_weights([function.resolved(params, rest, args, rngs, kwargs)])
         packed_params = function.pack(params, rest, args, rngs, kwargs, scales=scales, key=self._key(rngs))
-        activation_scales = {name: value for name, value in scales.learned.items() if not name.endswith("_weight_scale")}
+        activation_scales = {
+            name: value for name, value in scales.learned.items() if not name.endswith("_weight_scale")
+        }
         return {**variables, **_with_scales(packed_params, scales._replace(learned=activation_scales))}
 
     def quantize_with_data(
@@ -163,7 +165,7 @@ class Program:
             rngs: streams of keys by name.
             progress: called with the number of batches that were run.
         """
-        params, rest, _ = self._parts(variables)
+        params, rest, _ = self._split_variables(variables)
         first: tuple[Any, ...] = ()
         if any(rule.layer is not None for rule in self.rules):  # a call shows the classes of layers
             check_batches(batches, again=False)
@@ -178,7 +180,7 @@ class Program:
         self, variables: Any, *args: Any, rngs: Any = None, platform: str | None = None, **kwargs: Any
     ) -> ProgramReport:
         """What happens to each parameter and each product; arguments as those of `pack`, and a platform."""
-        params, rest, _ = self._parts(variables)
+        params, rest, _ = self._split_variables(variables)
         function = self._function(variables, args, rngs, kwargs)
         return function.report(params, rest, args, rngs, kwargs, platform=platform)
 
@@ -186,7 +188,7 @@ class Program:
     def _keeps(self) -> bool:
         return any(rule.scale_from is not None for rule in self.rules)
 
-    def _parts(self, variables: Any) -> tuple[Any, dict[str, Any], Scales]:
+    def _split_variables(self, variables: Any) -> tuple[Any, dict[str, Any], Scales]:
         """The parameters, the other collections, and the kept scales."""
         collections = dict(variables)
         params = collections.pop("params", {})
@@ -197,7 +199,11 @@ class Program:
         learned_scales = {
             name: value for name, value in leaves.items() if (match := _LEARNED.fullmatch(name)) and match[1] in leaves
         }
-        return _nested({name: v for name, v in leaves.items() if name not in learned_scales}), collections, Scales(learned_scales, stats)
+        return (
+            _nested({name: v for name, v in leaves.items() if name not in learned_scales}),
+            collections,
+            Scales(learned_scales, stats),
+        )
 
     def _function(self, variables: Any, args: tuple[Any, ...], rngs: Any, kwargs: dict[str, Any]) -> QuantizedFunction:
         def pure(params: Any, rest: Any, args: tuple[Any, ...], rngs: Any, kwargs: dict[str, Any]) -> Any:

@@ -263,9 +263,9 @@ class Quantized:
                     continue
                 value, layout = weights[(*path, name)], match.layout(name)
                 weights[(*path, name)] = over_stack(
-                    match.stacked(name, value), partial(_round_in, layout, spec), value, *keys.of(match.rule, spec)
+                    match.stack_ndim(name, value), partial(_round_in, layout, spec), value, *keys.of(match.rule, spec)
                 )
-        rules = {path: found.rule for path, found in layers.items()}
+        rules = {path: match.rule for path, match in layers.items()}
         with nn.intercept_methods(Interceptor(rules, packed_kernels, starting)):
             return self.module.apply({**variables, "params": unflatten_dict(weights)}, *args, rngs=rngs, **kwargs)
 
@@ -286,7 +286,7 @@ def _round_in(layout: Layout | None, spec: Spec, x: Array, *keys: Array | None) 
 
 def _packed(match: Found, name: str, value: Array, key: Array | None, scale: Array | None) -> Packed:
     check_finite(value, f"{name} of the {match.place}")
-    return Packed(*match.packed(name, match.as_multiplied(name, value), key, scale), value.shape)
+    return Packed(*match.pack_param(name, match.times_mask(name, value), key, scale), value.shape)
 
 
 def _packed_kernels(variables: Any, layers: Mapping[Path, Found]) -> dict[Path, Packed | None]:
@@ -302,8 +302,8 @@ def _packed_kernels(variables: Any, layers: Mapping[Path, Found]) -> dict[Path, 
         packed_spec = leaf.stored.spec
         if packed_spec != spec:
             raise ValueError(
-                f"variables['params'] hold {'/'.join((*above, name))!r} packed as {packed_spec}, and by the rules it is "
-                f"{'left as it is' if spec is None else f'packed as {spec}'}: it belongs to a module with other rules"
+                f"variables['params'] hold {'/'.join((*above, name))!r} packed as {packed_spec}, and by the rules it "
+                f"is {'left as it is' if spec is None else f'packed as {spec}'}: it belongs to a module with other rules"
             )
     return {path[:-1]: packed_params.get((*path[:-1], "kernel")) for path in packed_params}
 

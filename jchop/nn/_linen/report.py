@@ -60,4 +60,4 @@ def _row(path: Path, one: Decided, calls: Seen, rules: Sequence[Rule], platform:
 
 def _packed(match: Found, name: str, value: Any) -> Any:
     match.check_axes()
-    return jax.eval_shape(lambda value: match.packed(name, value, jax.random.key(0))[0], value)
+    return jax.eval_shape(lambda value: match.pack_param(name, value, jax.random.key(0))[0], value)

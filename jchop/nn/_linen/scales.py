@@ -102,7 +102,7 @@ def begun(layers: Mapping[Path, Found], params: Mapping[Path, Array]) -> dict[st
 
 
 def _begin(match: Found, kernel: Array) -> Iterator[tuple[str, str, Array]]:
-    rule, layout, stack = match.rule, match.layout("kernel"), match.stacked("kernel", kernel)
+    rule, layout, stack = match.rule, match.layout("kernel"), match.stack_ndim("kernel", kernel)
     source, shape = rule.scale_from, kernel.shape[:stack]
     for role in () if source is None else source.fields:
         spec = getattr(rule, role)
@@ -114,7 +114,7 @@ def _begin(match: Found, kernel: Array) -> Iterator[tuple[str, str, Array]]:
             yield STATE, f"{role}_history", jnp.zeros((*shape, source.length))
         elif role == "weight":
             assert layout is not None
-            yield "params", scale_name(role), fitted(match.in_use(kernel), layout, stack, spec)
+            yield "params", scale_name(role), fitted(match.in_compute_dtype(kernel), layout, stack, spec)
 
 
 def _held(layer: Any, collection: str, name: str, shape: tuple[int, ...] | None) -> Array:

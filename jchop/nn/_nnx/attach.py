@@ -75,8 +75,12 @@ def attach(
     place = StreamOffset(type(layer).__name__, path, rule)
     _check(layer, kind, rule, path)
     check_parameters(layer, kind, place)
-    left_source, right_source = sources(layer, kind, rule, packs, before)
-    packed_params = _pack(layer, kind, rule, path, rngs, right_source, codes_by_name, {} if tied is None else tied) if packs else ()
+    input_source, weight_source = sources(layer, kind, rule, packs, before)
+    packed_params = (
+        _pack(layer, kind, rule, path, rngs, weight_source, codes_by_name, {} if tied is None else tied)
+        if packs
+        else ()
+    )
 
     def stream(*stochastic: bool) -> nnx.RngStream | None:
         return fork(rule, rngs, path) if any(stochastic) else None
@@ -88,8 +92,8 @@ def attach(
         right_spec = rule.activation if not kind.parameters else rule.weight if codes else weight
         fields = (getattr(rule, name) for name in PRODUCT_FIELDS)
         how = Roundings(rule.activation, right_spec, *fields, place=place, codes=codes)
-        module = module_class(how, stream(how.stochastic), left_source, None if packs else right_source)
-        if before is not None and before.how.left == rule.activation and left_source is None and how.keeps_left:
+        module = module_class(how, stream(how.stochastic), input_source, None if packs else weight_source)
+        if before is not None and before.how.left == rule.activation and input_source is None and how.keeps_left:
             module.keep(before.range)
         setattr(layer, attribute, module.as_attribute())
     if kind.slots:
@@ -143,11 +147,11 @@ def sources(layer: Any, kind: Kind, rule: Rule, packs: bool, before: Any) -> tup
     layout, stack_ndim = layout_of(layer, kind, "kernel")
     kernel = _in_use(layer, "kernel")
     stack = kernel.shape[:stack_ndim]
-    left_source = _kept(before, "left", rule.activation, how) or source_of(how, "activation", rule.activation, stack)
-    right_source = _kept(before, "right", rule.weight, how)
-    if right_source is None and isinstance(how, LSQ) and rule.weight is not None:
-        right_source = LearnedStep(how, stack, layout, fitted(kernel, layout, stack_ndim, rule.weight))
-    return left_source, right_source or source_of(how, "weight", rule.weight, stack)
+    input_source = _kept(before, "left", rule.activation, how) or source_of(how, "activation", rule.activation, stack)
+    weight_source = _kept(before, "right", rule.weight, how)
+    if weight_source is None and isinstance(how, LSQ) and rule.weight is not None:
+        weight_source = LearnedStep(how, stack, layout, fitted(kernel, layout, stack_ndim, rule.weight))
+    return input_source, weight_source or source_of(how, "weight", rule.weight, stack)
 
 
 def _kept(before: Any, side: str, spec: Spec | None, how: ScaleFrom) -> Source | None:
@@ -170,7 +174,7 @@ def _pack(
     rule: Rule,
     path: str,
     rngs: nnx.Rngs | None,
-    right_source: Any,
+    weight_source: Any,
     codes_by_name: Mapping[str, QArray],
     tied: Tied,
 ) -> tuple[tuple[str, Spec, Layout | None, tuple[int, ...]], ...]:
@@ -194,7 +198,7 @@ def _pack(
         else:
             check_finite(variable.get_value(), f"{name} of the {StreamOffset(type(layer).__name__, path, rule)}")
             key = fork(rule, rngs, path)() if spec.rounding.stochastic else None
-            scale = right_source.scale[...] if right_source is not None and role == "weight" else None
+            scale = weight_source.scale[...] if weight_source is not None and role == "weight" else None
             if key is None and scale is None and not has_mask:
                 identity = id(variable), spec, layout, stack_ndim, getattr(layer, "dtype", None)
             if identity in tied:
@@ -300,7 +304,7 @@ def _check(layer: Any, kind: Kind, rule: Rule, path: str, emulates: bool = False
         own = getattr(layer, attribute, None)
         if not any(own is function for function in usual) or getattr(layer, "dot_general_cls", None) is not None:
             raise ValueError(f"{what} has a {attribute} of its own, in whose place the rounding would stand")
-    if kind.unrounded and not emulates:
+    if kind.hides_product and not emulates:
         for name in PRODUCT_FIELDS:
             if getattr(rule, name) is not None:
                 raise NotImplementedError(

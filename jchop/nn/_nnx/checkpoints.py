@@ -146,7 +146,7 @@ def load_checkpoint(
     with open_checkpoint(Path(path), layout) as source:
         tensors = list(_tensors(result, names, source.items))
         _check_names(source, tensors, ignore)
-        for _, group in groupby(tensors, key=lambda tensor: id(tensor.placed)):
+        for _, group in groupby(tensors, key=lambda tensor: id(tensor.entry)):
             parts = list(group)
             codes_by_key = {part.key: q for part in parts if (q := part.put(source.read(part.name, exact))) is not None}
             if codes_by_key:
@@ -163,19 +163,19 @@ class _Tensor(NamedTuple):
     name: str
     key: str
     variable: Any
-    placed: Placed
+    entry: Placed
     kind: Kind | None
 
     @property
     def _layout(self) -> Layout | None:
         """The axes in a checkpoint: first those that stay, then those that a product sums over."""
-        layer, axes = self.placed.module, self.variable.get_value().ndim
+        layer, axes = self.entry.module, self.variable.get_value().ndim
         if self.kind is None or self.key not in self.kind.parameters:
             return None
         layout, stack = layout_of(layer, self.kind, self.key)
         if stack or (axes > 1 and layout.ndim != axes) or axes > 2:
             raise ValueError(
-                f"{type(layer).__name__} at {self.placed.paths[0]!r}: {self.key} of shape "
+                f"{type(layer).__name__} at {self.entry.paths[0]!r}: {self.key} of shape "
                 f"{list(self.variable.get_value().shape)} has no form in checkpoints, which have matrices "
                 "of Linear and Embed; jchop.nn.save keeps it"
             )
@@ -195,10 +195,10 @@ class _Tensor(NamedTuple):
         shape = tuple(current.shape[axis] for axis in order)
         if value.shape != shape:
             raise ValueError(
-                f"{self.name!r} has shape {list(value.shape)}, and {self.placed.paths[0]!r} of the model {list(shape)}"
+                f"{self.name!r} has shape {list(value.shape)}, and {self.entry.paths[0]!r} of the model {list(shape)}"
             )
         if isinstance(value, QArray):
-            dtype = getattr(self.placed.module, "dtype", None) or current.dtype
+            dtype = getattr(self.entry.module, "dtype", None) or current.dtype
             with jax.enable_x64(True):  # as `jchop.storage.load_checkpoint`
                 return replace(jax.tree.map(jnp.asarray, value), dtype=np.dtype(dtype))
         with np.errstate(over="ignore"):
@@ -216,12 +216,12 @@ class _Tensor(NamedTuple):
 
 def _attach(tensor: _Tensor, codes_by_key: Mapping[str, QArray]) -> None:
     """Makes the layer of a tensor one that holds packed parameters."""
-    layer: Any = tensor.placed.module
-    path, kind = tensor.placed.paths[0], tensor.kind
+    layer: Any = tensor.entry.module
+    path, kind = tensor.entry.paths[0], tensor.kind
     if kind is None or type(layer) not in KINDS or not set(codes_by_key) <= set(kind.parameters):
         raise ValueError(
-            f"{', '.join(codes_by_key)} of {type(layer).__name__} at {path!r} is packed in the checkpoint, and that is no "
-            "plain layer of Flax; `jchop convert --layout plain` unpacks it"
+            f"{', '.join(codes_by_key)} of {type(layer).__name__} at {path!r} is packed in the checkpoint, and that is "
+            "no plain layer of Flax; `jchop convert --layout plain` unpacks it"
         )
     layer.__class__ = CLASSES[type(layer)]
     fields: dict[str, Any] = {kind.parameters[key]: q.spec for key, q in codes_by_key.items()}
@@ -239,13 +239,15 @@ def _tensors(model: nnx.Module, names: Names | None, file_names: Any = ()) -> It
                 "the model has adapters: jchop.nn.merge_lora adds them to the weights, and save_lora saves them"
             )
     for entry, kind in placed_layers(model):
-        for key, variable in entry.own.items():
+        for key, variable in entry.variables.items():
             if not isinstance(variable, _VARIABLES):
                 continue
             last = key if kind is None else _TENSORS.get(key, key)
             tensor_names = [f"{path}/{last}".strip("/").replace("/", ".") for path in entry.paths]
             tensor_names = [names(name) for name in tensor_names] if names is not None else tensor_names
-            yield _Tensor(next((name for name in tensor_names if name in file_names), tensor_names[0]), key, variable, entry, kind)
+            yield _Tensor(
+                next((name for name in tensor_names if name in file_names), tensor_names[0]), key, variable, entry, kind
+            )
 
 
 def _check_names(source: Checkpoint, tensors: list[_Tensor], ignore: str | None) -> None:

@@ -49,23 +49,23 @@ class Part:
     def __reduce__(self) -> tuple[Any, ...]:
         return Part, (self.rules, self.path, self.names, self.keeps)  # a hash holds in one process
 
-    def named(self, params: Any) -> Any:
+    def params_in_model(self, params: Any) -> Any:
         """Parameters of the module, by their paths in the model."""
         other_paths = dict(self.names)
         return params if not self.path else _renamed(params, lambda path: other_paths.get(path, (*self.path, *path)))
 
-    def own(self, params: Any) -> Any:
+    def params_in_part(self, params: Any) -> Any:
         """Parameters by their paths in the model, by those in the module."""
         other_paths = {full: path for path, full in self.names}
         return params if not self.path else _renamed(params, lambda path: other_paths.get(path, path[len(self.path) :]))
 
-    def nested(self, module: Any) -> Any:
+    def nest(self, module: Any) -> Any:
         """A module of a pytree at its place in the model, in dicts."""
         for key in reversed(self.path):
             module = {key: module}
         return module
 
-    def unnested(self, model: Any) -> Any:
+    def take_out(self, model: Any) -> Any:
         """A module out of these dicts."""
         for key in self.path:
             model = model[key]
@@ -207,12 +207,17 @@ def methods_of(inputs: Inputs, cls: type) -> dict[str, tuple[tuple[Any, ...], di
         method = method_of(cls, name)
         if not isinstance(method_inputs, tuple | list | Mapping):
             raise TypeError(
-                f"inputs: {brief(method_inputs)} must be a tuple of arguments of {name!r}, such as (x,), or a dict by name"
+                f"inputs: {brief(method_inputs)} must be a tuple of arguments of {name!r}, such as (x,), or a dict "
+                "by name"
             )
-        arguments[name] = ((), dict(method_inputs)) if isinstance(method_inputs, Mapping) else (tuple(method_inputs), {})
+        arguments[name] = (
+            ((), dict(method_inputs)) if isinstance(method_inputs, Mapping) else (tuple(method_inputs), {})
+        )
         try:
             inspect.signature(method).bind(None, *arguments[name][0], **arguments[name][1])
         except TypeError as error:
-            none = f"{cls.__name__} has no method {next(iter(names))!r}, and " if method_inputs is names and names else ""
+            none = (
+                f"{cls.__name__} has no method {next(iter(names))!r}, and " if method_inputs is names and names else ""
+            )
             raise ValueError(f"inputs: {none}{cls.__name__}.{name} takes other arguments: {error}") from None
     return arguments

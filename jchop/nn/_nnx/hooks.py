@@ -38,13 +38,13 @@ class Site(nnx.Module):
     stream: Stream = None
 
     def __init__(self, stream: Stream) -> None:
-        self._hold(stream=stream)
+        self._set_data(stream=stream)
 
     def as_attribute(self) -> Any:
         """The attribute of a layer: the site itself if it has state, else a static wrapper."""
         return nnx.data(self) if jax.tree.leaves(self) else nnx.static(StaticSite(self))
 
-    def _hold(self, **values: Any) -> None:
+    def _set_data(self, **values: Any) -> None:
         """Attributes for those that are there; the others stay the None of the class."""
         for name, value in values.items():
             if value is not None:
@@ -61,8 +61,8 @@ class StaticSite:
     def __init__(self, site: Site) -> None:
         self.site = site
         arguments = ((name, value) for name, value in vars(site).items() if not name.startswith("_pytree"))
-        self._told = (type(site), *sorted(arguments))
-        self._hash = hash(self._told)  # computed once, because every call of `flax.nnx.jit` needs it
+        self._arguments = (type(site), *sorted(arguments))
+        self._hash = hash(self._arguments)  # computed once, because every call of `flax.nnx.jit` needs it
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self.site(*args, **kwargs)
@@ -76,7 +76,7 @@ class StaticSite:
         return StaticSite, (self.site,)  # a hash holds in one process
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, StaticSite) and self._told == other._told
+        return isinstance(other, StaticSite) and self._arguments == other._arguments
 
     def __hash__(self) -> int:
         return self._hash
@@ -144,11 +144,11 @@ class Product(Site):
     def __init__(self, how: Roundings, stream: Stream, left: Source | None = None, right: Source | None = None) -> None:
         super().__init__(stream)
         self.how = how
-        self._hold(left=left, right=right)
+        self._set_data(left=left, right=right)
 
     def keep(self, span: ActivationRange | None) -> None:
         """Go on with a range that was found, if one was."""
-        self._hold(range=span)
+        self._set_data(range=span)
 
     def start(self, span: Array) -> None:
         """Take a range that was found, to keep or to start from."""
@@ -158,7 +158,7 @@ class Product(Site):
         else:
             self.left.start(span, self.how.left)
 
-    def prepared(self, x: Array, w: Array | Stored) -> tuple[Array, Array, dict[str, Any]]:
+    def round_operands(self, x: Array, w: Array | Stored) -> tuple[Array, Array, dict[str, Any]]:
         """The operands, rounded if their scales have a source, and the arguments of the product."""
         self._check_state()
         key, how = self.key(), self.how
@@ -177,7 +177,7 @@ class Product(Site):
         elif self.range is not None or self.left is not None:
             assert how.left is not None
             operand_key, key = (None, None) if key is None else split(key)
-            x = self._rounded(x, how.left, operand_key)
+            x = self._round_left(x, how.left, operand_key)
             how = replace(how, left=None)
         if self.right is not None:
             assert how.right is not None
@@ -195,7 +195,7 @@ class Product(Site):
                     f"needs {shape}: it belongs to a model with another rule"
                 )
 
-    def _rounded(self, x: Array, spec: Spec, key: Array | None) -> Array:
+    def _round_left(self, x: Array, spec: Spec, key: Array | None) -> Array:
         if self.range is not None:
             return round_within(x, spec, self.range[...], key)
         assert self.left is not None
@@ -206,7 +206,7 @@ class DotGeneral(Product):
     """In place of `jax.lax.dot_general`."""
 
     def __call__(self, x: Array, w: Array, dimension_numbers: Any, *args: Any, **kwargs: Any) -> Array:
-        x, w, more = self.prepared(x, w)
+        x, w, more = self.round_operands(x, w)
         return dot_general(x, w, dimension_numbers, *args, **kwargs, **more)
 
 
@@ -214,7 +214,7 @@ class Convolution(Product):
     """In place of `jax.lax.conv_general_dilated`."""
 
     def __call__(self, x: Array, w: Array, *args: Any, **kwargs: Any) -> Array:
-        x, w, more = self.prepared(x, w)
+        x, w, more = self.round_operands(x, w)
         return conv_general_dilated(x, w, *args, **kwargs, **more)
 
 
@@ -222,7 +222,7 @@ class Einsum(Product):
     """In place of `jax.numpy.einsum`."""
 
     def __call__(self, subscripts: str, x: Array, w: Array, **kwargs: Any) -> Array:
-        x, w, more = self.prepared(x, w)
+        x, w, more = self.round_operands(x, w)
         return einsum(subscripts, x, w, **kwargs, **more)
 
 
@@ -263,16 +263,16 @@ class Promote(Site):
         codes: bool = False,
     ) -> None:
         super().__init__(stream)
-        self.base, self.slots, self.specs, self.packed, self.place = base, slots, specs, packed_params, place
+        self.base, self.slots, self.specs, self.packed_params, self.place = base, slots, specs, packed_params, place
         self.codes = codes
 
     def __call__(self, args: tuple[Any, ...], /, **kwargs: Any) -> tuple[Any, ...]:
         names = next(names for names in self.slots if len(names) == len(args))
         for name, arg in zip(names, args, strict=True):
-            self._check_stored(name.strip("*"), arg)
+            self._check_packing(name.strip("*"), arg)
         plain = tuple(jnp.zeros((), arg.dtype) if isinstance(arg, QArray) else arg for arg in args)
         arrays: list[Any] = [
-            self._unpacked(name, arg, new.dtype) if isinstance(arg, QArray) else new
+            self._unpack(name, arg, new.dtype) if isinstance(arg, QArray) else new
             for name, arg, new in zip(names, args, self.base(plain, **kwargs), strict=True)
         ]
         key = self.key()
@@ -284,9 +284,12 @@ class Promote(Site):
                 arrays[names.index(name)] = round_in(layout, x, spec, *keys)
         return tuple(arrays)
 
-    def _check_stored(self, name: str, arg: Any) -> None:
+    def _check_packing(self, name: str, arg: Any) -> None:
         """Refuse a parameter that is not packed as here, as a checkpoint of another model brings it."""
-        expected_packing = next(((spec, layout, shape) for packed_name, spec, layout, shape in self.packed if packed_name == name), None)
+        expected_packing = next(
+            ((spec, layout, shape) for packed_name, spec, layout, shape in self.packed_params if packed_name == name),
+            None,
+        )
         if arg is None or (expected_packing is None and not isinstance(arg, QArray)):
             return
         description = f"{arg.spec} of {arg.shape}" if isinstance(arg, QArray) else f"an array of {arg.shape}"
@@ -296,12 +299,14 @@ class Promote(Site):
         codes_shape = shape if layout is None else layout.shape(shape)
         if not isinstance(arg, QArray) or (arg.spec, arg.shape) != (spec, codes_shape):
             raise ValueError(
-                f"{name} of the {self.place} is {description}, and this model holds it packed as {spec} of {codes_shape}: it belongs "
-                "to a model with another rule or shape"
+                f"{name} of the {self.place} is {description}, and this model holds it packed as {spec} of "
+                f"{codes_shape}: it belongs to a model with another rule or shape"
             )
 
-    def _unpacked(self, name: str, codes: QArray, dtype: Any) -> Array | Stored:
-        layout, shape = next((layout, shape) for packed_name, _, layout, shape in self.packed if packed_name == name.strip("*"))
+    def _unpack(self, name: str, codes: QArray, dtype: Any) -> Array | Stored:
+        layout, shape = next(
+            (layout, shape) for packed_name, _, layout, shape in self.packed_params if packed_name == name.strip("*")
+        )
         operand = Stored(codes, layout, shape, dtype)
         return operand if self.codes and name.startswith("*") else operand.numbers()
 

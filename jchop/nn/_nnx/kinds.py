@@ -39,7 +39,7 @@ class Kind:
         layout: of its weights, as the product sums over them. Default: as they lie.
         inputs: layout of the inputs, if `promote_dtype` rounds them. Default: their own axes.
         axes: how many axes that parameter has; more of them in front come of a stack of layers.
-        unrounded: whether there is a product that backward roundings cannot reach.
+        hides_product: whether there is a product that backward roundings cannot reach.
         output: whether `output` is rounded: not if an inner layer returns it.
         operation: what it computes with its parameters, as a rule's `operation` names it; empty for a norm.
     """
@@ -50,7 +50,7 @@ class Kind:
     layout: Callable[[Any], Layout] | None = None
     inputs: Callable[[Any], Layout] | None = None
     axes: Callable[[Any], int] = lambda layer: 1
-    unrounded: bool = False
+    hides_product: bool = False
     output: bool = True
     operation: str = "dot_general"
 
@@ -184,7 +184,7 @@ KINDS: Mapping[type, Kind] = MappingProxyType(
             _of_transposed,
             lambda layer: Layout((0,), tuple(range(1, len(layer.kernel_size) + 2))),
             axes=lambda layer: len(layer.kernel_size) + 2,
-            unrounded=True,
+            hides_product=True,
             operation="conv",
         ),
         nnx.Embed: Kind(
@@ -204,7 +204,7 @@ KINDS: Mapping[type, Kind] = MappingProxyType(
             (("inputs", "lora_a", "lora_b"),),
             layout=_matrix,
             axes=lambda layer: 2,
-            unrounded=True,
+            hides_product=True,
         ),
         nnx.MultiHeadAttention: Kind(
             MappingProxyType({}), (), ("attention_fn", hooks.Attention, (nnx.dot_product_attention,)), output=False

@@ -110,7 +110,9 @@ def _make(base: type) -> type:
         mode: as in `quantize`. Default ``"qat"``.
         kwargs: as for the layer of Flax.
     """
-    attributes = {"__call__": _call(base), "output": None, "emulation": None, **_MORE.get(base, {})} if base in KINDS else {}
+    attributes = (
+        {"__call__": _call(base), "output": None, "emulation": None, **_MORE.get(base, {})} if base in KINDS else {}
+    )
     return type(name, (base,), {"__init__": _initialize(base), "__doc__": doc, "__module__": __name__, **attributes})
 
 
@@ -176,18 +178,18 @@ class Decided(NamedTuple):
     """A layer of a model, and what rules say for it.
 
     Args:
-        placed: the layer.
+        entry: the layer.
         kind: its line in the table.
         numbers: the rules that match it, by number; all say the same.
         rule: its rule, as given; None if none matches.
-        own: what that rule rounds in this layer (`for_norms`).
+        effective_rule: what that rule rounds in this layer (`for_norms`).
     """
 
-    placed: Placed
+    entry: Placed
     kind: Kind | None
     numbers: list[int]
     rule: Rule | None
-    own: Rule | None
+    effective_rule: Rule | None
 
 
 def decided_layers(model: nnx.Module, rules: Sequence[Rule]) -> list[Decided]:
@@ -206,7 +208,7 @@ def decided_layers(model: nnx.Module, rules: Sequence[Rule]) -> list[Decided]:
 
 def own_parameters(entry: Placed) -> dict[str, nnx.Variable]:
     """The parameters of a module by name, without those of modules below it."""
-    return {name: value for name, value in entry.own.items() if isinstance(value, nnx.Param | QuantizedParam)}
+    return {name: value for name, value in entry.variables.items() if isinstance(value, nnx.Param | QuantizedParam)}
 
 
 def apply(model: nnx.Module, rules: Sequence[Rule], mode: str, rngs: nnx.Rngs | None) -> None:
@@ -249,8 +251,8 @@ def check_unquantized(model: nnx.Module, rules: Sequence[Rule]) -> None:
         packed_names = [name for name in kind.parameters if isinstance(getattr(entry.module, name), QuantizedParam)]
         if packed_names:
             raise ValueError(
-                f"{layer} at {entry.paths[0]!r} has its {packed_names[0]} packed already; give the model that it was made "
-                "from"
+                f"{layer} at {entry.paths[0]!r} has its {packed_names[0]} packed already; give the model that it was "
+                "made from"
             )
         for name in sorted(_rounded_parameters(entry.module, kind)):
             role = kind.parameters[name]
@@ -366,18 +368,25 @@ def _check_rules(rules: Sequence[Rule], layer_rules: Sequence[Decided]) -> None:
     for number, rule in enumerate(rules):
         matches = [one for one in layer_rules if number in one.numbers]
         if not matches:
-            paths = [path for one in layer_rules for path in one.placed.paths]
+            paths = [path for one in layer_rules for path in one.entry.paths]
             raise ValueError(
                 f"{rule} matches no layer with parameters, or only layers that an earlier rule matches"
                 f"{nearest_paths([rule.path], paths)}. jchop.nn.report(model) lists the layers"
             )
-        rule_fields = [(one.own, one.kind.fields(one.placed.module)) for one in matches if one.kind is not None]
-        used = {name for effective_rule, fields in rule_fields for name in fields if getattr(effective_rule, name) is not None}
+        rule_fields = [
+            (one.effective_rule, one.kind.fields(one.entry.module)) for one in matches if one.kind is not None
+        ]
+        used = {
+            name
+            for effective_rule, fields in rule_fields
+            for name in fields
+            if getattr(effective_rule, name) is not None
+        }
         idle = [name for name in FIELDS if getattr(rule, name) is not None and name not in used]
         if idle and len(rule_fields) == len(matches):
             raise ValueError(
                 f"{rule}: {', '.join(idle)} has no effect on any of its layers: "
-                f"{', '.join(sorted({type(one.placed.module).__name__ for one in matches}))}"
+                f"{', '.join(sorted({type(one.entry.module).__name__ for one in matches}))}"
             )
 
 

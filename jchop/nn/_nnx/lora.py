@@ -162,7 +162,7 @@ def add_lora(
         params = with_adapters(adapted_params(result), lora_rules, rngs.params(), targets, exact)
         put_params(result, params, rules_of(result), rngs)
         return result
-    before = {} if original is None else {placed.paths[0]: placed.module for placed, _ in placed_layers(original)}
+    before = {} if original is None else {entry.paths[0]: entry.module for entry, _ in placed_layers(original)}
     adapters: dict[int, Adapted] = {}
     used: set[int] = set()
     paths: list[str] = []
@@ -188,7 +188,13 @@ def adaptable(model: nnx.Module, inputs: Inputs | None) -> Places:
     entries = list(placed_layers(model))
     linear: list[Any] = [entry.module for entry, kind in entries if kind is not None and is_linear(entry.module)]
     layers = {id(layer.kernel): layer for layer in linear}
-    others = {id(v) for entry, kind in entries if kind is not None for name, v in entry.own.items() if not _sums(kind, name)}
+    others = {
+        id(v)
+        for entry, kind in entries
+        if kind is not None
+        for name, v in entry.variables.items()
+        if not _sums(kind, name)
+    }
     flat, targets = dict(nnx.to_flat_state(adapted_params(model))), Places()
     for variable_id, keys in names_of(model).items():
         value, layer = flat[keys].get_value(), layers.get(variable_id)
@@ -367,7 +373,7 @@ def _numbers(layer: Any) -> Array:
         return value
     promote = hooks.site_in(layer, "promote_dtype")
     assert isinstance(promote, hooks.Promote)
-    layout, shape = next((layout, shape) for name, _, layout, shape in promote.packed if name == "kernel")
+    layout, shape = next((layout, shape) for name, _, layout, shape in promote.packed_params if name == "kernel")
     stack = len(value.shape) - len(shape if layout is None else layout.shape(shape))
     return over_stack(stack, lambda one: hooks.Stored(one, layout, shape, one.dtype).numbers(), value)
 

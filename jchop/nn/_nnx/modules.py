@@ -24,12 +24,12 @@ class Placed:
         module: the module.
         keys: of each path that leads to it, the names of attributes and the indexes. One that leads through the module
             itself is none.
-        own: its variables by their paths below it, without those of modules below.
+        variables: its variables by their paths below it, without those of modules below.
     """
 
     module: nnx.Module
     keys: list[Keys] = field(default_factory=list)
-    own: dict[str, nnx.Variable] = field(default_factory=dict)
+    variables: dict[str, nnx.Variable] = field(default_factory=dict)
 
     @property
     def paths(self) -> list[str]:
@@ -57,7 +57,7 @@ def modules_of(model: nnx.Module) -> list[Placed]:
         nonlocal count
         if isinstance(node, nnx.Variable):
             if holder is not None:
-                holder.own[path_of(keys[start:])] = node
+                holder.variables[path_of(keys[start:])] = node
             return
         if id(node) in above or not nnx.graph.is_node(node):
             return

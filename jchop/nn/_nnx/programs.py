@@ -77,7 +77,11 @@ def quantize_program(
         raise ValueError("model is packed already; quantize the model that it was made from")
     check_fields(rules)
     program_scales: KeptScales | None = getattr(model, _SCALES, None)
-    old_scales = program_scales.scales if program_scales is not None and _part_of(model).rules == tuple(rules) else Scales({}, {})
+    old_scales = (
+        program_scales.scales
+        if program_scales is not None and _part_of(model).rules == tuple(rules)
+        else Scales({}, {})
+    )
     if is_program(model):
         _make_plain(model)
     keeping = next((rule for rule in rules if rule.scale_from is not None), None)
@@ -121,7 +125,7 @@ def _place(model: Any, rules: tuple[Rule, ...], keeps: bool) -> None:
     """
     keeps |= any(rule.scale_from is not None for rule in rules)
     entries = [one for one in modules_of(model) if not isinstance(one.module, KeptScales)]
-    holders = Counter(id(variable) for one in entries for _ in one.keys for variable in one.own.values())
+    holders = Counter(id(variable) for one in entries for _ in one.keys for variable in one.variables.values())
     model_paths = names_of(model) if max(holders.values(), default=1) > 1 else {}
     for entry in entries:
         module: Any = entry.module
@@ -129,7 +133,7 @@ def _place(model: Any, rules: tuple[Rule, ...], keeps: bool) -> None:
             continue
         _check_attributes(module, entry.paths[0])
         own = names_of(module) if model_paths else {}
-        names = ((path, model_paths[held]) for held, path in own.items())
+        names = ((path, model_paths[variable_id]) for variable_id, path in own.items())
         other_names = tuple((path, full) for path, full in names if full != (*entry.keys[0], *path))
         if module is not model:
             setattr(module, _PART, nnx.static(Part(rules, entry.keys[0], other_names, keeps)))
@@ -146,7 +150,11 @@ def _check_attributes(module: Any, path: str) -> None:
     for name, value in vars(module).items():
         binds_module = inspect.ismethod(value) and plain_class(type(value.__self__)) is plain_class(type(module))
         class_attribute = inspect.getattr_static(type(module), name, None)
-        shadows = inspect.isfunction(class_attribute) and class_attribute.__qualname__.endswith(f".{name}") and inspect.isroutine(value)
+        shadows = (
+            inspect.isfunction(class_attribute)
+            and class_attribute.__qualname__.endswith(f".{name}")
+            and inspect.isroutine(value)
+        )
         if binds_module or shadows:
             raise ValueError(
                 f"{name} of {type(module).__name__} at {path!r} is a function of one object, which copies of the "
@@ -169,7 +177,7 @@ def calibrate_program(model: Any, method: str, combine: str) -> Callable[[], Non
     observer = Observed(method, combine)
     if not hasattr(model, _SCALES):
         setattr(model, _SCALES, nnx.data(KeptScales(Scales({}, {}))))
-    getattr(model, _SCALES).observed = nnx.static(observer)
+    getattr(model, _SCALES).observer = nnx.static(observer)
 
     def end() -> None:
         setattr(model, _SCALES, nnx.data(KeptScales(observer.into(getattr(model, _SCALES).scales))))
@@ -214,7 +222,9 @@ def report_program(
     """The report of each method."""
     graph, params, rest = _split(model)
     functions = _functions(model, graph, rules, inputs)
-    return {name: function.report(params, rest, args, platform=platform) for name, (function, args) in functions.items()}
+    return {
+        name: function.report(params, rest, args, platform=platform) for name, (function, args) in functions.items()
+    }
 
 
 def is_program(model: Any) -> bool:
@@ -263,7 +273,7 @@ def _interpreted(name: str, method: Callable[..., Any]) -> Callable[..., Any]:
         graph, params, rest = _split(self)
         arguments = _Given(args, kwargs)
         params, dropout = (params, None) if not rest[2] else _with_adapters(self, params)
-        params = part.named(params)
+        params = part.params_in_model(params)
         function = _function(self, graph, method, part)
         key = None if stream is None else stream()
         if stream is None and program_scales is None:
@@ -271,13 +281,17 @@ def _interpreted(name: str, method: Callable[..., Any]) -> Callable[..., Any]:
         call = partial(function, params, rest, arguments.split(), key=key)
         if program_scales is None:
             after, states = call()
-        elif program_scales.observed is not None:
-            (after, states), observations = function.observe(params, rest, arguments.split(), scales=program_scales.scales, key=key)
-            program_scales.observed.see(observations)
+        elif program_scales.observer is not None:
+            (after, states), observations = function.observe(
+                params, rest, arguments.split(), scales=program_scales.scales, key=key
+            )
+            program_scales.observer.see(observations)
         elif program_scales.use_running_average:
             after, states = call(scales=program_scales.scales)
         else:
-            (after, states), scales = function.update(params, rest, arguments.split(), scales=program_scales.scales, key=key)
+            (after, states), scales = function.update(
+                params, rest, arguments.split(), scales=program_scales.scales, key=key
+            )
             program_scales.take(scales.stats)
         arguments.update(states)
         return after.update(self)
@@ -334,7 +348,7 @@ def _classes_of(model: Any, part: Part) -> tuple[tuple[str, str], ...]:
         ("/".join(filter(None, (*map(str, part.path), path, name))), type(entry.module).__name__)
         for entry in modules_of(model)
         for path in entry.paths
-        for name in entry.own
+        for name in entry.variables
     )
 
 
@@ -342,7 +356,7 @@ def _new_function(
     graph: Any, method: Callable[..., Any], part: Part, classes: tuple[tuple[str, str], ...]
 ) -> QuantizedFunction:
     def pure(params: Any, rest: Any, arguments: _Arguments) -> tuple[_After, Any]:
-        copy = nnx.merge(graph, part.own(params), *rest)
+        copy = nnx.merge(graph, part.params_in_part(params), *rest)
         if is_program(copy):
             _make_plain(copy)  # so that methods call each other as they are
         _unpack(copy)
@@ -577,7 +591,7 @@ def _with_adapters(model: Any, params: Any) -> tuple[Any, Array | None]:
     flat, paths, key = dict(nnx.to_flat_state(params)), names_of(model), None
     for entry in modules_of(model):
         for name, param_adapter in vars(entry.module).get(_ADAPTERS, {}).items():
-            path = paths[id(entry.own[name])]
+            path = paths[id(entry.variables[name])]
             variable, adapter = flat[path], param_adapter.adapter
             flat[path] = variable.replace(AdaptedParam(_base(variable.get_value()), adapter))
             key = param_adapter.dropout.rngs() if adapter.rule.dropout and key is None else key
@@ -604,7 +618,7 @@ def put_params(model: Any, params: Any, rules: tuple[Rule, ...], rngs: nnx.Rngs 
     for entry in modules_of(model):
         if not is_program(entry.module):
             continue
-        own = {name: adapters[id(variable)] for name, variable in entry.own.items() if id(variable) in adapters}
+        own = {name: adapters[id(variable)] for name, variable in entry.variables.items() if id(variable) in adapters}
         if own:
             setattr(entry.module, _ADAPTERS, nnx.Dict(own))
         elif _ADAPTERS in vars(entry.module):
@@ -633,7 +647,7 @@ def traced_part(module: Any, *args: Any) -> tuple[Any, Any]:
     graph, params, rest = _split(module)
     part = _part_of(module)
     function = _function(module, graph, method_of(plain_class(type(module)), "__call__"), part)
-    return function.traced(part.named(params), rest, _Given(args, {}).split())
+    return function.traced(part.params_in_model(params), rest, _Given(args, {}).split())
 
 
 def rules_of(model: Any) -> tuple[Rule, ...]:

@@ -70,7 +70,9 @@ class QuantizedParam(nnx.Variable):
         if isinstance(value, NamedSharding):
             return _shardings(current, value)
         if isinstance(value, jax.ShapeDtypeStruct) and value.shape == current.shape:
-            return placed(jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), current), value.sharding)
+            return placed(
+                jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), current), value.sharding
+            )
         return value
 
 

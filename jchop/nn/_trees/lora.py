@@ -149,7 +149,9 @@ def merge_tree(model: Any, requantize: bool) -> Any:
 def without(rules: Sequence[Rule], alone: Sequence[str], model: Any) -> tuple[Rule, ...]:
     """Rules that leave the parameters `alone` of a model as they are, without those that match nothing any more."""
     new_rules, paths = (*(Rule(f"/{path}/") for path in alone), *rules), list(_by_path(model))
-    old_matches, new_matches = ({some[n] for path in paths if (n := rule_of(path, some)) is not None} for some in (rules, new_rules))
+    old_matches, new_matches = (
+        {some[n] for path in paths if (n := rule_of(path, some)) is not None} for some in (rules, new_rules)
+    )
     return tuple(rule for rule in new_rules if rule in new_matches or rule not in old_matches)
 
 

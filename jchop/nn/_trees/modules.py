@@ -208,7 +208,7 @@ def _interpreted(name: str, method: Callable[..., Any]) -> Callable[..., Any]:
     @wraps(method)
     def run(self: Any, *args: Any, rounding_key: Array | None = None, **kwargs: Any) -> Any:
         part, scales = _part_of(self), scales_of(self)
-        function, params = _function(name, part), part.nested(_bare(self))
+        function, params = _function(name, part), part.nest(_bare(self))
         stochastic = next((rule for rule in part.rules if rule.stochastic), None)
         without = [(stochastic is not None and rounding_key is None), bool(part.path) and part.keeps]
         if any(without) and function.resolved(params, args, kwargs).rounds:
@@ -236,6 +236,6 @@ def _bare(model: Any) -> Any:
 @lru_cache(maxsize=256)
 def _function(name: str, part: Part) -> QuantizedFunction:
     def call(model: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-        return getattr(plain_of(part.unnested(model)), name)(*args, **kwargs)
+        return getattr(plain_of(part.take_out(model)), name)(*args, **kwargs)
 
     return QuantizedFunction(call, part.rules, whole=not part.path)
