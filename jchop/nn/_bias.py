@@ -20,7 +20,7 @@ from jchop.nn._nnx.programs import is_program
 from jchop.nn._nnx.variables import QuantizedParam
 
 Array = jax.Array
-Model = TypeVar("Model", bound=nnx.Module)
+T = TypeVar("T", bound=nnx.Module)
 
 __all__ = ["correct_biases"]
 
@@ -31,12 +31,12 @@ _QUANTIZED = tuple(CLASSES[base] for base in _CORRECTED)
 
 def correct_biases(
     model: nnx.Module,
-    quantized: Model,
+    quantized: T,
     batches: Iterable[Any],
     *,
     run: Callable[[Any, Any], Any] | None = None,
     progress: Callable[[int], None] | None = None,
-) -> Model:
+) -> T:
     """A quantized model whose layers have, in the mean over data, the outputs of the exact model.
 
     Layer by layer, in the order of their calls, E[y'] - E[y] is subtracted from the bias: the means, over all axes but

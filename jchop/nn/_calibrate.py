@@ -20,20 +20,20 @@ from jchop.nn._scale_state import PastMagnitudes
 from jchop.nn._trees.modules import calibrate_module, is_module
 from jchop.spec import Gradient
 
-Model = TypeVar("Model")
+T = TypeVar("T")
 
 __all__ = ["calibrate", "check_calls"]
 
 
 def calibrate(
-    model: Model,
+    model: T,
     batches: Iterable[Any],
     *,
     method: str = "minmax",
     combine: Literal["widest", "mean"] = "widest",
     run: Callable[[Any, Any], Any] | None = None,
     progress: Callable[[int], None] | None = None,
-) -> Model:
+) -> T:
     """A quantized model with fixed scales of activations, found by running it on data.
 
     This applies to layers with a product and an activation with one scale for the whole array, such as
@@ -86,7 +86,7 @@ def calibrate(
             "model has no layer whose activation has one scale for the whole array, such as 'int8', "
             "without a gradient of its own, backward roundings or a history"
         )
-    observers: list[Observer] = [make(site.how.left) for site in products]
+    observers: list[Observer] = [make(product.how.left) for product in products]
     for product, observer in zip(products, observers, strict=True):
         product.range = nnx.data(None)
         product.observe = nnx.static(partial(_see, observer, product.how.place))
@@ -120,7 +120,7 @@ def _see(observer: Observer, place: StreamOffset, x: Any) -> None:
 
 
 def _sites_of(model: Any) -> Iterator[Any]:
-    """The sites of products that are concerned; a static one becomes a part of the model, of its own."""
+    """The products whose range is to be found; a static one becomes a part of the model, of its own."""
     for _, layer, kind in layers_of(model):
         product = None if kind is None or kind.product is None else site_in(layer, kind.product[0])
         if kind is None or kind.product is None or not isinstance(product, Product) or not _concerned(product):

@@ -14,7 +14,7 @@ from jchop._checks import brief
 from jchop.nn._nnx.modules import Keys, Placed, modules_of, path_of
 
 Array = jax.Array
-Model = TypeVar("Model", bound=nnx.Module)
+T = TypeVar("T", bound=nnx.Module)
 
 __all__ = ["Folded", "fold_batch_norms"]
 
@@ -43,7 +43,7 @@ _CHANNELS: Mapping[type, Callable[[Any], int]] = MappingProxyType(
 )
 
 
-def fold_batch_norms(model: Model, pairs: Mapping[str, str]) -> Model:
+def fold_batch_norms(model: T, pairs: Mapping[str, str]) -> T:
     """A model with batch norms folded into the layers before them, as in evaluation mode.
 
     With y = x w + b and the norm's mean m, variance v, gain g and offset c, the layer gets the kernel w a and the bias

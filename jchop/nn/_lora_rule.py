@@ -136,7 +136,7 @@ def first_adapter(
 def first_adapters(
     rule: LoraRule, what: str, draw: Callable[[int], Array], weight: Array, original: Any, has_codes: bool
 ) -> tuple[Array, Array, Array | None]:
-    """`first_adapter` of each layer of a stack, whose axes are in front; `draw` gives a key for each."""
+    """`initial_adapter` of each layer of a stack, whose axes are in front; `draw` gives a key for each."""
     stack = weight.shape[:-2]
     parts = [
         first_adapter(rule, what, partial(draw, i), weight[at], None if original is None else original[at], has_codes)

@@ -52,7 +52,7 @@ class Call:
 class Ratios:
     """10 log10(Σ x² / Σ (x - z)²) in dB of the tensors x of a layer and the rounded ones z; infinite if z is exact.
 
-    It is nan of inputs and results if `calls_of` does not give the calls of the layer.
+    It is nan of inputs and results if `record_layer_calls` does not give the calls of the layer.
 
     Args:
         weights: of its weights.

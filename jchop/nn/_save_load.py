@@ -151,7 +151,7 @@ def _plain_leaf(leaf: Any) -> Any:
 
 
 def _as_in(like: Any, leaf: Any) -> Any:
-    """A leaf that `_plain` gave, as it is in a tree like the one given to that."""
+    """A leaf that `_storable_leaf` gave, as it is in a tree like the one given to that."""
     if isinstance(like, Packed):
         return replace(like, stored=leaf)
     if _is_key(like):

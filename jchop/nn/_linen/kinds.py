@@ -33,8 +33,8 @@ class Kind:
         hook: the field that a product with rounded operands can be set in, and that product.
         layout: of a weight of so many axes.
         inputs: layout of inputs by number of axes, if no product rounds them. Default: their own axes.
-        refuses: the fields of a rule that its twin of NNX has, and this one cannot have, since Flax gives no access to
-            its product.
+        refuses: the fields of a rule that the same layer of NNX has, and this one cannot have, since Flax gives no
+            access to its product.
         operation: what it computes with its parameters, as a rule's `operation` names it; empty for a norm.
     """
 

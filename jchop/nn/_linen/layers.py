@@ -59,7 +59,7 @@ class Found:
 
     @property
     def kind(self) -> Kind:
-        """Its line in the table."""
+        """Its row of `LINEN_KINDS`."""
         return KINDS[type(self.layer)]
 
     def layout(self, name: str) -> Layout | None:
@@ -178,7 +178,7 @@ def layers_of(
 
 
 def seen_in(module: nn.Module, variables: Any, args: tuple[Any, ...], rngs: Any, kwargs: Any) -> Seen:
-    """The layers that run in an abstract call; arguments as for `layers_of`."""
+    """The layers that run in an abstract call; arguments as for `match_linen_layers`."""
     return _watched(module, variables, args, rngs, kwargs)[0]
 
 
@@ -249,7 +249,7 @@ class Decided(NamedTuple):
     Args:
         params: its parameters by name.
         number: of its rule; None if none matches.
-        effective_rule: what that rule rounds in this layer (`for_norms`).
+        effective_rule: what that rule rounds in this layer (`rules_for_norms`).
     """
 
     params: dict[str, Any]
@@ -258,7 +258,7 @@ class Decided(NamedTuple):
 
 
 def decided_layers(calls: Seen, rules: Sequence[Rule], variables: Any) -> dict[Path, Decided]:
-    """As `held_by`, each with its rule."""
+    """As `params_by_layer`, each with its rule."""
     params = held_by(calls, variables)
     layers = {path: calls[path][0] if path in calls else None for path in params}
     kinds = {path: KINDS.get(type(layer)) for path, layer in layers.items()}

@@ -303,7 +303,8 @@ def _packed_kernels(variables: Any, layers: Mapping[Path, Found]) -> dict[Path, 
         if packed_spec != spec:
             raise ValueError(
                 f"variables['params'] hold {'/'.join((*above, name))!r} packed as {packed_spec}, and by the rules it "
-                f"is {'left as it is' if spec is None else f'packed as {spec}'}: it belongs to a module with other rules"
+                f"is {'left as it is' if spec is None else f'packed as {spec}'}: it belongs to a module with "
+                "other rules"
             )
     return {path[:-1]: packed_params.get((*path[:-1], "kernel")) for path in packed_params}
 

@@ -87,7 +87,7 @@ def _rounded(
 def begun(layers: Mapping[Path, Found], params: Mapping[Path, Array]) -> dict[str, dict[Path, Array]]:
     """The state of layers before their first call: by collection, then by path.
 
-    The learned scale of an activation is not among them: `prepared` begins it, in a call on data.
+    The learned scale of an activation is not among them: `round_linen_operands` begins it, in a call on data.
 
     Args:
         layers: by path.

@@ -1,4 +1,4 @@
-"""Adds roundings to one layer: sites instead of Flax's functions, and packed parameters."""
+"""Adds roundings to one layer: rounding modules instead of Flax's functions, and packed parameters."""
 
 from __future__ import annotations
 
@@ -63,12 +63,12 @@ def attach(
 
     Args:
         layer: changed in place.
-        kind: its line in the table.
+        kind: its row of `NNX_KINDS`.
         rule: the rule of the layer.
         path: of the layer, for errors.
         packs: whether parameters are stored packed, else rounded each time.
         rngs: for streams of keys.
-        before: the previous site of the layer's product, whose scales are kept if they are of the same kind.
+        before: the previous rounding module of the layer's product, whose scales are kept if they are of the same kind.
         codes_by_name: parameters that are packed already, in their layout, by name.
         tied: what has been packed in the model; a parameter that is packed again in the same way stays one.
     """
@@ -138,7 +138,7 @@ def _promoted(layer: Any, kind: Kind, rule: Rule, packs: bool) -> Any:
 
 
 def sources(layer: Any, kind: Kind, rule: Rule, packs: bool, before: Any) -> tuple[Source | None, Source | None]:
-    """The sources of scales of both operands of a layer's product, by the rule or from the previous site."""
+    """The sources of scales of both operands of a layer's product, by the rule or from its previous module."""
     how = rule.scale_from
     if how is None or not kind.keeps_scales:
         return None, None
@@ -155,7 +155,7 @@ def sources(layer: Any, kind: Kind, rule: Rule, packs: bool, before: Any) -> tup
 
 
 def _kept(before: Any, side: str, spec: Spec | None, how: ScaleFrom) -> Source | None:
-    """The source of the previous site, if it is of the same kind and for the same spec."""
+    """The source of the previous module, if it is of the same kind and for the same spec."""
     source = getattr(before, side, None)
     return source if source is not None and source.how == how and getattr(before.how, side) == spec else None
 
@@ -218,7 +218,7 @@ def _pack(
 
 
 def layout_of(layer: Any, kind: Kind, name: str) -> tuple[Layout, int]:
-    """How a parameter is laid out, and how many axes in front come of a stack of layers."""
+    """The layout of a parameter, and how many axes in front come of a stack of layers."""
     weight = kind.parameters[name] == "weight"
     axes = kind.axes(layer) if weight else _axes_of_bias(layer)
     layout = kind.layout(layer) if weight and kind.layout is not None else _as_it_lies(axes)
@@ -267,7 +267,7 @@ def pack(
 
 
 def _in_place(codes: QArray, layout: Layout, shape: tuple[int, ...], stack_ndim: int) -> tuple[QArray, Layout | None]:
-    """As `pack` returns it, of codes and scales in a layout."""
+    """As `pack_param` returns it, of codes and scales in a layout."""
     # Layer by layer, so that the spec is that of one layer: as an axis among others, that of the stack would be named.
     own = over_stack(stack_ndim, lambda one: in_own_shape(one, layout, shape), codes)
     return (codes, layout) if own is None else (own, None)

@@ -31,7 +31,7 @@ from jchop.storage._checkpoints.folder import SHARD
 from jchop.storage._checkpoints.opened import Checkpoint, open_checkpoint
 from jchop.storage._sharding import sharding_in
 
-Model = TypeVar("Model", bound=nnx.Module)
+T = TypeVar("T", bound=nnx.Module)
 Names = Callable[[str], str]
 
 __all__ = ["load_checkpoint", "save_checkpoint"]
@@ -93,13 +93,13 @@ def save_checkpoint(
 
 def load_checkpoint(
     path: str | os.PathLike[str],
-    like: Model,
+    like: T,
     layout: str = "auto",
     *,
     names: Names | None = None,
     ignore: str | None = None,
     exact: bool = True,
-) -> Model:
+) -> T:
     """A model of Flax NNX with the weights of a checkpoint of another program, quantized or not.
 
     A weight that is packed in the file stays packed: its layer becomes the one of `jchop.nn` that `jchop.nn.quantize`

@@ -13,13 +13,13 @@ from jchop.nn._nnx.layers import check_unquantized
 from jchop.nn._nnx.programs import fit_program
 from jchop.ptq import PtqReport
 
-Model = TypeVar("Model", bound=nnx.Module)
+T = TypeVar("T", bound=nnx.Module)
 
 __all__ = ["quantize_with_data"]
 
 
 def quantize_with_data(
-    model: Model,
+    model: T,
     rules: Rule | Iterable[Rule],
     batches: Iterable[Any],
     steps: Any = None,
@@ -27,7 +27,7 @@ def quantize_with_data(
     sequential: bool | None = None,
     rngs: nnx.Rngs | None = None,
     progress: Callable[[int], object] | None = None,
-) -> tuple[Model, PtqReport]:
+) -> tuple[T, PtqReport]:
     """A copy of a model, packed, each weight rounded so that its product has small errors on data.
 
     `jchop.ptq.quantize` for the call of a model of Flax NNX. The result is of the kind that `quantize` returns with

@@ -1,7 +1,7 @@
-"""Sites: small modules that round in a layer, and that Flax's layers call in place of Flax's functions.
+"""Small modules that round in a layer, and that Flax's layers call in place of Flax's functions.
 
-A site holds its specs, and if they are stochastic a stream of keys, which is state of the model like that of a dropout.
-Other sites have no state, so a checkpoint fits the model with and without them; their layers hold them as static
+A module holds its specs, and if they are stochastic a stream of keys: state of the model like that of a dropout.
+Other modules have no state, so a checkpoint fits the model with and without them; their layers hold them as static
 attributes, which costs `flax.nnx.jit` less than modules.
 """
 
@@ -41,7 +41,7 @@ class Site(nnx.Module):
         self._set_data(stream=stream)
 
     def as_attribute(self) -> Any:
-        """The attribute of a layer: the site itself if it has state, else a static wrapper."""
+        """The attribute of a layer: the module itself if it has state, else a static wrapper."""
         return nnx.data(self) if jax.tree.leaves(self) else nnx.static(StaticSite(self))
 
     def _set_data(self, **values: Any) -> None:
@@ -56,24 +56,24 @@ class Site(nnx.Module):
 
 
 class StaticSite:
-    """A static wrapper of a site without state. Static attributes are compared, by the arguments of sites."""
+    """A static wrapper of a module without state. Static attributes are compared, by the arguments of modules."""
 
-    def __init__(self, site: Site) -> None:
-        self.site = site
-        arguments = ((name, value) for name, value in vars(site).items() if not name.startswith("_pytree"))
-        self._arguments = (type(site), *sorted(arguments))
+    def __init__(self, module: Site) -> None:
+        self.module = module
+        arguments = ((name, value) for name, value in vars(module).items() if not name.startswith("_pytree"))
+        self._arguments = (type(module), *sorted(arguments))
         self._hash = hash(self._arguments)  # computed once, because every call of `flax.nnx.jit` needs it
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return self.site(*args, **kwargs)
+        return self.module(*args, **kwargs)
 
     def __getattr__(self, name: str) -> Any:
-        if name.startswith("__"):  # attributes for copying and similar operations are not the site's
+        if name.startswith("__"):  # attributes for copying and similar operations are not the module's
             raise AttributeError(name)
-        return getattr(self.site, name)
+        return getattr(self.module, name)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return StaticSite, (self.site,)  # a hash holds in one process
+        return StaticSite, (self.module,)  # a hash holds in one process
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, StaticSite) and self._arguments == other._arguments
@@ -83,19 +83,19 @@ class StaticSite:
 
 
 def site_in(layer: Any, attribute: str) -> Site | None:
-    """The site that a layer has in an attribute, if it is one."""
+    """The rounding module that a layer has in an attribute, if it is one."""
     value = getattr(layer, attribute, None)
-    value = value.site if isinstance(value, StaticSite) else value
+    value = value.module if isinstance(value, StaticSite) else value
     return value if isinstance(value, Site) else None
 
 
 @dataclass(frozen=True, eq=False)
 class Stored:
-    """A packed parameter on its way from `Promote` to a product of codes.
+    """A packed parameter from `RoundedPromotion` for a product of codes.
 
     Args:
         value: codes and scales.
-        layout: how they are laid out; None: as they lie.
+        layout: of the codes, if that is not the parameter's own.
         shape: of the parameter.
         dtype: of its numbers in the product.
     """
@@ -240,13 +240,13 @@ class Output(Site):
 
 
 class Promote(Site):
-    """In place of `promote_dtype`: every array on its way into the layer comes by.
+    """In place of `promote_dtype`: it is given every array that the layer computes with.
 
     Args:
         base: the replaced function.
-        slots: the names of the arrays, as in a `Kind`.
+        slots: the names of the arrays, as in a `NnxKind`.
         specs: the specs of arrays, and their layouts.
-        packed: specs, layouts (None: as they lie) and shapes of those that are stored.
+        packed_params: names, specs, layouts (None: the parameter's own) and shapes of those that are stored.
         stream: of keys.
         place: for errors.
         codes: whether a product takes the codes of what is stored.

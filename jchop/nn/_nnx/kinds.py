@@ -35,8 +35,8 @@ class Kind:
         parameters: its parameters, each with the field of a rule that it is rounded by.
         slots: what its `promote_dtype` is given, one tuple for each number of arrays: names of parameters,
             ``"inputs"``, others (``""``); with a star those that the product rounds.
-        product: the attribute that multiplies, the site that replaces it, and Flax's function.
-        layout: of its weights, as the product sums over them. Default: as they lie.
+        product: the attribute that multiplies, the rounding module that replaces it, and Flax's function.
+        layout: of its weights, as the product sums over them. Default: its last axis is summed over.
         inputs: layout of the inputs, if `promote_dtype` rounds them. Default: their own axes.
         axes: how many axes that parameter has; more of them in front come of a stack of layers.
         hides_product: whether there is a product that backward roundings cannot reach.
@@ -90,7 +90,7 @@ def for_norms(rules: Sequence[Rule], layer_kinds: Iterable[tuple[int, Any]]) -> 
 
     Args:
         rules: the rules.
-        layer_kinds: of each layer under a rule the number of the rule, and the line in the table; None without a line.
+        layer_kinds: of each layer under a rule the number of the rule, and its row of `NNX_KINDS`; None without one.
     """
     wide = {number for number, kind in layer_kinds if kind is None or kind.operation}
     return tuple(

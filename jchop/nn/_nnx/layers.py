@@ -139,9 +139,9 @@ SimpleCell: Any = CLASSES[nnx.SimpleCell]
 
 
 def placed_layers(model: nnx.Module) -> Iterator[tuple[Placed, Kind | None]]:
-    """Every module with parameters of its own or a line in the table, with its paths, and that line.
+    """Every module with parameters of its own or a row of `NNX_KINDS`, with its paths, and that row.
 
-    A layer that computes more than its class says, since other code has changed it, has no line.
+    A layer that computes more than its class says, since other code has changed it, has no row.
     """
     for entry in modules_of(model):
         cls = plain_class(type(entry.module))
@@ -159,7 +159,7 @@ def _is_plain(entry: Placed, cls: type, kind: Kind) -> bool:
 
 
 def layers_of(model: nnx.Module) -> Iterator[tuple[str, Any, Kind | None]]:
-    """As `placed_layers`: the first path of each, the module itself, and its line."""
+    """As `layer_entries`: the first path of each, the module itself, and its row."""
     for entry, kind in placed_layers(model):
         yield entry.paths[0], entry.module, kind
 
@@ -170,7 +170,7 @@ def _base(cls: type) -> Any:
 
 
 def rules_for(entry: Placed, kind: Kind | None, rules: Sequence[Rule]) -> list[int]:
-    """As `rules_of`, of a module that has a line in the table or none."""
+    """As `rules_of`, of a module that has a row of `NNX_KINDS` or none."""
     return rules_of(entry.paths, rules, type(entry.module).__name__, "" if kind is None else kind.operation)
 
 
@@ -179,10 +179,10 @@ class Decided(NamedTuple):
 
     Args:
         entry: the layer.
-        kind: its line in the table.
+        kind: its row of `NNX_KINDS`.
         numbers: the rules that match it, by number; all say the same.
         rule: its rule, as given; None if none matches.
-        effective_rule: what that rule rounds in this layer (`for_norms`).
+        effective_rule: what that rule rounds in this layer (`rules_for_norms`).
     """
 
     entry: Placed
@@ -193,7 +193,7 @@ class Decided(NamedTuple):
 
 
 def decided_layers(model: nnx.Module, rules: Sequence[Rule]) -> list[Decided]:
-    """As `placed_layers`, each with its rule."""
+    """As `layer_entries`, each with its rule."""
     matches = [(entry, kind, rules_for(entry, kind, rules)) for entry, kind in placed_layers(model)]
     of_norms = for_norms(rules, ((number, kind) for _, kind, numbers in matches for number in numbers))
 
@@ -344,10 +344,10 @@ def check_traceable(model: nnx.Module, rules: Sequence[Rule]) -> None:
 
 
 def strip(layer: Any, kind: Kind) -> Any:
-    """Put Flax's functions back in the places of sites, so that a layer can be quantized in another way.
+    """Put Flax's functions back in the places of rounding modules, so that a layer can be quantized in another way.
 
     Returns:
-        The site of the product, whose scales may be kept; None if there was none.
+        The rounding module of the product, whose scales may be kept; None if there was none.
     """
     if type(layer) in KINDS:
         return None

@@ -23,20 +23,20 @@ from jchop.nn._nnx.layers import (
 from jchop.nn._nnx.programs import quantize_program
 from jchop.nn._trees.modules import is_module, quantize_module
 
-Model = TypeVar("Model")
+T = TypeVar("T")
 
 __all__ = ["quantize"]
 
 
 def quantize(
-    model: Model,
+    model: T,
     rules: Rule | Iterable[Rule],
     mode: Mode = "qat",
     *,
     inputs: Inputs | None = None,
     rngs: nnx.Rngs | None = None,
     key: jax.Array | None = None,
-) -> Model:
+) -> T:
     """A copy of a model that rounds by rules.
 
     With `inputs`, or if a rule matches a module with parameters that is no layer of Flax, the *program* of the model is
