@@ -36,12 +36,15 @@ _FRONT, _A, _B = "base_model.model.", ".lora_A.weight", ".lora_B.weight"
 #: The longest configuration, in bytes.
 _LONGEST = 1 << 20
 #: Fields that are read, and fields that leave the result as it is; all others must be off.
-_READ = ("peft_type", "r", "lora_alpha", "rank_pattern", "alpha_pattern", "lora_dropout", "use_rslora",
-         "init_lora_weights")  # fmt: skip
-_NEUTRAL = ("task_type", "base_model_name_or_path", "revision", "inference_mode", "auto_mapping", "peft_version",
-            "target_modules", "exclude_modules", "layers_to_transform", "layers_pattern", "fan_in_fan_out",
-            "eva_config", "corda_config", "loftq_config", "lora_ga_config", "qalora_group_size", "megatron_config",
-            "megatron_core", "runtime_config")  # fmt: skip
+_READ = (
+    "peft_type", "r", "lora_alpha", "rank_pattern", "alpha_pattern", "lora_dropout", "use_rslora", "init_lora_weights",
+)  # fmt: skip
+_NEUTRAL = (
+    "task_type", "base_model_name_or_path", "revision", "inference_mode", "auto_mapping", "peft_version",
+    "target_modules", "exclude_modules", "layers_to_transform", "layers_pattern", "fan_in_fan_out",
+    "eva_config", "corda_config", "loftq_config", "lora_ga_config", "qalora_group_size", "megatron_config",
+    "megatron_core", "runtime_config",
+)  # fmt: skip
 #: The first values of adapters that leave the weights of the base as they are.
 _PLAIN_INITS = ("true", "false", "none", "gaussian", "eva", "orthogonal", "mica")
 _WAY_OUT = "merge the adapters in PEFT (merge_and_unload), and load the weights"

@@ -213,9 +213,9 @@ def tune(
     scores, ratios, unseen, idle = _fisher(model, loss, batches, targets, options)
     if unseen and score == "fisher":
         raise ValueError(
-            f"score='fisher': the calls of {_some(sorted(map(repr, unseen)))} are within a transformation of JAX, as a "
-            "scan, jit or remat, or of a stack of layers, so the gradients of their results cannot be had. Use "
-            "score='loss', or leave them out by layers="
+            f"score='fisher': the calls of {_some(sorted(map(repr, unseen)))} are within a transformation of "
+            "JAX, as a scan, jit or remat, or of a stack of layers, so the gradients of their results cannot be had. "
+            "Use score='loss', or leave them out by layers="
         )
     if score == "loss":
         carrier = [-1] * len(targets)

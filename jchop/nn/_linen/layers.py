@@ -319,8 +319,8 @@ def _check(path: Path, match: Found) -> None:
     if kind is None or more or not is_as_written(layer, type(layer), nn.Module):
         raise NotImplementedError(
             f"{what} has parameters{own} and is none of the plain layers that can be quantized: "
-            f"{', '.join(cls.__name__ for cls in KINDS)}. Quantize the program instead, by program=True, or leave it: "
-            f"{left_alone(['/'.join(path)], rule)}"
+            f"{', '.join(cls.__name__ for cls in KINDS)}. Quantize the program instead, by program=True, "
+            f"or leave it: {left_alone(['/'.join(path)], rule)}"
         )
     refuse_turn(rule, what)
     if set(kind.refuses) & set(PRODUCT_FIELDS):

@@ -138,7 +138,8 @@ def body_of(
 
     def __reduce_ex__(self: Any, protocol: Any) -> Any:
         constructor, *rest = plain_base.__reduce_ex__(self, protocol)
-        return (_instance, (make, plain), *rest[1:]) if constructor is copyreg.__newobj__ else (constructor, *rest)  # type: ignore[attr-defined]
+        makes_new = constructor is copyreg.__newobj__  # type: ignore[attr-defined]
+        return (_instance, (make, plain), *rest[1:]) if makes_new else (constructor, *rest)
 
     methods = {name: wrap(name, value) for name, value in plain_methods.items()}
     more = {"__getattribute__": __getattribute__, "__reduce_ex__": __reduce_ex__, "_quantized_program": True}

@@ -339,7 +339,8 @@ def check_traceable(model: nnx.Module, rules: Sequence[Rule]) -> None:
     paths = [path for entry, _ in modules for path in entry.paths]
     raise ValueError(
         f"inputs=None, but rules match {names}, whose parameters no plain layer of Flax holds. So the program of the "
-        f"model is quantized, and one that is packed has to be traced: {EXAMPLES}. {left_alone(paths, modules[0][1])}"
+        f"model is quantized, and one that is packed has to be traced: {EXAMPLES}. "
+        f"{left_alone(paths, modules[0][1])}"
     )
 
 
