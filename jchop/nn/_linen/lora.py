@@ -159,7 +159,7 @@ def add_lora(
         )
         what = f"{type(layer).__name__} at {place!r}, by {rule}"
         weight = as_matrix(_numbers(kernel), *sizes)
-        a, b, rest = first_adapter(rule, what, lambda mine=layer_key: mine, weight, exact, has_codes)
+        a, b, rest = first_adapter(rule, what, lambda layer_key=layer_key: layer_key, weight, exact, has_codes)
         new_adapters |= {(*path, "lora_a"): a, (*path, "lora_b"): b}
         rests |= {} if rest is None else {path: rest}
         layer_rules[place] = rule
@@ -349,7 +349,7 @@ def _numbers(leaf: Any) -> Array:
 
 
 def _put(leaf: Any, weight: Array, match: Any) -> Any:
-    """A new weight in the form of a parameter; a packed one is packed again if its layer is `match`."""
+    """A new weight in the form of a parameter; a packed one is packed again as `match` says, if there is one."""
     if not isinstance(leaf, Packed):
         return nn.meta.replace_boxed(leaf, weight.reshape(nn.meta.unbox(leaf).shape))
     weight = weight.reshape(leaf.shape)

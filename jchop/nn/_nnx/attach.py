@@ -134,7 +134,7 @@ def _promoted(layer: Any, kind: Kind, rule: Rule, packs: bool) -> Any:
         yield "inputs", rule.activation, None if kind.inputs is None else kind.inputs(layer)
 
 
-# -- scales that are kept ----------------------------------------------------------------------------------------------
+# -- sources of scales -------------------------------------------------------------------------------------------------
 
 
 def sources(layer: Any, kind: Kind, rule: Rule, packs: bool, before: Any) -> tuple[Source | None, Source | None]:
@@ -178,7 +178,7 @@ def _pack(
     codes_by_name: Mapping[str, QArray],
     tied: Tied,
 ) -> tuple[tuple[str, Spec, Layout | None, tuple[int, ...]], ...]:
-    """Store the parameters that the rule rounds as QArrays, or those that are `codes_by_name`; how to get each back."""
+    """Store the parameters that the rule rounds as QArrays, or those in `codes_by_name`; how to get each back."""
     packed_params = []
     for name, role in kind.parameters.items():
         variable, spec = getattr(layer, name), kind.spec(rule, name)
@@ -226,7 +226,7 @@ def layout_of(layer: Any, kind: Kind, name: str) -> tuple[Layout, int]:
 
 
 def _in_use(layer: Any, name: str, times_mask: bool = False) -> Array:
-    """A parameter in the dtype that the layer computes in, of a convolution also `times_mask`."""
+    """A parameter in the dtype that the layer computes in; of a convolution also times its mask."""
     value, dtype = getattr(layer, name).get_value(), getattr(layer, "dtype", None)
     value = value * layer.mask if times_mask else value
     return value if dtype is None else value.astype(dtype)

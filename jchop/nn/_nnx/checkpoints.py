@@ -230,7 +230,7 @@ def _attach(tensor: _Tensor, codes_by_key: Mapping[str, QArray]) -> None:
 
 
 def _tensors(model: nnx.Module, names: Names | None, file_names: Any = ()) -> Iterator[_Tensor]:
-    """Every parameter of a model, by the name of the first of its paths that is `file_names`."""
+    """Every parameter of a model, by the first of its names that is in `file_names`."""
     if not isinstance(model, nnx.Module):
         raise TypeError(f"model={brief(model)} must be a module of Flax NNX")
     for _, node in nnx.iter_graph(model):

@@ -124,8 +124,8 @@ def _place(model: Any, rules: tuple[Rule, ...], keeps: bool) -> None:
         ValueError: for an attribute that stands for a method and belongs to one module.
     """
     keeps |= any(rule.scale_from is not None for rule in rules)
-    entries = [one for one in modules_of(model) if not isinstance(one.module, KeptScales)]
-    holders = Counter(id(variable) for one in entries for _ in one.keys for variable in one.variables.values())
+    entries = [entry for entry in modules_of(model) if not isinstance(entry.module, KeptScales)]
+    holders = Counter(id(variable) for entry in entries for _ in entry.keys for variable in entry.variables.values())
     model_paths = names_of(model) if max(holders.values(), default=1) > 1 else {}
     for entry in entries:
         module: Any = entry.module
@@ -507,7 +507,7 @@ def _pack(model: Any, rules: Sequence[Rule], inputs: Inputs, scales: Scales, key
     """Store parameters packed; the names of the learned scales that have become part of them."""
     graph, params, rest = _split(model)
     functions = _functions(model, graph, rules, inputs).values()
-    check_weights([low.resolved(params, rest, args) for low, args in functions])
+    check_weights([function.resolved(params, rest, args) for function, args in functions])
     for function, args in functions:  # packed for the first method that rounds it
         params = function.pack_more(params, rest, args, scales=scales, key=key)
     _put_packed(model, params)

@@ -81,7 +81,7 @@ def quantize_module(model: Any, rules: Sequence[Rule], mode: Mode, inputs: Input
         new_scales = function.start(plain, *args, from_data=False)
         scales = Scales({**new_scales.learned, **scales.learned}, {**new_scales.stats, **scales.stats})
     if functions:  # the errors of rules come here, not in the first call
-        check_weights([low.resolved(plain, *args) for low, args in functions])
+        check_weights([function.resolved(plain, *args) for function, args in functions])
     scales = Scales({**scales.learned, **before.learned}, {**scales.stats, **before.stats})
     if mode != "qat":
         for function, args in functions:  # packed for the first method that rounds it
