@@ -20,7 +20,7 @@ from jchop.nn._nnx.programs import is_program
 from jchop.nn._nnx.variables import QuantizedParam
 
 Array = jax.Array
-Model = TypeVar("Model", bound=nnx.Module)
+T = TypeVar("T", bound=nnx.Module)
 
 __all__ = ["correct_biases"]
 
@@ -31,12 +31,12 @@ _QUANTIZED = tuple(CLASSES[base] for base in _CORRECTED)
 
 def correct_biases(
     model: nnx.Module,
-    quantized: Model,
+    quantized: T,
     batches: Iterable[Any],
     *,
     run: Callable[[Any, Any], Any] | None = None,
     progress: Callable[[int], None] | None = None,
-) -> Model:
+) -> T:
     """A quantized model whose layers have, in the mean over data, the outputs of the exact model.
 
     Layer by layer, in the order of their calls, E[y'] - E[y] is subtracted from the bias: the means, over all axes but
@@ -100,11 +100,11 @@ def correct_biases(
             )
         if isinstance(layer.bias, QuantizedParam):
             raise NotImplementedError(f"{type(layer).__name__} at {path!r} has a packed bias; correct before packing")
-    wanted = _means(model, of_exact, data, call)
-    for number, path in enumerate(wanted, start=1):
+    exact_means = _means(model, of_exact, data, call)
+    for number, path in enumerate(exact_means, start=1):
         layer = layers[path]
-        found = _means(result, {path: layer}, data, call)[path]
-        shift = jnp.asarray(wanted[path] - found, layer.kernel.dtype if layer.bias is None else layer.bias.dtype)
+        mean = _means(result, {path: layer}, data, call)[path]
+        shift = jnp.asarray(exact_means[path] - mean, layer.kernel.dtype if layer.bias is None else layer.bias.dtype)
         give_bias(layer, shift if layer.bias is None else layer.bias[...] + shift)
         if progress is not None:
             progress(number)
@@ -137,19 +137,19 @@ class _Mean:
 def _means(model: Any, layers: dict[str, Any], data: list[Any], call: Callable[[Any, Any], Any]) -> dict[str, Any]:
     """The mean output of each layer over data, in the order of the calls; the model is not changed."""
     model, order = _copy(model), []
-    noted = {}
+    recorders = {}
     for path, layer, _ in layers_of(model):
         if path in layers:
-            noted[path] = _Mean(path, getattr(layer, "output", None), order)
+            recorders[path] = _Mean(path, getattr(layer, "output", None), order)
             layer.__class__ = CLASSES.get(type(layer), type(layer))
-            layer.output = nnx.static(noted[path])
+            layer.output = nnx.static(recorders[path])
     for batch in data:
         _ = call(model, batch)
-    missed = [path for path in noted if path not in order]
-    if missed:
-        raise ValueError(f"batches reach no layer at {', '.join(map(repr, missed))}")
-    means = {path: noted[path].total / max(noted[path].count, 1) for path in order}
+    missing = [path for path in recorders if path not in order]
+    if missing:
+        raise ValueError(f"batches reach no layer at {', '.join(map(repr, missing))}")
+    means = {path: recorders[path].total / max(recorders[path].count, 1) for path in order}
     for path, mean in means.items():
-        if not noted[path].count or not np.isfinite(mean).all():
+        if not recorders[path].count or not np.isfinite(mean).all():
             raise ValueError(f"batches give the layer at {path!r} no finite mean: {mean.tolist()}")
     return means

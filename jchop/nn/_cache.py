@@ -28,8 +28,8 @@ def init_cache(layer: Any, input_shape: Sequence[int], dtype: Any, spec: Spec) -
 
 def empty(shape: Sequence[int], dtype: Any, spec: Spec) -> QArray:
     """A packed array of no tokens yet."""
-    packed = jax.eval_shape(lambda: quantize(jnp.zeros(shape, dtype), spec))
-    return jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), packed)
+    shapes = jax.eval_shape(lambda: quantize(jnp.zeros(shape, dtype), spec))
+    return jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), shapes)
 
 
 def attend(
@@ -65,19 +65,19 @@ def attend(
     if layer.normalize_qk:
         query, key = layer.query_ln(query), layer.key_ln(key)
     index = layer.cache_index[...]
-    stored = [
+    caches = [
         with_token(cache, quantize(new.astype(cache.dtype), spec), index)
         for cache, new in ((layer.cached_key.get_value(), key), (layer.cached_value.get_value(), value))
     ]
-    layer.cached_key.set_value(stored[0])
-    layer.cached_value.set_value(stored[1])
+    layer.cached_key.set_value(caches[0])
+    layer.cached_value.set_value(caches[1])
     layer.cache_index[...] = index + 1
-    length = stored[0].shape[-3]
-    there = jnp.broadcast_to(jnp.arange(length) <= index, (*key.shape[:-3], 1, 1, length))
+    length = caches[0].shape[-3]
+    visible = jnp.broadcast_to(jnp.arange(length) <= index, (*key.shape[:-3], 1, 1, length))
     y = layer.attention_fn(
         query,
-        *(dequantize(q, query.dtype) for q in stored),
-        mask=nnx.combine_masks(mask, there),
+        *(dequantize(q, query.dtype) for q in caches),
+        mask=nnx.combine_masks(mask, visible),
         deterministic=True,
         dtype=layer.dtype,
         precision=layer.precision,
@@ -92,9 +92,9 @@ def with_token(cache: QArray, token: QArray, index: Array) -> QArray:
             f"the cache is packed as {cache.spec}, and the rule of its layer has cache={token.spec}: it belongs to a "
             "model with another rule"
         )
-    expected = (*cache.shape[:-3], 1, *cache.shape[-2:])
-    if token.shape != expected:
-        raise ValueError(f"inputs have keys of shape {token.shape}; with this cache they must have {expected}")
+    token_shape = (*cache.shape[:-3], 1, *cache.shape[-2:])
+    if token.shape != token_shape:
+        raise ValueError(f"inputs have keys of shape {token.shape}; with this cache they must have {token_shape}")
 
     def put(whole: Array, part: Array) -> Array:
         return lax.dynamic_update_slice_in_dim(whole, part, index, whole.ndim - 3)

@@ -20,20 +20,20 @@ from jchop.nn._scale_state import PastMagnitudes
 from jchop.nn._trees.modules import calibrate_module, is_module
 from jchop.spec import Gradient
 
-Model = TypeVar("Model")
+T = TypeVar("T")
 
 __all__ = ["calibrate", "check_calls"]
 
 
 def calibrate(
-    model: Model,
+    model: T,
     batches: Iterable[Any],
     *,
     method: str = "minmax",
     combine: Literal["widest", "mean"] = "widest",
     run: Callable[[Any, Any], Any] | None = None,
     progress: Callable[[int], None] | None = None,
-) -> Model:
+) -> T:
     """A quantized model with fixed scales of activations, found by running it on data.
 
     This applies to layers with a product and an activation with one scale for the whole array, such as
@@ -77,30 +77,30 @@ def calibrate(
         return calibrate_module(model, batches, method, combine, run, progress)
     make = observer_of(method, combine)
     result: Any = nnx.merge(*nnx.split(model), copy=True)
-    end = None
+    finish = None
     if is_program(result):
-        end = calibrate_program(result, method, combine)
-    sites = [] if end is not None else [*_sites_of(result)]
-    if not sites and end is None:
+        finish = calibrate_program(result, method, combine)
+    products = [] if finish is not None else [*_sites_of(result)]
+    if not products and finish is None:
         raise ValueError(
             "model has no layer whose activation has one scale for the whole array, such as 'int8', "
             "without a gradient of its own, backward roundings or a history"
         )
-    observers: list[Observer] = [make(site.how.left) for site in sites]
-    for site, observer in zip(sites, observers, strict=True):
-        site.range = nnx.data(None)
-        site.observe = nnx.static(partial(_see, observer, site.how.place))
+    observers: list[Observer] = [make(product.how.left) for product in products]
+    for product, observer in zip(products, observers, strict=True):
+        product.range = nnx.data(None)
+        product.observe = nnx.static(partial(_see, observer, product.how.place))
     for count, batch in numbered(batches):
         _ = result(batch) if run is None else run(result, batch)
         if progress is not None:
             progress(count)
-    if end is not None:
-        end()
-    for site, observer in zip(sites, observers, strict=True):
-        site.observe = nnx.static(None)
+    if finish is not None:
+        finish()
+    for product, observer in zip(products, observers, strict=True):
+        product.observe = nnx.static(None)
         span = observer.range()
         if span is not None:
-            site.start(span)
+            product.start(span)
     return result
 
 
@@ -120,19 +120,24 @@ def _see(observer: Observer, place: StreamOffset, x: Any) -> None:
 
 
 def _sites_of(model: Any) -> Iterator[Any]:
-    """The sites of products that are concerned; a static one becomes a part of the model, of its own."""
+    """The products whose range is to be found; a static one becomes a part of the model, of its own."""
     for _, layer, kind in layers_of(model):
-        site = None if kind is None or kind.product is None else site_in(layer, kind.product[0])
-        if kind is None or kind.product is None or not isinstance(site, Product) or not _concerned(site):
+        product = None if kind is None or kind.product is None else site_in(layer, kind.product[0])
+        if kind is None or kind.product is None or not isinstance(product, Product) or not _concerned(product):
             continue
-        if site is not getattr(layer, kind.product[0]):
-            site = nnx.clone(site)
-            setattr(layer, kind.product[0], nnx.data(site))
-        yield site
+        if product is not getattr(layer, kind.product[0]):
+            product = nnx.clone(product)
+            setattr(layer, kind.product[0], nnx.data(product))
+        yield product
 
 
-def _concerned(site: Product) -> bool:
-    if not site.calibrates or isinstance(site.left, PastMagnitudes):
+def _concerned(product: Product) -> bool:
+    if not product.calibrates or isinstance(product.left, PastMagnitudes):
         return False
-    how = site.how
-    return is_tensor_scaled(how.left) and how.keeps_left and how.left is not None and how.left.gradient == Gradient()
+    roundings = product.how
+    return (
+        is_tensor_scaled(roundings.left)
+        and roundings.keeps_left
+        and roundings.left is not None
+        and roundings.left.gradient == Gradient()
+    )

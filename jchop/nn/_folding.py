@@ -14,7 +14,7 @@ from jchop._checks import brief
 from jchop.nn._nnx.modules import Keys, Placed, modules_of, path_of
 
 Array = jax.Array
-Model = TypeVar("Model", bound=nnx.Module)
+T = TypeVar("T", bound=nnx.Module)
 
 __all__ = ["Folded", "fold_batch_norms"]
 
@@ -43,7 +43,7 @@ _CHANNELS: Mapping[type, Callable[[Any], int]] = MappingProxyType(
 )
 
 
-def fold_batch_norms(model: Model, pairs: Mapping[str, str]) -> Model:
+def fold_batch_norms(model: T, pairs: Mapping[str, str]) -> T:
     """A model with batch norms folded into the layers before them, as in evaluation mode.
 
     With y = x w + b and the norm's mean m, variance v, gain g and offset c, the layer gets the kernel w a and the bias
@@ -82,13 +82,13 @@ def fold_batch_norms(model: Model, pairs: Mapping[str, str]) -> Model:
     if not isinstance(pairs, Mapping):
         raise TypeError(f"pairs={pairs!r} must map the path of a layer to that of the batch norm behind it")
     result: Any = nnx.merge(*nnx.split(model), copy=True)
-    modules = {path_of(keys): (keys, placed) for placed in modules_of(result) for keys in placed.keys}
-    named = [*pairs, *pairs.values()]
-    for path in named:
+    modules = {path_of(keys): (keys, entry) for entry in modules_of(result) for keys in entry.keys}
+    pair_paths = [*pairs, *pairs.values()]
+    for path in pair_paths:
         if path not in modules:
             raise ValueError(f"pairs has {path!r}, and model has no module there; it has {', '.join(modules)}")
-        if named.count(path) > 1:
-            raise ValueError(f"pairs has {path!r} {named.count(path)} times")
+        if pair_paths.count(path) > 1:
+            raise ValueError(f"pairs has {path!r} {pair_paths.count(path)} times")
     for layer, norm in pairs.items():
         _check_alone(pairs, layer, modules)
         _fold(layer, modules[layer][1].module, norm, modules[norm][1].module)
@@ -99,12 +99,12 @@ def fold_batch_norms(model: Model, pairs: Mapping[str, str]) -> Model:
 
 def _check_alone(pairs: Mapping[str, str], path: str, modules: Mapping[str, tuple[Keys, Placed]]) -> None:
     """Refuse a layer that stands twice in `pairs`, or in several places of which some have no norm behind it."""
-    placed = modules[path][1]
-    holders = [modules.get(path_of(keys[:-1]), (keys, None))[1] for keys in placed.keys]
-    places = {(id(holder), keys[-1:]) for holder, keys in zip(holders, placed.keys, strict=True)}
-    if len(places) > 1 or sum(modules[layer][1] is placed for layer in pairs) > 1:
+    entry = modules[path][1]
+    holders = [modules.get(path_of(keys[:-1]), (keys, None))[1] for keys in entry.keys]
+    places = {(id(holder), keys[-1:]) for holder, keys in zip(holders, entry.keys, strict=True)}
+    if len(places) > 1 or sum(modules[layer][1] is entry for layer in pairs) > 1:
         raise ValueError(
-            f"pairs has {path!r}, a layer that is reached as {', '.join(map(repr, placed.paths))}: folded, it would "
+            f"pairs has {path!r}, a layer that is reached as {', '.join(map(repr, entry.paths))}: folded, it would "
             "change in all of these places; name a layer that stands in one, once"
         )
 
@@ -122,8 +122,10 @@ def _put(modules: Mapping[str, Any], parent: list[Any], last: Any) -> None:
 def _fold(path: str, layer: Any, norm_path: str, norm: Any) -> None:
     what = f"{type(layer).__name__} at {path!r}"
     if type(layer) not in _CHANNELS:
-        allowed = ", ".join(kind.__name__ for kind in _CHANNELS)
-        raise NotImplementedError(f"{what} takes no batch norm in; that can be a {allowed} that is not quantized yet")
+        class_names = ", ".join(kind.__name__ for kind in _CHANNELS)
+        raise NotImplementedError(
+            f"{what} takes no batch norm in; that can be a {class_names} that is not quantized yet"
+        )
     if type(norm) is not nnx.BatchNorm:
         raise NotImplementedError(f"{type(norm).__name__} at {norm_path!r} must be a BatchNorm that is not quantized")
     kernel = layer.kernel[...]
@@ -138,8 +140,8 @@ def _fold(path: str, layer: Any, norm_path: str, norm: Any) -> None:
     bias = 0.0 if layer.bias is None else layer.bias[...].astype(jnp.float32)
     bias = (bias - norm.mean[...].astype(jnp.float32)) * gain
     bias = bias if norm.bias is None else bias + norm.bias[...].astype(jnp.float32)
-    along = gain.reshape([-1 if i == axis % kernel.ndim else 1 for i in range(kernel.ndim)])
-    layer.kernel[...] = (kernel.astype(jnp.float32) * along).astype(kernel.dtype)
+    gain_of_axis = gain.reshape([-1 if i == axis % kernel.ndim else 1 for i in range(kernel.ndim)])
+    layer.kernel[...] = (kernel.astype(jnp.float32) * gain_of_axis).astype(kernel.dtype)
     give_bias(layer, bias.astype(kernel.dtype))
 
 

@@ -36,12 +36,15 @@ _FRONT, _A, _B = "base_model.model.", ".lora_A.weight", ".lora_B.weight"
 #: The longest configuration, in bytes.
 _LONGEST = 1 << 20
 #: Fields that are read, and fields that leave the result as it is; all others must be off.
-_READ = ("peft_type", "r", "lora_alpha", "rank_pattern", "alpha_pattern", "lora_dropout", "use_rslora",
-         "init_lora_weights")  # fmt: skip
-_NEUTRAL = ("task_type", "base_model_name_or_path", "revision", "inference_mode", "auto_mapping", "peft_version",
-            "target_modules", "exclude_modules", "layers_to_transform", "layers_pattern", "fan_in_fan_out",
-            "eva_config", "corda_config", "loftq_config", "lora_ga_config", "qalora_group_size", "megatron_config",
-            "megatron_core", "runtime_config")  # fmt: skip
+_READ = (
+    "peft_type", "r", "lora_alpha", "rank_pattern", "alpha_pattern", "lora_dropout", "use_rslora", "init_lora_weights",
+)  # fmt: skip
+_NEUTRAL = (
+    "task_type", "base_model_name_or_path", "revision", "inference_mode", "auto_mapping", "peft_version",
+    "target_modules", "exclude_modules", "layers_to_transform", "layers_pattern", "fan_in_fan_out",
+    "eva_config", "corda_config", "loftq_config", "lora_ga_config", "qalora_group_size", "megatron_config",
+    "megatron_core", "runtime_config",
+)  # fmt: skip
 #: The first values of adapters that leave the weights of the base as they are.
 _PLAIN_INITS = ("true", "false", "none", "gaussian", "eva", "orthogonal", "mica")
 _WAY_OUT = "merge the adapters in PEFT (merge_and_unload), and load the weights"
@@ -159,16 +162,16 @@ def load_lora(
         params = with_loaded(folder, adapted_params(result), adaptable(result, inputs), read_adapters)
         put_params(result, params, rules_of(result), rngs)
         return result
-    layers = {path: placed.module for placed, _ in placed_layers(result) for path in placed.paths}
+    layers = {path: entry.module for entry, _ in placed_layers(result) for path in entry.paths}
     linear = {path: layer for path, layer in layers.items() if is_linear(layer)}
-    made: dict[int, Adapted] = {}
+    adapters: dict[int, Adapted] = {}
     for path, (a, b, rule) in read_adapters(folder, linear, lambda path: weight_of(linear[path]).shape[-2:]).items():
         if weight_of(linear[path]).ndim > 2:
             raise ValueError(f"{folder}: the layer {path!r} is a stack, which a file of PEFT has not")
         rule = rule if rngs is not None else replace(rule, dropout=0.0)
         dropout = nnx.Dropout(rule.dropout, rngs=rngs) if rule.dropout and rngs is not None else None
-        made[id(linear[path])] = Adapted(linear[path], a, b, rule, dropout)
-    return put(result, made)
+        adapters[id(linear[path])] = Adapted(linear[path], a, b, rule, dropout)
+    return put(result, adapters)
 
 
 def read_adapters(
@@ -183,16 +186,16 @@ def read_adapters(
     """
     source = Path(folder)
     config, tensors = _config(source / _CONFIG), load_safetensors(source / _TENSORS)
-    known = {path.replace("/", "."): path for path in paths}
-    found = {}
+    path_by_name = {path.replace("/", "."): path for path in paths}
+    arrays = {}
     for name in sorted({name.removeprefix(_FRONT).removesuffix(_A).removesuffix(_B) for name in tensors}):
         a, b = (tensors.get(f"{_FRONT}{name}{end}") for end in (_A, _B))
-        if a is None or b is None or name not in known:
+        if a is None or b is None or name not in path_by_name:
             raise ValueError(f"{source / _TENSORS}: {shown(name)} has no A and B, or is no linear layer of the model")
-        found[name] = jnp.asarray(a).T, jnp.asarray(b).T
-        _check_shapes(source, name, shape_of(known[name]), *found[name])
+        arrays[name] = jnp.asarray(a).T, jnp.asarray(b).T
+        _check_shapes(source, name, shape_of(path_by_name[name]), *arrays[name])
     try:
-        return {known[name]: (*found[name], rule) for name, rule in _rules(config, found).items()}
+        return {path_by_name[name]: (*arrays[name], rule) for name, rule in _rules(config, arrays).items()}
     except (ArithmeticError, TypeError, ValueError) as error:
         raise ValueError(f"{source / _CONFIG}: {error}") from None
 
@@ -229,15 +232,15 @@ def _by_pattern(field: str, patterns: Any, value: Any, names: Sequence[str]) -> 
     if not isinstance(patterns, dict):
         raise ValueError(f"{field}={shown(patterns)} is no object")
     longest, steps, keys = max(map(len, names), default=0), 0, []
-    for key, found in patterns.items():
+    for key, pattern_value in patterns.items():
         steps += len(names) * (16 + _ways(key, longest)) + 64 * (256 + len(key))
         if steps > _MOST_STEPS:
             raise ValueError(f"{field} takes too long to match, at {shown(key)}: use whole paths as keys")
         try:
-            keys.append((re.compile(rf"(.*\.)?({key})$"), found))
+            keys.append((re.compile(rf"(.*\.)?({key})$"), pattern_value))
         except (re.error, OverflowError, RecursionError) as error:
             raise ValueError(f"{field} has the key {shown(key)}, which is no regular expression: {error}") from None
-    return [next((found for key, found in keys if key.match(name)), value) for name in names]
+    return [next((pattern_value for key, pattern_value in keys if key.match(name)), value) for name in names]
 
 
 def _ways(key: str, longest: int) -> int:

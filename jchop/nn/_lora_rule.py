@@ -70,11 +70,11 @@ class LoraRule:
         return 1.0 if self.alpha is None else self.alpha / self.rank
 
 
-def _check_number(name: str, value: Any, allowed: str, holds: Callable[[float], bool]) -> None:
+def _check_number(name: str, value: Any, range_text: str, holds: Callable[[float], bool]) -> None:
     if not isinstance(value, int | float) or isinstance(value, bool):
-        raise TypeError(f"{name}={value!r} must be a number {allowed}")
+        raise TypeError(f"{name}={value!r} must be a number {range_text}")
     if not holds(value):
-        raise ValueError(f"{name}={value!r} must be a number {allowed}")
+        raise ValueError(f"{name}={value!r} must be a number {range_text}")
 
 
 # -- adapters of any model ---------------------------------------------------------------------------------------------
@@ -82,10 +82,10 @@ def _check_number(name: str, value: Any, allowed: str, holds: Callable[[float], 
 
 def as_lora_rules(rules: LoraRule | Iterable[LoraRule]) -> tuple[LoraRule, ...]:
     """One or several rules, checked."""
-    given = (rules,) if isinstance(rules, LoraRule) else tuple(rules)
-    if not given or not all(isinstance(rule, LoraRule) for rule in given):
+    lora_rules = (rules,) if isinstance(rules, LoraRule) else tuple(rules)
+    if not lora_rules or not all(isinstance(rule, LoraRule) for rule in lora_rules):
         raise TypeError(f"rules={rules!r} must be a LoraRule, or several")
-    return given
+    return lora_rules
 
 
 def check_used(rules: Sequence[LoraRule], used: Collection[int], paths: Sequence[str]) -> None:
@@ -98,7 +98,7 @@ def check_used(rules: Sequence[LoraRule], used: Collection[int], paths: Sequence
 
 
 def first_adapter(
-    rule: LoraRule, what: str, draw: Callable[[], Array], weight: Array, original: Any, packed: bool
+    rule: LoraRule, what: str, draw: Callable[[], Array], weight: Array, original: Any, has_codes: bool
 ) -> tuple[Array, Array, Array | None]:
     """A and B of a layer.
 
@@ -108,7 +108,7 @@ def first_adapter(
         draw: gives a key.
         weight: (in, out), unpacked.
         original: the weight before it was packed; None if that is not known.
-        packed: whether it is packed.
+        has_codes: whether it is packed.
 
     Returns:
         A, B, and the weight that the layer is to have beside them, None for its own.
@@ -120,9 +120,9 @@ def first_adapter(
         return a, jnp.zeros((rule.rank, weight.shape[1]), weight.dtype), None
     if rule.rank > min(weight.shape):
         raise ValueError(f"{what}: the rank is above the sizes {list(weight.shape)} of the weight")
-    if packed and original is None:
+    if has_codes and original is None:
         raise ValueError(f"{what}: init={rule.init!r} needs original=, the model before it was packed")
-    exact = np.asarray(original if packed else weight, np.float64)
+    exact = np.asarray(original if has_codes else weight, np.float64)
     if exact.shape != weight.shape:
         raise ValueError(f"{what}: original has a weight of shape {list(exact.shape)}, not {list(weight.shape)}")
     whole = rule.init == "pissa"
@@ -134,12 +134,12 @@ def first_adapter(
 
 
 def first_adapters(
-    rule: LoraRule, what: str, draw: Callable[[int], Array], weight: Array, original: Any, packed: bool
+    rule: LoraRule, what: str, draw: Callable[[int], Array], weight: Array, original: Any, has_codes: bool
 ) -> tuple[Array, Array, Array | None]:
-    """`first_adapter` of each layer of a stack, whose axes are in front; `draw` gives a key for each."""
+    """`initial_adapter` of each layer of a stack, whose axes are in front; `draw` gives a key for each."""
     stack = weight.shape[:-2]
     parts = [
-        first_adapter(rule, what, partial(draw, i), weight[at], None if original is None else original[at], packed)
+        first_adapter(rule, what, partial(draw, i), weight[at], None if original is None else original[at], has_codes)
         for i, at in enumerate(np.ndindex(*stack))
     ]
     a, b, rest = (
@@ -164,10 +164,10 @@ def as_matrix(weight: Array, inside: int, out: int) -> Array:
 
 def beside(y: Array, x: Array, a: Array, b: Array, axis: Sequence[int], rule: LoraRule) -> Array:
     """The result y of a layer that sums over `axis` of x, with what an adapter adds."""
-    summed = sorted(i % x.ndim for i in axis)  # as Flax sums, in whatever order they are given
-    a = a.reshape(*(x.shape[i] for i in summed), a.shape[-1])
-    low = jnp.tensordot(x, a, (summed, list(range(len(summed)))))
-    return y + (low @ b * rule.factor).reshape(y.shape).astype(y.dtype)
+    sum_axes = sorted(i % x.ndim for i in axis)  # as Flax sums, in whatever order they are given
+    a = a.reshape(*(x.shape[i] for i in sum_axes), a.shape[-1])
+    projection = jnp.tensordot(x, a, (sum_axes, list(range(len(sum_axes)))))
+    return y + (projection @ b * rule.factor).reshape(y.shape).astype(y.dtype)
 
 
 def merged_weight(weight: Array, a: Array, b: Array, rule: LoraRule) -> Array:

@@ -48,8 +48,8 @@ def quantize_params(params: Any, rules: Rule | Iterable[Rule], key: Array | None
         >>> packed["dense"]["kernel"].nbytes, jc.storage.dequantize_params(packed)["dense"]["kernel"].shape
         (320, (64, 8))
     """
-    given = as_rules(rules)
-    for rule in given:
+    all_rules = as_rules(rules)
+    for rule in all_rules:
         wrong = [name for name in FIELDS if name != "weight" and getattr(rule, name) is not None]
         wrong += [name for name in ("layer", "operation") if getattr(rule, name) is not None]
         if wrong:
@@ -59,8 +59,8 @@ def quantize_params(params: Any, rules: Rule | Iterable[Rule], key: Array | None
         raise TypeError(f"key={key!r} must be a typed key, as jax.random.key(0) gives")
     keys = [None] * len(leaves) if key is None else list(split(key, len(leaves)))
     paths = [jax.tree_util.keystr(path, simple=True, separator="/") for path, _ in leaves]
-    numbers = [rule_of(path, given) for path in paths]
-    idle = [rule for number, rule in enumerate(given) if number not in numbers]
+    numbers = [rule_of(path, all_rules) for path in paths]
+    idle = [rule for number, rule in enumerate(all_rules) if number not in numbers]
     if idle:
         raise ValueError(
             f"{', '.join(map(str, idle))} matches no leaf, or only such as an earlier rule matches"
@@ -69,7 +69,7 @@ def quantize_params(params: Any, rules: Rule | Iterable[Rule], key: Array | None
     return jax.tree.unflatten(
         tree,
         [
-            leaf if number is None else _quantized(path, leaf, given[number], key)
+            leaf if number is None else _quantized(path, leaf, all_rules[number], key)
             for path, number, (_, leaf), key in zip(paths, numbers, leaves, keys, strict=True)
         ],
     )
@@ -80,8 +80,8 @@ def _quantized(path: str, leaf: Any, rule: Rule, key: Array | None) -> Any:
         return leaf
     try:
         array = leaf if isinstance(leaf, Array) else jnp.asarray(leaf)
-        packed = quantize(array, rule.weight, key)
+        qarray = quantize(array, rule.weight, key)
     except (TypeError, ValueError) as error:
         raise type(error)(f"the leaf {path!r}, by {rule}: {error}") from None
     check_finite(array, f"weight of the {StreamOffset('leaf', path, rule)}")
-    return packed
+    return qarray

@@ -52,7 +52,7 @@ class Call:
 class Ratios:
     """10 log10(Σ x² / Σ (x - z)²) in dB of the tensors x of a layer and the rounded ones z; infinite if z is exact.
 
-    It is nan of inputs and results if `calls_of` does not give the calls of the layer.
+    It is nan of inputs and results if `record_layer_calls` does not give the calls of the layer.
 
     Args:
         weights: of its weights.
@@ -96,46 +96,46 @@ def calls_of(
     """
     copy = nnx.merge(*nnx.split(model), copy=True)
     calls: list[Call] = []
-    hidden: set[str] = set()
-    wanted, here = set(paths), TraceState()
+    opaque_paths: set[str] = set()
+    path_set, here = set(paths), TraceState()
 
     def note(call: Call, stack: bool) -> Any:
         if stack or not here.is_valid():
-            hidden.add(call.path)
+            opaque_paths.add(call.path)
             return call.result
         calls.append(call)
         return call.result if probes is None else call.result + probes[len(calls) - 1]
 
     for path, module, kind in list(layers_of(copy)):
-        if path in wanted:
+        if path in path_set:
             stack = kind is not None and any(layout_of(module, kind, name)[1] for name in weights_of(module, kind))
             _watch(module, path, partial(note, stack=stack))
-    return run(copy), calls, hidden
+    return run(copy), calls, opaque_paths
 
 
 def _watch(module: Any, path: str, note: Callable[[Call], Any]) -> None:
     """Has a layer note its calls, and return what `note` gives."""
     base = type(module)
 
-    def watched(method: str) -> Any:
+    def record_method(method: str) -> Any:
         def call(self: Any, *args: Any, **kwargs: Any) -> Any:
             return note(Call(path, method, args, kwargs, getattr(base, method)(self, *args, **kwargs)))
 
         return call
 
-    methods = {name: watched(name) for name in ("__call__", "attend") if hasattr(base, name)}
+    methods = {name: record_method(name) for name in ("__call__", "attend") if hasattr(base, name)}
     module.__class__ = type(base.__name__, (base,), methods)
 
 
 def ratios_of(
-    model: nnx.Module, rules: Sequence[Rule], chosen: dict[str, Rule], batches: Iterable[Any]
+    model: nnx.Module, rules: Sequence[Rule], layer_rules: dict[str, Rule], batches: Iterable[Any]
 ) -> dict[str, Ratios]:
     """The ratios of layers, by path.
 
     Args:
         model: a module that is not quantized.
         rules: all rules; none is stochastic.
-        chosen: of each layer under a rule, its path and the rule.
+        layer_rules: of each layer under a rule, its path and the rule.
         batches: inputs of the model.
 
     Raises:
@@ -147,27 +147,27 @@ def ratios_of(
     under, inside = (
         {path: module for path, module, _ in layers_of(quantize(model, each))} for each in (rules, inputs_only)
     )
-    sums = {path: np.zeros(3) for path in chosen}
+    sums = {path: np.zeros(3) for path in layer_rules}
     unknown: set[str] = set()
     count = 0
     for batch in batches:
         count += 1
-        _, calls, hidden = calls_of(model, lambda copy, batch=batch: copy(batch), chosen)
+        _, calls, opaque_paths = calls_of(model, lambda copy, batch=batch: copy(batch), layer_rules)
         for call in calls:
             errors = [_squares(call.of(low), call.result) for low in (inside, under)]
             sums[call.path] += (_squares(call.result, None), *errors)
-        unknown |= hidden
+        unknown |= opaque_paths
     if not count:
         raise ValueError("batches: there must be at least one")
     layers = {path: (module, kind) for path, module, kind in layers_of(model)}
-    found = {}
+    ratios = {}
     for path, (power, of_inputs, of_results) in sums.items():
         module, kind = layers[path]
         assert kind is not None
-        measured = power and path not in unknown
-        results = (decibels(power, of_inputs), decibels(power, of_results)) if measured else (math.nan, math.nan)
-        found[path] = Ratios(weight_ratio(module, kind, chosen[path]), *results)
-    return found
+        has_calls = power and path not in unknown
+        results = (decibels(power, of_inputs), decibels(power, of_results)) if has_calls else (math.nan, math.nan)
+        ratios[path] = Ratios(weight_ratio(module, kind, layer_rules[path]), *results)
+    return ratios
 
 
 def _squares(tree: Any, other: Any) -> float:

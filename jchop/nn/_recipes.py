@@ -159,6 +159,6 @@ def keep_wide(blocks: str, count: int, *, first: int = 2, last: int = 8, others:
     check_int("count", count, 1)
     check_int("first", first, 0, count)
     check_int("last", last, 0, count - first)
-    kept = [*range(first), *range(count - last, count)]
-    paths = [f"{blocks}/{{{','.join(map(str, kept))}}}"] if kept else []
+    indices = [*range(first), *range(count - last, count)]
+    paths = [f"{blocks}/{{{','.join(map(str, indices))}}}"] if indices else []
     return [Rule(path) for path in (*paths, others) if path]

@@ -99,14 +99,14 @@ class ModelReport(Tables):
 
     @property
     def _align(self) -> str:
-        return "<<<>>" + ">>>" * self._measured
+        return "<<<>>" + ">>>" * self._has_ratios
 
     @property
-    def _measured(self) -> bool:
+    def _has_ratios(self) -> bool:
         return any(row.output_snr is not None for row in self.rows)
 
     def _parts(self) -> list[Part]:
-        more = ("weights dB", "inputs dB", "results dB") if self._measured else ()
+        more = ("weights dB", "inputs dB", "results dB") if self._has_ratios else ()
         head = ("path", "layer", "rounds", "bytes", "packed", *more)
         body = [
             (
@@ -120,8 +120,8 @@ class ModelReport(Tables):
             for row in self.rows
         ]
         total = ("", "", "", str(self.bytes_before), str(self.bytes_after), *("" for _ in more))
-        named = [row for row in self.rows if row.operands]
-        lines = [f"multiplies: {row.path or '(the model)'}: {row.operands}" for row in named]
+        operand_rows = [row for row in self.rows if row.operands]
+        lines = [f"multiplies: {row.path or '(the model)'}: {row.operands}" for row in operand_rows]
         return [[head, *body, total], *lines, *(f"stays wide: {path} {shape}: {why}" for path, shape, why in self.wide)]
 
 
@@ -133,8 +133,8 @@ def _ratios(row: LayerRow) -> list[str]:
 def _described(row: LayerRow) -> str:
     if not row.supported:
         return "cannot be quantized" if row.rule else "nothing, and cannot be quantized"
-    packed = ", ".join(f"{name} is {spec}" for name, spec in row.stored)
-    return ", ".join(f"{name}={spec}" for name, spec in row.specs) or packed or "nothing"
+    packed_text = ", ".join(f"{name} is {spec}" for name, spec in row.stored)
+    return ", ".join(f"{name}={spec}" for name, spec in row.specs) or packed_text or "nothing"
 
 
 @overload
@@ -205,7 +205,7 @@ def report(
         stays wide: layers/1/bias (4,): no rule matches
         stays wide: layers/1/scale (4,): no rule matches
     """
-    given = () if rules is None else as_rules(rules)
+    all_rules = () if rules is None else as_rules(rules)
     program = is_module(model)
     if not program and not isinstance(model, nnx.Module):
         raise TypeError(
@@ -215,37 +215,41 @@ def report(
     if platform is not None:
         check_choice("platform", platform, tuple(PLATFORMS))
     if batches is not None:
-        wrongs = (("inputs", inputs is not None), ("no rules", not given), ("no layers of Flax NNX", program))
+        wrongs = (("inputs", inputs is not None), ("no rules", not all_rules), ("no layers of Flax NNX", program))
         for name, wrong in wrongs:
             if wrong:
                 raise ValueError(f"batches: ratios of layers need rules, and no `inputs`; there are {name}")
-        if any(rule.stochastic for rule in given):
+        if any(rule.stochastic for rule in all_rules):
             raise ValueError("batches: a rule rounds stochastically; ratios need deterministic roundings")
     if inputs is not None or program:
-        if not given:
+        if not all_rules:
             raise ValueError("rules=None: a report of a program needs rules")
         of_program: Any = report_module if program else report_program
-        found = of_program(model, given, inputs, platform)
-        return found if isinstance(inputs, Mapping) else found["__call__"]
-    every = decided_layers(model, given)
-    rows = [_row(one, bool(given), platform) for one in every]
+        reports = of_program(model, all_rules, inputs, platform)
+        return reports if isinstance(inputs, Mapping) else reports["__call__"]
+    decisions = decided_layers(model, all_rules)
+    rows = [_row(one, bool(all_rules), platform) for one in decisions]
     if batches is None:
         return ModelReport(tuple(rows))
-    chosen = {row.path: one.own for row, one in zip(rows, every, strict=True) if row.specs and one.own is not None}
-    found = ratios_of(model, given, chosen, batches)
-    return ModelReport(tuple(_measured(row, found[row.path]) if row.path in found else row for row in rows))
+    layer_rules = {
+        row.path: one.effective_rule
+        for row, one in zip(rows, decisions, strict=True)
+        if row.specs and one.effective_rule is not None
+    }
+    ratios = ratios_of(model, all_rules, layer_rules, batches)
+    return ModelReport(tuple(_measured(row, ratios[row.path]) if row.path in ratios else row for row in rows))
 
 
 def _measured(row: LayerRow, ratios: Ratios) -> LayerRow:
     return replace(row, weight_snr=ratios.weights, activation_snr=ratios.inputs, output_snr=ratios.results)
 
 
-def why_wide(layer: str, supported: bool, rule: Rule | None, role: str | None, own: Rule | None) -> str | None:
+def why_wide(layer: str, quantizable: bool, rule: Rule | None, role: str | None, own: Rule | None) -> str | None:
     """The reason why a parameter of a layer stays in full precision; None if it does not.
 
     Args:
         layer: its class.
-        supported: whether the class can be quantized.
+        quantizable: whether the class can be quantized.
         rule: the rule of the layer.
         role: the field of a rule for the parameter; None if there is none.
         own: what the rule rounds in this layer.
@@ -254,7 +258,7 @@ def why_wide(layer: str, supported: bool, rule: Rule | None, role: str | None, o
         return "no rule matches"
     if not rule.rounds:
         return f"{rule} rounds nothing"
-    if not supported:
+    if not quantizable:
         return f"{layer} cannot be quantized as a layer, only in its program"
     if role is None:
         return f"no field of a rule is for this parameter of {layer}"
@@ -264,20 +268,24 @@ def why_wide(layer: str, supported: bool, rule: Rule | None, role: str | None, o
 
 
 def _row(one: Decided, under_rules: bool, platform: str | None) -> LayerRow:
-    placed, kind, _, given, rule = one
-    (path, *also), layer = placed.paths, placed.module
-    name, shown, own = type(layer).__name__, "" if given is None else str(given), own_parameters(placed)
+    entry, kind, _, matching_rule, rule = one
+    (path, *also), layer = entry.paths, entry.module
+    name, rule_text, own = (
+        type(layer).__name__,
+        "" if matching_rule is None else str(matching_rule),
+        own_parameters(entry),
+    )
     before = sum(map(bytes_of, own.values()))
     wide = []
     for key, value in own.items() if under_rules else ():
-        why = why_wide(name, kind is not None, given, None if kind is None else kind.parameters.get(key), rule)
+        why = why_wide(name, kind is not None, matching_rule, None if kind is None else kind.parameters.get(key), rule)
         if why is not None and isinstance(value, nnx.Param):
             wide.append(("/".join(filter(None, (path, key))), tuple(value.shape), why))
-    packed = {key: value.get_value() for key, value in own.items() if isinstance(value, QuantizedParam)}
-    stored = tuple((key, str(q.spec)) for key, q in packed.items() if isinstance(q, QArray))
-    more: dict[str, Any] = {"also": tuple(also), "wide": tuple(wide), "stored": stored}
+    packed_values = {key: value.get_value() for key, value in own.items() if isinstance(value, QuantizedParam)}
+    packed_specs = tuple((key, str(q.spec)) for key, q in packed_values.items() if isinstance(q, QArray))
+    more: dict[str, Any] = {"also": tuple(also), "wide": tuple(wide), "stored": packed_specs}
     if kind is None or rule is None:
-        return LayerRow(path, name, shown, (), before, before, kind is not None, **more)
+        return LayerRow(path, name, rule_text, (), before, before, kind is not None, **more)
     fields = kind.fields(layer)
     specs = tuple((f, str(getattr(rule, f))) for f in FIELDS if f in fields and getattr(rule, f) is not None)
     check_parameters(layer, kind, StreamOffset(name, path, rule))
@@ -290,7 +298,7 @@ def _row(one: Decided, under_rules: bool, platform: str | None) -> LayerRow:
         carrier = jnp.dtype(getattr(layer, "dtype", None) or getattr(layer, "param_dtype", "float32")).name
         matrices = kind.product[1] is not Convolution
         more["operands"] = operands_on(platform, rule, carrier, bool(kind.parameters), matrices)
-    return LayerRow(path, name, shown, specs, before, after, **more)
+    return LayerRow(path, name, rule_text, specs, before, after, **more)
 
 
 def bytes_of(tree: Any) -> int:

@@ -106,26 +106,26 @@ def load(path: str | os.PathLike[str], like: Any = None) -> Any:
         raise TypeError(f"like={brief(like)} must be a module of Flax NNX or Equinox, or variables of a Linen module")
     if isinstance(like, nnx.Module):
         graph, state = nnx.split(nnx.merge(*nnx.split(like), copy=True))  # with variables of its own
-        wanted = nnx.to_pure_dict(state)
-        found = load_safetensors(path, like=_plain(wanted))
-        nnx.replace_by_pure_dict(state, jax.tree.map(_as_in, wanted, found, is_leaf=_is_stored))
+        like_tree = nnx.to_pure_dict(state)
+        file_tree = load_safetensors(path, like=_plain(like_tree))
+        nnx.replace_by_pure_dict(state, jax.tree.map(_as_in, like_tree, file_tree, is_leaf=_is_stored))
         return nnx.merge(graph, state)
     if is_module(like):
-        wanted = arrays_of(like)
-        found = load_safetensors(path, like=_plain(wanted))
-        made = jax.tree.map(_as_in, wanted, found, is_leaf=_is_stored)
-        arrays = iter(jax.tree.leaves(made))
+        like_tree = arrays_of(like)
+        file_tree = load_safetensors(path, like=_plain(like_tree))
+        model_tree = jax.tree.map(_as_in, like_tree, file_tree, is_leaf=_is_stored)
+        arrays = iter(jax.tree.leaves(model_tree))
         return jax.tree.map(lambda leaf: next(arrays) if is_array(leaf) else leaf, like)
     if like is not None:
-        found = load_safetensors(path, like=_plain(like))
-        return jax.tree.map(_as_in, like, found, is_leaf=_is_stored)
+        file_tree = load_safetensors(path, like=_plain(like))
+        return jax.tree.map(_as_in, like, file_tree, is_leaf=_is_stored)
     with TensorFile(path) as file:
-        described = file.metadata.get(PACKED, "{}")
-    found = load_safetensors(path, nested=True)
+        layouts_text = file.metadata.get(PACKED, "{}")
+    file_tree = load_safetensors(path, nested=True)
     try:
-        layouts = read_object(described, lambda _: small)
-        named, tree = jax.tree_util.tree_flatten_with_path(found, is_leaf=_is_stored)
-        leaves = {_name(keys): leaf for keys, leaf in named}
+        layouts = read_object(layouts_text, lambda _: small)
+        path_leaves, tree = jax.tree_util.tree_flatten_with_path(file_tree, is_leaf=_is_stored)
+        leaves = {_name(keys): leaf for keys, leaf in path_leaves}
         if unknown := set(layouts) - set(leaves):
             raise ValueError(f"there is no array {shown(min(unknown))}")
         leaves |= {name: _packed(leaves[name], fields) for name, fields in layouts.items()}
@@ -151,7 +151,7 @@ def _plain_leaf(leaf: Any) -> Any:
 
 
 def _as_in(like: Any, leaf: Any) -> Any:
-    """A leaf that `_plain` gave, as it is in a tree like the one given to that."""
+    """A leaf that `_storable_leaf` gave, as it is in a tree like the one given to that."""
     if isinstance(like, Packed):
         return replace(like, stored=leaf)
     if _is_key(like):
@@ -161,7 +161,7 @@ def _as_in(like: Any, leaf: Any) -> Any:
     return leaf
 
 
-def _packed(stored: Any, fields: Any) -> Packed:
+def _packed(array: Any, fields: Any) -> Packed:
     """A packed parameter, laid out as a file says.
 
     Raises:
@@ -170,19 +170,21 @@ def _packed(stored: Any, fields: Any) -> Packed:
     names = {"kept", "summed", "shape"}
     if not isinstance(fields, dict) or set(fields) != names or not all(map(are_counts, fields.values())):
         raise ValueError(f"{shown(fields)} must be an object of {', '.join(sorted(names))}: lists of integers >= 0")
-    kept, summed, shape = (tuple(fields[name]) for name in ("kept", "summed", "shape"))
-    axes = len(kept) + len(summed)
-    if sorted(kept + summed) != list(range(axes)) or axes > len(shape):
-        raise ValueError(f"kept={list(kept)} and summed={list(summed)} are not the axes of shape {list(shape)}")
+    free_axes, sum_axes, shape = (tuple(fields[name]) for name in ("kept", "summed", "shape"))
+    axes = len(free_axes) + len(sum_axes)
+    if sorted(free_axes + sum_axes) != list(range(axes)) or axes > len(shape):
+        raise ValueError(f"kept={list(free_axes)} and summed={list(sum_axes)} are not the axes of shape {list(shape)}")
     stack, own = shape[: len(shape) - axes], shape[len(shape) - axes :]
-    laid = (*stack, *(own[axis] for axis in kept), math.prod(own[axis] for axis in summed))
-    if not isinstance(stored, QArray) or stored.shape != laid:
-        raise ValueError(f"{_described(stored)} is stored, and {shown(fields)} needs a QArray of shape {list(laid)}")
-    return Packed(stored, Layout(kept, summed), shape)
+    codes_shape = (*stack, *(own[axis] for axis in free_axes), math.prod(own[axis] for axis in sum_axes))
+    if not isinstance(array, QArray) or array.shape != codes_shape:
+        raise ValueError(
+            f"{_described(array)} is stored, and {shown(fields)} needs a QArray of shape {list(codes_shape)}"
+        )
+    return Packed(array, Layout(free_axes, sum_axes), shape)
 
 
-def _described(stored: Any) -> str:
-    return f"{type(stored).__name__} of shape {list(stored.shape)}"
+def _described(array: Any) -> str:
+    return f"{type(array).__name__} of shape {list(array.shape)}"
 
 
 def _name(keys: Any) -> str:

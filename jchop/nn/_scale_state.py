@@ -112,7 +112,7 @@ class KeptScales(_Following):
         scales: as `jchop.quantize_fn` has them.
     """
 
-    observed: Any = None  # what `calibrate` has seen, while it runs the model
+    observer: Any = None  # what `calibrate` has seen, while it runs the model
 
     def __init__(self, scales: Scales) -> None:
         super().__init__()
@@ -124,7 +124,9 @@ class KeptScales(_Following):
     @property
     def scales(self) -> Scales:
         """As arrays."""
-        return Scales(*({name: v.get_value() for name, v in held.items()} for held in (self.learned, self.stats)))
+        return Scales(
+            *({name: v.get_value() for name, v in variables.items()} for variables in (self.learned, self.stats))
+        )
 
     def take(self, stats: Mapping[str, Array]) -> None:
         """The ranges and histories after a call."""

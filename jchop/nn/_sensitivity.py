@@ -88,11 +88,11 @@ class Sensitivity(Tables):
         return "<<" + ">" * len(self.formats)
 
     def _parts(self) -> list[Part]:
-        found: dict[tuple[str, str], dict[str, float]] = {}
+        snr_by_layer: dict[tuple[str, str], dict[str, float]] = {}
         for row in self.rows:
-            found.setdefault((row.path, row.layer), {})[row.format] = row.snr
+            snr_by_layer.setdefault((row.path, row.layer), {})[row.format] = row.snr
         head = ("path", "layer", *self.formats)
-        body = [(*name, *(shown(snr[fmt]) for fmt in self.formats)) for name, snr in found.items()]
+        body = [(*name, *(shown(snr[fmt]) for fmt in self.formats)) for name, snr in snr_by_layer.items()]
         return [[head, *body], "decibels of the output, one layer rounded; the last line has one rule for all layers"]
 
 
@@ -141,13 +141,13 @@ def sensitivity(
     """
     if not isinstance(model, nnx.Module):
         raise TypeError(f"model={brief(model)} must be a module of Flax NNX")
-    chosen = tuple(check_choice("tensors", name, _TENSORS) for name in tensors)
+    tensor_names = tuple(check_choice("tensors", name, _TENSORS) for name in tensors)
     specs = [as_spec(fmt, scaled=True) for fmt in listed(formats)]
     data = list(batches)
-    layers = _layers(model, chosen)
-    for name, given in (("tensors", chosen), ("formats", specs), ("batches", data), ("model", layers)):
-        if not given:
-            raise ValueError(f"{name}: there must be at least one" + (" layer to round" if given is layers else ""))
+    layers = _layers(model, tensor_names)
+    for name, value in (("tensors", tensor_names), ("formats", specs), ("batches", data), ("model", layers)):
+        if not value:
+            raise ValueError(f"{name}: there must be at least one" + (" layer to round" if value is layers else ""))
     call = nnx.jit(run if run is not None else lambda model, batch: model(batch))
     exact = [_outputs(call(model, batch)) for batch in data]
     if not all(np.isfinite(y).all() for y in exact):
@@ -156,9 +156,9 @@ def sensitivity(
     for path, name in [*layers.items(), (_ALL, "")]:
         pattern = " ".join(layers) if path == _ALL else path
         for spec in specs:
-            low = quantize(model, _rule(pattern, chosen, spec), rngs=rngs)
-            found = [_outputs(call(low, batch)) for batch in data]
-            rows.append(SensitivityRow(path, name, str(spec), _ratio(exact, found)))
+            rounded_model = quantize(model, _rule(pattern, tensor_names, spec), rngs=rngs)
+            outputs = [_outputs(call(rounded_model, batch)) for batch in data]
+            rows.append(SensitivityRow(path, name, str(spec), _ratio(exact, outputs)))
             if progress is not None:
                 progress(len(rows), total)
     return Sensitivity(tuple(rows), tuple(dict.fromkeys(map(str, specs))))
@@ -172,9 +172,11 @@ def _rule(path: str, tensors: Sequence[str], spec: Spec) -> Rule:
 
 def _layers(model: nnx.Module, tensors: Sequence[str]) -> dict[str, str]:
     """The classes of the layers that have one of the tensors, by path."""
-    found = {path: (layer, kind) for path, layer, kind in layers_of(model) if kind is not None}
+    candidates = {path: (layer, kind) for path, layer, kind in layers_of(model) if kind is not None}
     return {
-        path: type(layer).__name__ for path, (layer, kind) in found.items() if set(tensors) <= set(kind.fields(layer))
+        path: type(layer).__name__
+        for path, (layer, kind) in candidates.items()
+        if set(tensors) <= set(kind.fields(layer))
     }
 
 
@@ -182,9 +184,9 @@ def _outputs(tree: Any) -> np.ndarray:
     return np.concatenate([np.asarray(leaf, np.float64).ravel() for leaf in jax.tree.leaves(tree)])
 
 
-def _ratio(exact: Sequence[np.ndarray], found: Sequence[np.ndarray]) -> float:
-    if not all(np.isfinite(z).all() for z in found):
+def _ratio(exact: Sequence[np.ndarray], outputs: Sequence[np.ndarray]) -> float:
+    if not all(np.isfinite(z).all() for z in outputs):
         return -math.inf
-    noise = math.fsum(float(np.sum((y - z) ** 2)) for y, z in zip(exact, found, strict=True))
+    noise = math.fsum(float(np.sum((y - z) ** 2)) for y, z in zip(exact, outputs, strict=True))
     signal = math.fsum(float(np.sum(y**2)) for y in exact)
     return decibels(signal, noise)

@@ -47,9 +47,9 @@ def shard(model: Any, mesh: Mesh, rules: Mapping[str, PartitionSpec]) -> Any:
     _check(mesh, rules)
     if isinstance(model, nnx.Module):
         graph, state = nnx.split(model)
-        placed = _placed(nnx.to_pure_dict(state), mesh, rules)
+        arrays = _placed(nnx.to_pure_dict(state), mesh, rules)
         _, fresh = nnx.split(nnx.merge(graph, state, copy=True))
-        nnx.replace_by_pure_dict(fresh, placed)
+        nnx.replace_by_pure_dict(fresh, arrays)
         return nnx.merge(graph, fresh)
     return _placed(model, mesh, rules)
 
@@ -69,11 +69,11 @@ def _check(mesh: Any, rules: Any) -> None:
 def _placed(tree: Any, mesh: Mesh, rules: Mapping[str, PartitionSpec]) -> Any:
     leaves, structure = jax.tree_util.tree_flatten_with_path(tree, is_leaf=lambda leaf: isinstance(leaf, QArray))
     paths = [jax.tree_util.keystr(path, simple=True, separator="/") for path, _ in leaves]
-    chosen = [next((pattern for pattern in rules if matches_path(pattern, path)), None) for path in paths]
-    if idle := [pattern for pattern in rules if pattern not in chosen]:
+    patterns = [next((pattern for pattern in rules if matches_path(pattern, path)), None) for path in paths]
+    if idle := [pattern for pattern in rules if pattern not in patterns]:
         raise ValueError(f"rules: {', '.join(map(repr, idle))} matches no array, or only such as an earlier pattern "
                          f"matches{nearest_paths(idle, paths)}")  # fmt: skip
-    specs = [PartitionSpec() if pattern is None else rules[pattern] for pattern in chosen]
+    specs = [PartitionSpec() if pattern is None else rules[pattern] for pattern in patterns]
     return structure.unflatten(
         [
             _put(path, leaf, NamedSharding(mesh, spec))

@@ -193,47 +193,47 @@ def tune(
         raise TypeError(f"loss={loss!r} must be a function of the model and a batch")
     check_choice("score", score, SCORES)
     batches = _checked_data(data)
-    found, left = _layers(model, layers, groups)
-    costs = [[_bytes(layer, option) for option in options] for layer in found]
-    count = sum(_count(layer) for layer in found)
+    targets, others = _layers(model, layers, groups)
+    costs = [[_bytes(layer, option) for option in options] for layer in targets]
+    count = sum(_count(layer) for layer in targets)
     budget = _budget(bits, bytes, count)
     cache: dict[tuple[int, ...], float] = {}
 
-    def measured(chosen: Sequence[int]) -> float:
-        if tuple(chosen) not in cache:
-            cache[tuple(chosen)] = _loss(loss, _rounded(model, found, options, chosen), batches)
-        return cache[tuple(chosen)]
+    def loss_under(choice: Sequence[int]) -> float:
+        if tuple(choice) not in cache:
+            cache[tuple(choice)] = _loss(loss, _rounded(model, targets, options, choice), batches)
+        return cache[tuple(choice)]
 
     none = _loss(loss, model, batches)
     # First, since errors about rules of the whole model have the paths of the layers.
     uniform = {
-        _text(option): (8 * sum(row[j] for row in costs) / count, measured([j] * len(found)))
+        _text(option): (8 * sum(row[j] for row in costs) / count, loss_under([j] * len(targets)))
         for j, option in enumerate(options)
     }
-    scores, ratios, unseen, idle = _fisher(model, loss, batches, found, options)
+    scores, ratios, unseen, idle = _fisher(model, loss, batches, targets, options)
     if unseen and score == "fisher":
         raise ValueError(
-            f"score='fisher': the calls of {_some(sorted(map(repr, unseen)))} are within a transformation of JAX, as a "
-            "scan, jit or remat, or of a stack of layers, so the gradients of their results cannot be had. Use "
-            "score='loss', or leave them out by layers="
+            f"score='fisher': the calls of {_some(sorted(map(repr, unseen)))} are within a transformation of "
+            "JAX, as a scan, jit or remat, or of a stack of layers, so the gradients of their results cannot be had. "
+            "Use score='loss', or leave them out by layers="
         )
     if score == "loss":
-        carrier = [-1] * len(found)
+        carrier = [-1] * len(targets)
         scores = [
-            [measured([*carrier[:i], j, *carrier[i + 1 :]]) - none for j in range(len(options))]
-            for i in range(len(found))
+            [loss_under([*carrier[:i], j, *carrier[i + 1 :]]) - none for j in range(len(options))]
+            for i in range(len(targets))
         ]
-    front = front_of(*(_by_group(table, found) for table in (costs, scores)))
+    front = front_of(*(_by_group(table, targets) for table in (costs, scores)))
     best = within(front, budget)
     if best is None:
         raise ValueError(
             f"{'bits' if bytes is None else 'bytes'}={bits if bytes is None else bytes}: the cheapest choice takes "
             f"{8 * front[0].cost / count:.4g} bits of a weight, {front[0].cost} bytes"
         )
-    chosen = [best.options[layer.group] for layer in found]
-    notes = _notes(chosen, measured, costs, budget, options)
-    if left:
-        notes += (f"without a format, and not in the budget: {_some(left)}",)
+    choice = [best.options[layer.group] for layer in targets]
+    notes = _notes(choice, loss_under, costs, budget, options)
+    if others:
+        notes += (f"without a format, and not in the budget: {_some(others)}",)
     if idle:
         notes += (f"not called by the loss, so without a ratio: {_some(sorted(map(repr, idle)))}",)
     rows = tuple(
@@ -247,15 +247,15 @@ def tune(
             weight_ratio(layer.module, layer.kind, options[j]),
             *ratios[i][j],
         )
-        for i, (layer, j) in enumerate(zip(found, chosen, strict=True))
+        for i, (layer, j) in enumerate(zip(targets, choice, strict=True))
     )
-    total = sum(costs[i][j] for i, j in enumerate(chosen))
+    total = sum(costs[i][j] for i, j in enumerate(choice))
     return LayerTuning(
-        tuple(_rules(found, options, chosen)),
+        tuple(_rules(targets, options, choice)),
         rows,
         8 * total / count,
         total,
-        measured(chosen),
+        loss_under(choice),
         none,
         uniform,
         tuple((8 * one.cost / count, one.score) for one in front),
@@ -302,28 +302,30 @@ def _layers(model: nnx.Module, layers: str, groups: Sequence[str]) -> tuple[list
     check_pattern("layers", layers)
     if isinstance(groups, str) or not isinstance(groups, Sequence):
         raise TypeError(f"groups={groups!r} must be a list of patterns")
-    every, left = [], []
+    every, others = [], []
     for path, module, kind in layers_of(model):
         if kind is not None and not weights_of(module, kind):
             continue
         if kind is not None and kind.operation:
             every.append(_Layer(path, module, kind))
         elif matches_path(layers, path):  # the scale of a norm, or parameters that no layer of Flax holds
-            left.append(f"{path!r} ({type(module).__name__})")
-    found = [layer for layer in every if matches_path(layers, layer.path)]
-    if not found:
-        near = f", only {_some(left)}" if left else nearest_paths([layers], [one.path for one in every])
+            others.append(f"{path!r} ({type(module).__name__})")
+    targets = [layer for layer in every if matches_path(layers, layer.path)]
+    if not targets:
+        near = f", only {_some(others)}" if others else nearest_paths([layers], [one.path for one in every])
         raise ValueError(f"layers={layers!r} matches no layer with weights of a product{near}")
     numbers: dict[Any, int] = {}
     for pattern in groups:
         check_pattern("groups", pattern)
-        if not any(matches_path(pattern, layer.path) for layer in found):
-            raise ValueError(f"groups: {pattern!r} matches no layer{nearest_paths([pattern], [x.path for x in found])}")
-    for layer in found:
+        if not any(matches_path(pattern, layer.path) for layer in targets):
+            raise ValueError(
+                f"groups: {pattern!r} matches no layer{nearest_paths([pattern], [x.path for x in targets])}"
+            )
+    for layer in targets:
         pattern = next((one for one in groups if matches_path(one, layer.path)), None)
         key = layer.path if pattern is None else (pattern, layer.path.rpartition("/")[0])
         layer.group = numbers.setdefault(key, len(numbers))
-    return found, left
+    return targets, others
 
 
 def _some(names: Sequence[str]) -> str:
@@ -345,10 +347,10 @@ def _bytes(layer: _Layer, option: Rule | None) -> int:
     return total
 
 
-def _by_group(table: list[list[Any]], found: Sequence[_Layer]) -> list[list[Any]]:
+def _by_group(table: list[list[Any]], targets: Sequence[_Layer]) -> list[list[Any]]:
     """The sums over the layers of each group."""
-    out = [[0] * len(table[0]) for _ in range(1 + max(layer.group for layer in found))]
-    for layer, row in zip(found, table, strict=True):
+    out = [[0] * len(table[0]) for _ in range(1 + max(layer.group for layer in targets))]
+    for layer, row in zip(targets, table, strict=True):
         out[layer.group] = [one + two for one, two in zip(out[layer.group], row, strict=True)]
     return out
 
@@ -363,9 +365,9 @@ def _text(option: Rule | None) -> str:
 # -- models under rules ------------------------------------------------------------------------------------------------
 
 
-def _rules(found: Sequence[_Layer], options: Sequence[Rule | None], chosen: Sequence[int]) -> list[Rule]:
+def _rules(targets: Sequence[_Layer], options: Sequence[Rule | None], choice: Sequence[int]) -> list[Rule]:
     out = []
-    for layer, j in zip(found, chosen, strict=True):
+    for layer, j in zip(targets, choice, strict=True):
         option = options[j] if j >= 0 else None
         if option is not None:
             out.append(replace(option, path=f"/{layer.path}/" if layer.path else "/"))
@@ -373,9 +375,9 @@ def _rules(found: Sequence[_Layer], options: Sequence[Rule | None], chosen: Sequ
 
 
 def _rounded(
-    model: nnx.Module, found: Sequence[_Layer], options: Sequence[Rule | None], chosen: Sequence[int]
+    model: nnx.Module, targets: Sequence[_Layer], options: Sequence[Rule | None], choice: Sequence[int]
 ) -> nnx.Module:
-    rules = _rules(found, options, chosen)
+    rules = _rules(targets, options, choice)
     return quantize(model, rules) if rules else model
 
 
@@ -386,8 +388,8 @@ def _loss(loss: Loss, model: nnx.Module, batches: Sequence[tuple[Any, ...]]) -> 
 
 
 def _notes(
-    chosen: list[int],
-    measured: Callable[[Sequence[int]], float],
+    choice: list[int],
+    loss_under: Callable[[Sequence[int]], float],
     costs: list[list[int]],
     budget: int,
     options: Sequence[Rule | None],
@@ -396,7 +398,7 @@ def _notes(
     return tuple(
         f"{_text(option)} alone has a lower loss than the choice by scores"
         for j, option in enumerate(options)
-        if sum(row[j] for row in costs) <= budget and measured([j] * len(costs)) < measured(chosen)
+        if sum(row[j] for row in costs) <= budget and loss_under([j] * len(costs)) < loss_under(choice)
     )
 
 
@@ -407,26 +409,29 @@ def _fisher(
     model: nnx.Module,
     loss: Loss,
     batches: Sequence[tuple[Any, ...]],
-    found: Sequence[_Layer],
+    targets: Sequence[_Layer],
     options: Sequence[Rule | None],
 ) -> tuple[list[list[float]], list[list[tuple[float, float]]], set[str], set[str]]:
     """The scores of layers and formats, signal-to-noise ratio of inputs and results in dB, and layers without these.
 
     First those whose calls are unknown, then those that have no calls.
     """
-    rounded, without = _alone(found, options), _alone(found, [_inputs_only(option) for option in options])
-    shape = (len(found), len(options))
+    rounded_layers, input_layers = (
+        _alone(targets, options),
+        _alone(targets, [_inputs_only(option) for option in options]),
+    )
+    shape = (len(targets), len(options))
     scores, noise, noise_of_inputs = np.zeros(shape), np.zeros(shape), np.zeros(shape)
-    power = np.zeros(len(found))
-    called: set[str] = set()
+    power = np.zeros(len(targets))
+    call_paths: set[str] = set()
     unseen: set[str] = set()
-    numbers = {layer.path: i for i, layer in enumerate(found)}
+    numbers = {layer.path: i for i, layer in enumerate(targets)}
     for batch in batches:
-        calls, gradients, hidden = _calls(model, loss, batch, list(numbers))
+        calls, gradients, opaque_paths = _calls(model, loss, batch, list(numbers))
         for call, gradient in zip(calls, gradients, strict=True):
             i, y = numbers[call.path], call.result
             power[i] += float(jnp.sum(jnp.square(y)))
-            for j, (low, inputs) in enumerate(zip(rounded, without, strict=True)):
+            for j, (low, inputs) in enumerate(zip(rounded_layers, input_layers, strict=True)):
                 if low is None:
                     continue
                 error = call.of(low) - y
@@ -434,18 +439,18 @@ def _fisher(
                 noise[i, j] += float(jnp.sum(jnp.square(error)))
                 if inputs is not None:
                     noise_of_inputs[i, j] += float(jnp.sum(jnp.square(call.of(inputs) - y)))
-        called |= {call.path for call in calls}
-        unseen |= hidden
+        call_paths |= {call.path for call in calls}
+        unseen |= opaque_paths
     ratios = [
         [
             (decibels(power[i], noise_of_inputs[i, j]), decibels(power[i], noise[i, j]))
-            if layer.path in called - unseen
+            if layer.path in call_paths - unseen
             else (math.nan, math.nan)
             for j in range(len(options))
         ]
-        for i, layer in enumerate(found)
+        for i, layer in enumerate(targets)
     ]
-    return (scores / len(batches)).tolist(), ratios, unseen, set(numbers) - called - unseen
+    return (scores / len(batches)).tolist(), ratios, unseen, set(numbers) - call_paths - unseen
 
 
 def _inputs_only(option: Rule | None) -> Rule | None:
@@ -453,10 +458,10 @@ def _inputs_only(option: Rule | None) -> Rule | None:
     return None if option is None or option.activation is None else Rule(activation=option.activation)
 
 
-def _alone(found: Sequence[_Layer], options: Sequence[Rule | None]) -> list[dict[str, Any] | None]:
+def _alone(targets: Sequence[_Layer], options: Sequence[Rule | None]) -> list[dict[str, Any] | None]:
     """The layers under each option, by path; each alone: a layer inside it, as that of LoRA, has a score of its own."""
     return [
-        None if option is None else {one.path: quantize(one.module, replace(option, path="/")) for one in found}
+        None if option is None else {one.path: quantize(one.module, replace(option, path="/")) for one in targets}
         for option in options
     ]
 
@@ -473,14 +478,18 @@ def _calls(
         return out
 
     jax.eval_shape(outline)
-    seen: list[Call] = []
+    traced_calls: list[Call] = []
     unseen: set[str] = set()
 
     def whole(probes: list[Array]) -> Any:
-        out, calls, hidden = calls_of(model, lambda copy: loss(copy, *batch), paths, probes)
-        seen[:] = calls
-        unseen.update(hidden)
+        out, calls, opaque_paths = calls_of(model, lambda copy: loss(copy, *batch), paths, probes)
+        traced_calls[:] = calls
+        unseen.update(opaque_paths)
         return out, [(call.args, call.kwargs, call.result) for call in calls]
 
     gradients, arrays = jax.grad(whole, has_aux=True)([jnp.zeros(*shape) for shape in shapes])
-    return [Call(call.path, call.method, *each) for call, each in zip(seen, arrays, strict=True)], gradients, unseen
+    return (
+        [Call(call.path, call.method, *each) for call, each in zip(traced_calls, arrays, strict=True)],
+        gradients,
+        unseen,
+    )

@@ -66,11 +66,11 @@ def quantize(module: nn.Module, rules: Rule | Iterable[Rule], *, program: bool =
         >>> dense.apply(variables, jnp.ones((1, 4))).shape
         (1, 2)
     """
-    given = as_rules(rules)
+    all_rules = as_rules(rules)
     if not isinstance(module, nn.Module):
         raise TypeError(f"module={brief(module)} must be a module of Flax Linen; for NNX use jchop.nn.quantize")
     check_bool("program", program)
     if not program:
-        return Quantized(module, given)
-    check_fields(given)
-    return Program(module, given)
+        return Quantized(module, all_rules)
+    check_fields(all_rules)
+    return Program(module, all_rules)

@@ -30,19 +30,19 @@ def is_filled(layer: Any) -> bool:
 class Decoding:
     """One step of an attention layer with a packed cache.
 
-    Linen's own code puts the new token into arrays in full precision, so it is shown those; `packed` takes the token
+    Linen's own code puts the new token into arrays in full precision, so it is shown those; `put_token` takes the token
     out of them again, and into the cache.
 
     Args:
         layer: the bound layer, in its call.
         spec: the spec of keys and values.
-        stored: the packed keys and values before the step.
+        caches: the packed keys and values before the step.
         index: the place of the new token.
     """
 
     layer: Any
     spec: Spec
-    stored: tuple[QArray, ...]
+    caches: tuple[QArray, ...]
     index: Array
 
     @staticmethod
@@ -52,24 +52,24 @@ class Decoding:
         Raises:
             ValueError: for a cache that is not packed.
         """
-        stored = tuple(layer.get_variable(CACHE, name) for name in _NAMES)
-        if not all(isinstance(q, QArray) for q in stored):
+        caches = tuple(layer.get_variable(CACHE, name) for name in _NAMES)
+        if not all(isinstance(q, QArray) for q in caches):
             raise ValueError(
                 f"the cache of {type(layer).__name__} at {'/'.join(layer.path)!r} is not packed: take the one that "
                 "`init` of the quantized module returns"
             )
-        for name, q in zip(_NAMES, stored, strict=True):
+        for name, q in zip(_NAMES, caches, strict=True):
             layer.put_variable(CACHE, name, dequantize(q))
-        return Decoding(layer, spec, stored, layer.get_variable(CACHE, "cache_index"))
+        return Decoding(layer, spec, caches, layer.get_variable(CACHE, "cache_index"))
 
-    def packed(self, *full: Array) -> tuple[Array, ...]:
+    def put_token(self, *full: Array) -> tuple[Array, ...]:
         """Keys and values with the new token rounded, from those with it in full precision; the cache takes it."""
-        after = []
-        for name, q, whole in zip(_NAMES, self.stored, full, strict=True):
+        updates = []
+        for name, q, whole in zip(_NAMES, self.caches, full, strict=True):
             token = lax.dynamic_slice_in_dim(whole, self.index, 1, whole.ndim - 3)
-            after.append(with_token(q, quantize(token.astype(q.dtype), self.spec), self.index))
-            self.layer.put_variable(CACHE, name, after[-1])
-        return tuple(dequantize(q, whole.dtype) for q, whole in zip(after, full, strict=True))
+            updates.append(with_token(q, quantize(token.astype(q.dtype), self.spec), self.index))
+            self.layer.put_variable(CACHE, name, updates[-1])
+        return tuple(dequantize(q, whole.dtype) for q, whole in zip(updates, full, strict=True))
 
 
 def pack_fresh(layer: Any, spec: Spec) -> None:

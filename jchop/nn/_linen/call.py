@@ -30,12 +30,12 @@ class Interceptor:
 
     Args:
         rules: the rules of layers, by path.
-        packed: the packed kernels of layers whose parameters are rounded already, by path; None if it has none.
+        packed_kernels: the packed kernels of layers whose parameters are rounded already, by path; None if it has none.
         starting: whether the call is to begin scales that are kept.
     """
 
     rules: Mapping[tuple[str, ...], Rule]
-    packed: Mapping[tuple[str, ...], Any]
+    packed_kernels: Mapping[tuple[str, ...], Any]
     starting: bool = False
 
     def __call__(self, call: Callable[..., Any], args: Any, kwargs: Any, context: Any) -> Any:
@@ -52,9 +52,9 @@ class Interceptor:
             return forward, backward
 
         cache = rule.cache if kind.caches and layer.decode else None
-        filled = cache is not None and is_filled(layer)
+        decodes = cache is not None and is_filled(layer)
         if kind.hook is not None:
-            decoding = Decoding.of(layer, cache) if cache is not None and filled else None
+            decoding = Decoding.of(layer, cache) if cache is not None and decodes else None
             self._set_product(layer, kind, rule, decoding)
         elif rule.activation is not None and not _is_lookup(layer, context.method_name):
             layout = None if kind.inputs is None else kind.inputs(layer, args[0].ndim)
@@ -63,7 +63,7 @@ class Interceptor:
             )
             args = (round_in(layout, args[0], rule.activation, *keys(rule.activation)), *args[1:])
         y = call(*args, **kwargs)
-        if cache is not None and not filled:
+        if cache is not None and not decodes:
             pack_fresh(layer, cache)
         if rule.output is None or not kind.parameters:
             return y
@@ -75,13 +75,13 @@ class Interceptor:
         assert kind.hook is not None
         name, product = kind.hook
         codes = rule.product == "codes" and (rule.activation is not None or rule.weight is not None)
-        stored = self.packed.get(layer.path) if codes else None
+        packed_kernel = self.packed_kernels.get(layer.path) if codes else None
         if kind.keeps_scales and rule.scale_from is not None:
             refuse_codes(rule, str(place(layer, rule)), "codes have scales of their own, and none from scale_from")
-        rounded = layer.path in self.packed and not codes
-        if self.packed.get(layer.path) is not None and getattr(layer, "mask", None) is not None:
+        skips_weight = layer.path in self.packed_kernels and not codes
+        if self.packed_kernels.get(layer.path) is not None and getattr(layer, "mask", None) is not None:
             object.__setattr__(layer, "mask", None)  # it is in the packed kernel
-        right = rule.activation if not kind.parameters else None if rounded else rule.weight
+        right = rule.activation if not kind.parameters else None if skips_weight else rule.weight
         fields = (getattr(rule, field) for field in PRODUCT_FIELDS)
         how = Roundings(rule.activation, right, *fields, place=place(layer, rule), codes=codes)
 
@@ -91,11 +91,13 @@ class Interceptor:
         def multiply(x: Array, w: Array, *args: Any, **kwargs: Any) -> Array:
             assert kind.layout is not None
             layout, source = kind.layout(layer, w.ndim), rule.scale_from
-            if stored is not None and stored.shape != w.shape:
-                refuse_codes(rule, str(place(layer, rule)), f"its packed kernel is one of a stack of {stored.shape}")
-            known = {} if stored is None else {"rounded": w, "codes": stored.codes()}
-            x, w, left, mine = prepared(layer, source, layout, how, x, w, key(), self.starting)
-            return product(x, w, *args, **kwargs, how=left, key=mine, **known)
+            if packed_kernel is not None and packed_kernel.shape != w.shape:
+                refuse_codes(
+                    rule, str(place(layer, rule)), f"its packed kernel is one of a stack of {packed_kernel.shape}"
+                )
+            code_arguments = {} if packed_kernel is None else {"rounded": w, "codes": packed_kernel.codes()}
+            x, w, remaining, product_key = prepared(layer, source, layout, how, x, w, key(), self.starting)
+            return product(x, w, *args, **kwargs, how=remaining, key=product_key, **code_arguments)
 
         attend = _attend(product, how, key, decoding)
         object.__setattr__(layer, name, multiply if kind.parameters else attend)
@@ -133,7 +135,7 @@ def _attend(product: Any, how: Roundings, draw: Callable[[], Any], decoding: Dec
         if force_fp32_for_softmax:
             raise NotImplementedError("force_fp32_for_softmax=True: a rounded attention has its softmax in its dtype")
         if decoding is not None:
-            key, value = decoding.packed(key, value)
+            key, value = decoding.put_token(key, value)
         y, weights = product(
             query, key, value, bias, mask, broadcast_dropout, dropout_rng, dropout_rate, deterministic, dtype,
             precision, how=how, keys=(draw(), draw()),

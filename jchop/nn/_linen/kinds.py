@@ -33,8 +33,8 @@ class Kind:
         hook: the field that a product with rounded operands can be set in, and that product.
         layout: of a weight of so many axes.
         inputs: layout of inputs by number of axes, if no product rounds them. Default: their own axes.
-        refuses: the fields of a rule that its twin of NNX has, and this one cannot have, since Flax gives no access to
-            its product.
+        refuses: the fields of a rule that the same layer of NNX has, and this one cannot have, since Flax gives no
+            access to its product.
         operation: what it computes with its parameters, as a rule's `operation` names it; empty for a norm.
     """
 
@@ -45,9 +45,9 @@ class Kind:
     refuses: tuple[str, ...] = ()
     operation: str = "dot_general"
 
-    def fields(self, held: Collection[str]) -> set[str]:
-        """The fields of a rule that say something for such a layer with the parameters `held`."""
-        roles = {role for name, role in self.parameters.items() if name in held}
+    def fields(self, names: Collection[str]) -> set[str]:
+        """The fields of a rule that say something for such a layer with the parameters `names`."""
+        roles = {role for name, role in self.parameters.items() if name in names}
         flags = {"output": self.parameters, "scale_from": self.keeps_scales, "cache": self.caches}
         return {*roles, "activation", *(PRODUCT_FIELDS if self.hook else ()), *(name for name in flags if flags[name])}
 

@@ -49,21 +49,21 @@ class Found:
         layer: the layer; None if a module has parameters but did not run.
         rule: what its rule rounds in it.
         shapes: of its parameters in its call, by name.
-        changed: what changes its kernel before its call; empty if nothing is known to.
+        kernel_change: what changes its kernel before its call; empty if nothing is known to.
     """
 
     layer: Any
     rule: Rule
     shapes: Mapping[str, tuple[int, ...]]
-    changed: str = ""
+    kernel_change: str = ""
 
     @property
     def kind(self) -> Kind:
-        """Its line in the table."""
+        """Its row of `LINEN_KINDS`."""
         return KINDS[type(self.layer)]
 
     def layout(self, name: str) -> Layout | None:
-        """How a parameter is laid out; None: as it lies."""
+        """The axes of a parameter as the product has them; None: its last axis alone is summed over."""
         is_weight = self.kind.parameters[name] == "weight"
         return self.kind.layout(self.layer, len(self.shapes[name])) if self.kind.layout and is_weight else None
 
@@ -83,17 +83,17 @@ class Found:
                 layout = self.layout(name)
                 check_axes(role, self.spec(name), layout.ndim if layout else len(self.shapes[name]), self.place)
 
-    def packed(self, name: str, value: Any, key: Any = None, scale: Any = None) -> tuple[QArray, Layout]:
+    def pack_param(self, name: str, value: Any, key: Any = None, scale: Any = None) -> tuple[QArray, Layout]:
         """A parameter as its rule packs it, and the layout it has then."""
         spec = self.spec(name)
         assert spec is not None
         ndim = len(self.shapes[name])
-        as_it_lies = Layout(tuple(range(ndim - 1)), (ndim - 1,))
-        layout, stack = self.layout(name) or as_it_lies, self.stacked(name, value)
-        stored, laid = pack(self.in_use(value), layout, stack, spec, key, scale)
-        return stored, laid or as_it_lies
+        last_axis = Layout(tuple(range(ndim - 1)), (ndim - 1,))
+        layout, stack = self.layout(name) or last_axis, self.stack_ndim(name, value)
+        codes, codes_layout = pack(self.in_compute_dtype(value), layout, stack, spec, key, scale)
+        return codes, codes_layout or last_axis
 
-    def as_multiplied(self, name: str, value: Any) -> Any:
+    def times_mask(self, name: str, value: Any) -> Any:
         """A parameter as the product rounds it: the kernel of a convolution times its mask.
 
         Raises:
@@ -104,10 +104,10 @@ class Found:
         mask = getattr(self.layer, "mask", None)
         way_out = "Quantize the program instead, by program=True, or leave the layer: "
         way_out += left_alone(["/".join(self.layer.path)], self.rule)
-        if self.changed:
+        if self.kernel_change:
             raise NotImplementedError(
-                f"{name} of the {self.place} is changed by {self.changed} before the product, and packed numbers are "
-                f"rounded before that. {way_out}"
+                f"{name} of the {self.place} is changed by {self.kernel_change} before the product, and packed numbers "
+                f"are rounded before that. {way_out}"
             )
         if isinstance(mask, jax.core.Tracer):
             raise NotImplementedError(
@@ -122,21 +122,21 @@ class Found:
             return None
         key = jax.eval_shape(lambda: jax.random.key(0)) if spec.rounding.stochastic else None
         value = jax.ShapeDtypeStruct(shape, dtype)
-        return jax.eval_shape(lambda value, key: self.packed(name, value, key)[0], value, key).spec
+        return jax.eval_shape(lambda value, key: self.pack_param(name, value, key)[0], value, key).spec
 
     @property
     def needs_run(self) -> bool:
         """Whether the initial state of its rule depends on the input of a call."""
-        learned = isinstance(self.rule.scale_from, LSQ) and self.rule.activation is not None
+        learns_scale = isinstance(self.rule.scale_from, LSQ) and self.rule.activation is not None
         caches = self.kind.caches and self.rule.cache is not None and self.layer.decode
-        return (learned and self.kind.keeps_scales) or caches
+        return (learns_scale and self.kind.keeps_scales) or caches
 
-    def in_use(self, value: Any) -> Any:
+    def in_compute_dtype(self, value: Any) -> Any:
         """A parameter in the dtype that the layer computes in."""
         dtype = getattr(self.layer, "dtype", None)
         return value if dtype is None else value.astype(dtype)
 
-    def stacked(self, name: str, value: Any) -> int:
+    def stack_ndim(self, name: str, value: Any) -> int:
         """How many axes in front a parameter has of a stack of layers, as `flax.linen.scan` makes one.
 
         Raises:
@@ -178,7 +178,7 @@ def layers_of(
 
 
 def seen_in(module: nn.Module, variables: Any, args: tuple[Any, ...], rngs: Any, kwargs: Any) -> Seen:
-    """The layers that run in an abstract call; arguments as for `layers_of`."""
+    """The layers that run in an abstract call; arguments as for `match_linen_layers`."""
     return _watched(module, variables, args, rngs, kwargs)[0]
 
 
@@ -186,11 +186,11 @@ def _watched(
     module: nn.Module, variables: Any, args: tuple[Any, ...], rngs: Any, kwargs: Any
 ) -> tuple[Seen, dict[Path, str]]:
     """The layers that run in an abstract call, and what changes the kernels of some before."""
-    changed: dict[Path, str] = {}
+    kernel_changes: dict[Path, str] = {}
     above: list[nn.Module] = []
     outside: Any = None
-    given_ids: set[int] = set()
-    seen: dict[Path, tuple[nn.Module, dict[str, tuple[int, ...]]]] = {}
+    argument_ids: set[int] = set()
+    calls: dict[Path, tuple[nn.Module, dict[str, tuple[int, ...]]]] = {}
     leaves, structure = jax.tree.flatten(args)
     arrays = [leaf for leaf in leaves if isinstance(leaf, _ARRAYS)]
 
@@ -208,31 +208,31 @@ def _watched(
             wrapper = next((m for m in reversed(above) if isinstance(m, _WRAPPERS)), None)
             # A kernel comes as the tracer that was given, unless it is changed or a transformation (scan, remat) traces
             # anew; there only Flax's own wrappers are known.
-            same = current_trace() == outside
-            if (id(own["kernel"]) not in given_ids) if same else wrapper is not None:
-                changed[path] = "nn.map_variables" if wrapper is None else f"nn.{type(wrapper).__name__}"
-        seen[path] = context.module.clone(parent=Scope({}, path=path)), shapes
+            is_outside = current_trace() == outside
+            if (id(own["kernel"]) not in argument_ids) if is_outside else wrapper is not None:
+                kernel_changes[path] = "nn.map_variables" if wrapper is None else f"nn.{type(wrapper).__name__}"
+        calls[path] = context.module.clone(parent=Scope({}, path=path)), shapes
         return y
 
     def run(variables: Any, rngs: Any, arrays: list[Any]) -> Any:
         nonlocal outside
         outside = current_trace()
-        given_ids.update(map(id, jax.tree.leaves(variables)))
-        given = iter(arrays)
-        whole = [next(given) if isinstance(leaf, _ARRAYS) else leaf for leaf in leaves]
-        return module.apply(variables, *jax.tree.unflatten(structure, whole), rngs=rngs, **kwargs)
+        argument_ids.update(map(id, jax.tree.leaves(variables)))
+        remaining = iter(arrays)
+        values = [next(remaining) if isinstance(leaf, _ARRAYS) else leaf for leaf in leaves]
+        return module.apply(variables, *jax.tree.unflatten(structure, values), rngs=rngs, **kwargs)
 
     with nn.intercept_methods(note):
         jax.eval_shape(run, variables, rngs, arrays)
-    return seen, changed
+    return calls, kernel_changes
 
 
-def held_by(seen: Seen, variables: Any) -> dict[Path, dict[str, Any]]:
+def held_by(calls: Seen, variables: Any) -> dict[Path, dict[str, Any]]:
     """The parameters by name of everything that has some, and of every layer that ran."""
-    held: dict[Path, dict[str, Any]] = {}
+    params: dict[Path, dict[str, Any]] = {}
     for path, value in params_of(variables).items():
-        held.setdefault(path[:-1], {})[path[-1]] = value
-    return held | {path: {} for path, (layer, _) in seen.items() if type(layer) in KINDS and path not in held}
+        params.setdefault(path[:-1], {})[path[-1]] = value
+    return params | {path: {} for path, (layer, _) in calls.items() if type(layer) in KINDS and path not in params}
 
 
 def number_of(path: Path, layer: Any, rules: Sequence[Rule]) -> int | None:
@@ -247,74 +247,80 @@ class Decided(NamedTuple):
     """What rules say for a layer.
 
     Args:
-        held: its parameters by name.
+        params: its parameters by name.
         number: of its rule; None if none matches.
-        own: what that rule rounds in this layer (`for_norms`).
+        effective_rule: what that rule rounds in this layer (`rules_for_norms`).
     """
 
-    held: dict[str, Any]
+    params: dict[str, Any]
     number: int | None
-    own: Rule | None
+    effective_rule: Rule | None
 
 
-def decided_layers(seen: Seen, rules: Sequence[Rule], variables: Any) -> dict[Path, Decided]:
-    """As `held_by`, each with its rule."""
-    held = held_by(seen, variables)
-    layers = {path: seen[path][0] if path in seen else None for path in held}
+def decided_layers(calls: Seen, rules: Sequence[Rule], variables: Any) -> dict[Path, Decided]:
+    """As `params_by_layer`, each with its rule."""
+    params = held_by(calls, variables)
+    layers = {path: calls[path][0] if path in calls else None for path in params}
     kinds = {path: KINDS.get(type(layer)) for path, layer in layers.items()}
     numbers = {path: number_of(path, layer, rules) for path, layer in layers.items()}
     of_norms = for_norms(rules, [(number, kinds[path]) for path, number in numbers.items() if number is not None])
 
-    def own(number: int | None, kind: Kind | None) -> Rule | None:
+    def effective_rule(number: int | None, kind: Kind | None) -> Rule | None:
         return None if number is None else (rules if kind is None or kind.operation else of_norms)[number]
 
-    return {path: Decided(held[path], number, own(number, kinds[path])) for path, number in numbers.items()}
+    return {
+        path: Decided(params[path], number, effective_rule(number, kinds[path])) for path, number in numbers.items()
+    }
 
 
-def _matched(rules: Sequence[Rule], seen: Seen, changed: Mapping[Path, str], variables: Any) -> dict[Path, Found]:
-    every = decided_layers(seen, rules, variables)
-    chosen: dict[Path, tuple[int, Found]] = {}
-    for path, (_, number, own) in every.items():
-        layer, shapes = seen.get(path, (None, {}))
-        if number is not None and own is not None:
-            chosen[path] = number, Found(layer, own, shapes, changed.get(path, ""))
-    idle = [number for number in range(len(rules)) if not any(number == n for n, _ in chosen.values())]
+def _matched(
+    rules: Sequence[Rule], calls: Seen, kernel_changes: Mapping[Path, str], variables: Any
+) -> dict[Path, Found]:
+    layer_rules = decided_layers(calls, rules, variables)
+    matches: dict[Path, tuple[int, Found]] = {}
+    for path, (_, number, effective_rule) in layer_rules.items():
+        layer, shapes = calls.get(path, (None, {}))
+        if number is not None and effective_rule is not None:
+            matches[path] = number, Found(layer, effective_rule, shapes, kernel_changes.get(path, ""))
+    idle = [number for number in range(len(rules)) if not any(number == n for n, _ in matches.values())]
     if idle:
-        near = nearest_paths([rules[n].path for n in idle], ["/".join(path) for path in every])
+        near = nearest_paths([rules[n].path for n in idle], ["/".join(path) for path in layer_rules])
         raise ValueError(
             f"{', '.join(str(rules[n]) for n in idle)} matches no layer, or only such as an earlier rule matches{near}"
         )
-    chosen = {path: pair for path, pair in chosen.items() if _fields(pair[1].rule)}
-    for path, (_, found) in chosen.items():
-        _check(path, found)
+    matches = {path: pair for path, pair in matches.items() if _fields(pair[1].rule)}
+    for path, (_, match) in matches.items():
+        _check(path, match)
     for number, rule in enumerate(rules):
-        mine = {path: found for path, (n, found) in chosen.items() if n == number}
-        said = [(found.rule, found.kind.fields(every[path].held)) for path, found in mine.items()]
-        silent = [name for name in _fields(rule) if not any(name in f and name in _fields(own) for own, f in said)]
+        mine = {path: match for path, (n, match) in matches.items() if n == number}
+        rule_fields = [(match.rule, match.kind.fields(layer_rules[path].params)) for path, match in mine.items()]
+        silent = [
+            name for name in _fields(rule) if not any(name in f and name in _fields(own) for own, f in rule_fields)
+        ]
         if silent:
             raise ValueError(
                 f"{rule}: {', '.join(silent)} has no effect on any of its layers: "
-                f"{', '.join(sorted({type(found.layer).__name__ for found in mine.values()}))}"
+                f"{', '.join(sorted({type(match.layer).__name__ for match in mine.values()}))}"
             )
-    return {path: found for path, (_, found) in chosen.items()}
+    return {path: match for path, (_, match) in matches.items()}
 
 
 def _fields(rule: Rule) -> list[str]:
     return [name for name in FIELDS if getattr(rule, name) is not None]
 
 
-def _check(path: Path, found: Found) -> None:
-    layer, rule = found.layer, found.rule
+def _check(path: Path, match: Found) -> None:
+    layer, rule = match.layer, match.rule
     what = f"{type(layer).__name__} at {'/'.join(path)!r}"
     kind = KINDS.get(type(layer))
-    known = set() if kind is None else {*kind.parameters, *map(scale_name, ("weight", "activation"))}
-    more = sorted(found.shapes.keys() - known)
+    param_names = set() if kind is None else {*kind.parameters, *map(scale_name, ("weight", "activation"))}
+    more = sorted(match.shapes.keys() - param_names)
     own = f" ({', '.join(more)})" if more else ""
     if kind is None or more or not is_as_written(layer, type(layer), nn.Module):
         raise NotImplementedError(
             f"{what} has parameters{own} and is none of the plain layers that can be quantized: "
-            f"{', '.join(cls.__name__ for cls in KINDS)}. Quantize the program instead, by program=True, or leave it: "
-            f"{left_alone(['/'.join(path)], rule)}"
+            f"{', '.join(cls.__name__ for cls in KINDS)}. Quantize the program instead, by program=True, "
+            f"or leave it: {left_alone(['/'.join(path)], rule)}"
         )
     refuse_turn(rule, what)
     if set(kind.refuses) & set(PRODUCT_FIELDS):
@@ -325,7 +331,7 @@ def _check(path: Path, found: Found) -> None:
             f"{what}: {', '.join(wrong)} cannot be had, since Flax gives no access to its product. "
             f"{left_alone(['/'.join(path)], rule, ', ...')}"
         )
-    found.check_axes()
+    match.check_axes()
     hooks = (kind.hook[0], f"{kind.hook[0]}_cls", *_EINSUMS) if kind.hook is not None else ()
     usual = (None, nn.dot_product_attention)
     own = [name for name in hooks if not any(getattr(layer, name, None) is function for function in usual)]

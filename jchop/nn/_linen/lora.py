@@ -77,11 +77,11 @@ class _Beside:
             return y
         if not isinstance(layer, _LINEAR):
             raise ValueError(_no_dense(layer, "/".join(layer.path)))
-        rule, given = adapter["rule"], args[0] if args else kwargs["inputs"]
+        rule, inputs = adapter["rule"], args[0] if args else kwargs["inputs"]
         if rule.dropout and layer.has_rng("dropout"):
-            kept = jax.random.bernoulli(layer.make_rng("dropout"), 1 - rule.dropout, given.shape)
-            given = jnp.where(kept, given / (1 - rule.dropout), 0)
-        x, a, b = promote_dtype(given, adapter["lora_a"], adapter["lora_b"], dtype=layer.dtype)
+            mask = jax.random.bernoulli(layer.make_rng("dropout"), 1 - rule.dropout, inputs.shape)
+            inputs = jnp.where(mask, inputs / (1 - rule.dropout), 0)
+        x, a, b = promote_dtype(inputs, adapter["lora_a"], adapter["lora_b"], dtype=layer.dtype)
         return beside(y, x, a, b, _axes(layer)[0], rule)
 
 
@@ -129,44 +129,48 @@ def add_lora(
         >>> bool((adapted.apply(variables, x) == dense.apply(packed, x)).all()), variables["lora"]["lora_a"].shape
         (True, (64, 4))
     """
-    given, core = as_lora_rules(rules), _core(module)
+    lora_rules, core = as_lora_rules(rules), _core(module)
     check_key("key", key)
     if LORA in variables:
         raise ValueError("variables have adapters already; merge_lora or split_lora takes them out")
     shapes = jax.eval_shape(unpacked, variables)
-    seen = seen_in(core, shapes, args, rngs, kwargs)
-    params, before = dict(params_of(variables)), params_of({} if original is None else original)
-    made: dict[Path, Array] = {}
+    calls = seen_in(core, shapes, args, rngs, kwargs)
+    params, original_params = dict(params_of(variables)), params_of({} if original is None else original)
+    new_adapters: dict[Path, Array] = {}
     rests: dict[Path, Array] = {}
-    chosen: dict[str, LoraRule] = {}
+    layer_rules: dict[str, LoraRule] = {}
     used: set[int] = set()
-    for path, (layer, _) in sorted(seen.items()):
+    for path, (layer, _) in sorted(calls.items()):
         place = "/".join(path)
-        number = next((i for i, rule in enumerate(given) if matches_path(rule.path, place)), None)
+        number = next((i for i, rule in enumerate(lora_rules) if matches_path(rule.path, place)), None)
         kernel = params.get((*path, "kernel"))
         if number is None or kernel is None:
             continue
         used.add(number)
-        rule, packed = given[number], isinstance(kernel, Packed)
+        rule, has_codes = lora_rules[number], isinstance(kernel, Packed)
         if not isinstance(layer, _LINEAR):
             raise ValueError(f"{_no_dense(layer, place)}; exclude the layer with '!{place}'")
-        key, mine = split(key)
+        key, layer_key = split(key)
         sizes = tuple(map(len, _axes(layer)))
-        exact = as_matrix(_numbers(before[*path, "kernel"]), *sizes) if (*path, "kernel") in before else None
+        exact = (
+            as_matrix(_numbers(original_params[*path, "kernel"]), *sizes)
+            if (*path, "kernel") in original_params
+            else None
+        )
         what = f"{type(layer).__name__} at {place!r}, by {rule}"
         weight = as_matrix(_numbers(kernel), *sizes)
-        a, b, rest = first_adapter(rule, what, lambda mine=mine: mine, weight, exact, packed)
-        made |= {(*path, "lora_a"): a, (*path, "lora_b"): b}
+        a, b, rest = first_adapter(rule, what, lambda layer_key=layer_key: layer_key, weight, exact, has_codes)
+        new_adapters |= {(*path, "lora_a"): a, (*path, "lora_b"): b}
         rests |= {} if rest is None else {path: rest}
-        chosen[place] = rule
-    check_used(given, used, ["/".join(path) for path in seen])
+        layer_rules[place] = rule
+    check_used(lora_rules, used, ["/".join(path) for path in calls])
     if rests:
-        found = layers_of(core, module.rules, shapes, args, rngs, kwargs) if isinstance(module, Quantized) else {}
+        matches = layers_of(core, module.rules, shapes, args, rngs, kwargs) if isinstance(module, Quantized) else {}
         params |= {
-            (*path, "kernel"): _put(params[*path, "kernel"], rest, found.get(path)) for path, rest in rests.items()
+            (*path, "kernel"): _put(params[*path, "kernel"], rest, matches.get(path)) for path, rest in rests.items()
         }
-    result = {**variables, "params": unflatten_dict(params), LORA: unflatten_dict(made)}
-    return Adapted(module, tuple(sorted(chosen.items()))), result
+    result = {**variables, "params": unflatten_dict(params), LORA: unflatten_dict(new_adapters)}
+    return Adapted(module, tuple(sorted(layer_rules.items()))), result
 
 
 def merge_lora(
@@ -204,17 +208,17 @@ def merge_lora(
     module, core, params = adapted.module, _core(adapted.module), dict(params_of(base))
     shapes = jax.eval_shape(unpacked, base)
     rules = module.rules if isinstance(module, Quantized) else ()
-    found = layers_of(core, rules, shapes, args, rngs, kwargs) if requantize and rules else {}
-    alone = [place for place in adapters if isinstance(params[*_path(place), "kernel"], Packed)]
+    matches = layers_of(core, rules, shapes, args, rngs, kwargs) if requantize and rules else {}
+    packed_places = [place for place in adapters if isinstance(params[*_path(place), "kernel"], Packed)]
     for place, adapter in adapters.items():
         leaf = params[*(path := _path(place)), "kernel"]
         weight = merged_weight(_numbers(leaf), adapter["lora_a"], adapter["lora_b"], adapter["rule"])
-        params[*path, "kernel"] = _put(leaf, weight, found.get(path))
+        params[*path, "kernel"] = _put(leaf, weight, matches.get(path))
     result = {**base, "params": unflatten_dict(params)}
-    if requantize or not alone:
+    if requantize or not packed_places:
         return module, result
-    left = _left_alone(rules, alone, seen_in(core, shapes, args, rngs, kwargs), shapes)
-    return (Quantized(core, left) if any(rule.rounds for rule in left) else core), result
+    remaining = _left_alone(rules, packed_places, seen_in(core, shapes, args, rngs, kwargs), shapes)
+    return (Quantized(core, remaining) if any(rule.rounds for rule in remaining) else core), result
 
 
 def split_lora(adapted: Adapted, variables: Any) -> tuple[nn.Module | Quantized, Any, dict[str, dict[str, Any]]]:
@@ -293,12 +297,12 @@ def load_lora(folder: str | os.PathLike[str], module: nn.Module | Quantized, var
     """
     _core(module)
     kernels = {"/".join(path[:-1]): leaf for path, leaf in params_of(variables).items() if path[-1] == "kernel"}
-    found = read_adapters(folder, kernels, lambda place: nn.meta.unbox(kernels[place]).shape)
-    made = {
-        (*_path(place), name): part for place, new in found.items() for name, part in zip(_PARTS, new, strict=False)
+    adapters = read_adapters(folder, kernels, lambda place: nn.meta.unbox(kernels[place]).shape)
+    arrays = {
+        (*_path(place), name): part for place, new in adapters.items() for name, part in zip(_PARTS, new, strict=False)
     }
-    rules = tuple((place, found[place][2]) for place in sorted(found))
-    return Adapted(module, rules), {**variables, LORA: unflatten_dict(made)}
+    rules = tuple((place, adapters[place][2]) for place in sorted(adapters))
+    return Adapted(module, rules), {**variables, LORA: unflatten_dict(arrays)}
 
 
 # -- parts -------------------------------------------------------------------------------------------------------------
@@ -326,16 +330,16 @@ def _axes(layer: Any) -> tuple[tuple[int, ...], tuple[int, ...]]:
     return next(both), next(both)
 
 
-def _parts(adapted: Adapted, variables: Any) -> tuple[dict[str, Any], dict[str, dict[str, Any]]]:
+def _parts(model: Adapted, variables: Any) -> tuple[dict[str, Any], dict[str, dict[str, Any]]]:
     """The variables without adapters, and the adapters by path, as `split_lora` gives them."""
     base = dict(variables)
-    found: Any = flatten_dict(dict(base.pop(LORA, {})))
-    wanted = {(*_path(place), part): (place, part) for place, _ in adapted.rules for part in _PARTS}
-    if other := set(found) ^ set(wanted):
+    arrays: Any = flatten_dict(dict(base.pop(LORA, {})))
+    places = {(*_path(place), part): (place, part) for place, _ in model.rules for part in _PARTS}
+    if other := set(arrays) ^ set(places):
         raise ValueError(f"variables['{LORA}'] and the adapters of the module differ in {'/'.join(min(other))!r}")
-    adapters: dict[str, dict[str, Any]] = {place: {"rule": rule} for place, rule in adapted.rules}
-    for keys, (place, part) in wanted.items():
-        adapters[place][part] = found[keys]
+    adapters: dict[str, dict[str, Any]] = {place: {"rule": rule} for place, rule in model.rules}
+    for keys, (place, part) in places.items():
+        adapters[place][part] = arrays[keys]
     return base, adapters
 
 
@@ -344,25 +348,25 @@ def _numbers(leaf: Any) -> Array:
     return leaf.unpack() if isinstance(leaf, Packed) else jnp.asarray(nn.meta.unbox(leaf))
 
 
-def _put(leaf: Any, weight: Array, found: Any) -> Any:
-    """A new weight in the form of a parameter; a packed one is packed again if its layer is `found`."""
+def _put(leaf: Any, weight: Array, match: Any) -> Any:
+    """A new weight in the form of a parameter; a packed one is packed again as `match` says, if there is one."""
     if not isinstance(leaf, Packed):
         return nn.meta.replace_boxed(leaf, weight.reshape(nn.meta.unbox(leaf).shape))
     weight = weight.reshape(leaf.shape)
-    if found is None:
+    if match is None:
         return weight
-    stored, layout = found.packed("kernel", weight)
-    return Packed(stored, layout, weight.shape)
+    codes, layout = match.pack_param("kernel", weight)
+    return Packed(codes, layout, weight.shape)
 
 
-def _left_alone(rules: tuple[Rule, ...], places: list[str], seen: Any, shapes: Any) -> tuple[Rule, ...]:
+def _left_alone(rules: tuple[Rule, ...], places: list[str], calls: Any, shapes: Any) -> tuple[Rule, ...]:
     """Rules that leave some layers alone, without those that then match none, and fields that then say nothing."""
-    given = (Rule(" ".join(f"/{place}/" if place else "/" for place in places)), *rules)
+    all_rules = (Rule(" ".join(f"/{place}/" if place else "/" for place in places)), *rules)
     used: dict[int | None, set[str]] = {}
-    for path, (held, _, own) in decided_layers(seen, rules, shapes).items():
-        layer = seen[path][0] if path in seen else None
+    for path, (params, _, own) in decided_layers(calls, rules, shapes).items():
+        layer = calls[path][0] if path in calls else None
         kind = KINDS.get(type(layer))
-        said = () if kind is None else {name for name in kind.fields(held) if getattr(own, name, None) is not None}
-        used.setdefault(number_of(path, layer, given), set()).update(said)
+        fields = () if kind is None else {name for name in kind.fields(params) if getattr(own, name, None) is not None}
+        used.setdefault(number_of(path, layer, all_rules), set()).update(fields)
     idle = {number: dict.fromkeys(name for name in FIELDS if name not in used[number]) for number in used}
-    return tuple(replace(rule, **idle[number]) for number, rule in enumerate(given) if number in used)
+    return tuple(replace(rule, **idle[number]) for number, rule in enumerate(all_rules) if number in used)

@@ -72,11 +72,11 @@ class Program:
             rngs: streams of keys by name.
             kwargs: as of `apply`.
         """
-        params, rest, known = self._parts(variables)
-        low = self._function(variables, args, rngs, kwargs)
-        begun = low.start(params, rest, args, rngs, kwargs, key=self._key(rngs))
-        merged = (held | own for held, own in zip(begun, known, strict=True))
-        return {**variables, **_with_scales(params, Scales(*merged))}
+        params, rest, old_scales = self._split_variables(variables)
+        function = self._function(variables, args, rngs, kwargs)
+        new_scales = function.start(params, rest, args, rngs, kwargs, key=self._key(rngs))
+        scales = (new | old for new, old in zip(new_scales, old_scales, strict=True))
+        return {**variables, **_with_scales(params, Scales(*scales))}
 
     def calibrate(
         self, variables: Any, batches: Iterable[Any], *, method: str = "minmax", combine: str = "widest",
@@ -92,14 +92,14 @@ class Program:
             rngs: streams of keys by name.
             kwargs: as of `apply`.
         """
-        params, rest, known = self._parts(variables)
+        params, rest, old_scales = self._split_variables(variables)
         calls = [arguments_of(batch) for _, batch in numbered(batches)]
-        low = self._function(variables, calls[0], rngs, kwargs)
-        found = low.calibrate(
-            params, [(rest, args, rngs, kwargs) for args in calls], method=method, combine=combine, scales=known,
+        function = self._function(variables, calls[0], rngs, kwargs)
+        scales = function.calibrate(
+            params, [(rest, args, rngs, kwargs) for args in calls], method=method, combine=combine, scales=old_scales,
             key=self._key(rngs),
         )  # fmt: skip
-        return {**variables, **_with_scales(params, found)}
+        return {**variables, **_with_scales(params, scales)}
 
     def apply(self, variables: Any, *args: Any, rngs: Any = None, **kwargs: Any) -> Any:
         """The result of the module under the rules, with the arguments of Linen's `apply`, ``method`` too.
@@ -117,12 +117,12 @@ class Program:
         Raises:
             ValueError: as `jchop.quantize_fn`.
         """
-        params, rest, scales = self._parts(variables)
-        low, key = self._function(variables, args, rngs, kwargs), self._key(rngs)
+        params, rest, scales = self._split_variables(variables)
+        function, key = self._function(variables, args, rngs, kwargs), self._key(rngs)
         if not scales.stats or not in_filter(kwargs.get("mutable", False), STATE):
-            given = scales if self._keeps or scales.stats else None
-            return low(params, rest, args, rngs, kwargs, scales=given, key=key)
-        (y, after), scales = low.update(params, rest, args, rngs, kwargs, scales=scales, key=key)
+            call_scales = scales if self._keeps or scales.stats else None
+            return function(params, rest, args, rngs, kwargs, scales=call_scales, key=key)
+        (y, after), scales = function.update(params, rest, args, rngs, kwargs, scales=scales, key=key)
         return y, {**after, STATE: _nested(scales.stats)}
 
     def pack(self, variables: Any, *args: Any, rngs: Any = None, **kwargs: Any) -> Any:
@@ -136,12 +136,14 @@ class Program:
             rngs: streams of keys by name.
             kwargs: as of `apply`.
         """
-        params, rest, scales = self._parts(variables)
-        low = self._function(variables, args, rngs, kwargs)
-        check_weights([low.resolved(params, rest, args, rngs, kwargs)])
-        packed = low.pack(params, rest, args, rngs, kwargs, scales=scales, key=self._key(rngs))
-        learned = {name: value for name, value in scales.learned.items() if not name.endswith("_weight_scale")}
-        return {**variables, **_with_scales(packed, scales._replace(learned=learned))}
+        params, rest, scales = self._split_variables(variables)
+        function = self._function(variables, args, rngs, kwargs)
+        check_weights([function.resolved(params, rest, args, rngs, kwargs)])
+        packed_params = function.pack(params, rest, args, rngs, kwargs, scales=scales, key=self._key(rngs))
+        activation_scales = {
+            name: value for name, value in scales.learned.items() if not name.endswith("_weight_scale")
+        }
+        return {**variables, **_with_scales(packed_params, scales._replace(learned=activation_scales))}
 
     def quantize_with_data(
         self,
@@ -163,41 +165,45 @@ class Program:
             rngs: streams of keys by name.
             progress: called with the number of batches that were run.
         """
-        params, rest, _ = self._parts(variables)
+        params, rest, _ = self._split_variables(variables)
         first: tuple[Any, ...] = ()
         if any(rule.layer is not None for rule in self.rules):  # a call shows the classes of layers
             check_batches(batches, again=False)
             batches = [*batches]
             first = arguments_of(batches[0]) if batches else ()
-        low = self._function(variables, first, rngs, {})
-        given = changed_batches(batches, lambda args: (rest, args, rngs, {}))
-        packed, report = calibrated(low, params, given, steps, sequential, self._key(rngs), progress)
-        return {**rest, "params": packed}, report
+        function = self._function(variables, first, rngs, {})
+        calls = changed_batches(batches, lambda args: (rest, args, rngs, {}))
+        packed_params, report = calibrated(function, params, calls, steps, sequential, self._key(rngs), progress)
+        return {**rest, "params": packed_params}, report
 
     def report(
         self, variables: Any, *args: Any, rngs: Any = None, platform: str | None = None, **kwargs: Any
     ) -> ProgramReport:
         """What happens to each parameter and each product; arguments as those of `pack`, and a platform."""
-        params, rest, _ = self._parts(variables)
-        low = self._function(variables, args, rngs, kwargs)
-        return low.report(params, rest, args, rngs, kwargs, platform=platform)
+        params, rest, _ = self._split_variables(variables)
+        function = self._function(variables, args, rngs, kwargs)
+        return function.report(params, rest, args, rngs, kwargs, platform=platform)
 
     @property
     def _keeps(self) -> bool:
         return any(rule.scale_from is not None for rule in self.rules)
 
-    def _parts(self, variables: Any) -> tuple[Any, dict[str, Any], Scales]:
+    def _split_variables(self, variables: Any) -> tuple[Any, dict[str, Any], Scales]:
         """The parameters, the other collections, and the kept scales."""
-        given = dict(variables)
-        params = given.pop("params", {})
-        stats: dict[str, Any] = flatten_dict(dict(given.pop(STATE, {})), sep="/")  # type: ignore[assignment]
+        collections = dict(variables)
+        params = collections.pop("params", {})
+        stats: dict[str, Any] = flatten_dict(dict(collections.pop(STATE, {})), sep="/")  # type: ignore[assignment]
         if not any(isinstance(rule.scale_from, LSQ) for rule in self.rules):
-            return params, given, Scales({}, stats)
+            return params, collections, Scales({}, stats)
         leaves = _flat(params)
-        learned = {
-            name: value for name, value in leaves.items() if (found := _LEARNED.fullmatch(name)) and found[1] in leaves
+        learned_scales = {
+            name: value for name, value in leaves.items() if (match := _LEARNED.fullmatch(name)) and match[1] in leaves
         }
-        return _nested({name: v for name, v in leaves.items() if name not in learned}), given, Scales(learned, stats)
+        return (
+            _nested({name: v for name, v in leaves.items() if name not in learned_scales}),
+            collections,
+            Scales(learned_scales, stats),
+        )
 
     def _function(self, variables: Any, args: tuple[Any, ...], rngs: Any, kwargs: dict[str, Any]) -> QuantizedFunction:
         def pure(params: Any, rest: Any, args: tuple[Any, ...], rngs: Any, kwargs: dict[str, Any]) -> Any:
@@ -205,9 +211,9 @@ class Program:
 
         classes = {}
         if any(rule.layer is not None for rule in self.rules):
-            seen = seen_in(self.module, jax.tree.map(_unpacked, variables, is_leaf=is_packed), args, rngs, kwargs)
+            calls = seen_in(self.module, jax.tree.map(_unpacked, variables, is_leaf=is_packed), args, rngs, kwargs)
             classes = {
-                "/".join((*path, name)): type(layer).__name__ for path, (layer, own) in seen.items() for name in own
+                "/".join((*path, name)): type(layer).__name__ for path, (layer, own) in calls.items() for name in own
             }
         return QuantizedFunction(pure, self.rules, classes=classes)
 

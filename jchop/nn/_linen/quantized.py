@@ -82,8 +82,8 @@ def _to_bytes(static: tuple[Layout, tuple[int, ...]]) -> bytes:
 
 
 def _from_bytes(data: bytes) -> tuple[Layout, tuple[int, ...]]:
-    kept, summed, shape = map(tuple, json.loads(data))
-    return Layout(kept, summed), shape
+    free_axes, sum_axes, shape = map(tuple, json.loads(data))
+    return Layout(free_axes, sum_axes), shape
 
 
 export.register_pytree_node_serialization(
@@ -120,8 +120,8 @@ class Quantized:
             return variables
         more = {name: value for name, value in kwargs.items() if name not in ("mutable", "capture_intermediates")}
         cache = {name: value for name, value in variables.items() if name == CACHE}
-        unfilled = {name: value for name, value in variables.items() if name != CACHE}
-        return {**cache, **self.start(unfilled, *args, rngs=rngs, **more)}
+        others = {name: value for name, value in variables.items() if name != CACHE}
+        return {**cache, **self.start(others, *args, rngs=rngs, **more)}
 
     def start(self, variables: Any, *args: Any, rngs: Any = None, **kwargs: Any) -> Any:
         """Variables of the plain module, for example trained ones, extended by the variables of the rules.
@@ -156,14 +156,14 @@ class Quantized:
         if any(isinstance(leaf, Packed) for leaf in params_of(variables).values()):
             raise ValueError("variables are packed; start with those that are not")
         # Layers decode only if there is a cache; without one they process whole sequences.
-        kwargs, given = {**kwargs, "mutable": True}, {name: v for name, v in variables.items() if name != CACHE}
-        layers = layers_of(self.module, self.rules, given, args, rngs, kwargs)
+        kwargs, collections = {**kwargs, "mutable": True}, {name: v for name, v in variables.items() if name != CACHE}
+        layers = layers_of(self.module, self.rules, collections, args, rngs, kwargs)
         for name, new in begun(layers, params_of(variables)).items():
-            given[name] = unflatten_dict({**new, **flatten_dict(dict(given.get(name, {})))})
-        result = {**variables, **given}
-        if any(found.needs_run for found in layers.values()):
-            _, after = self._call(given, args, rngs, kwargs, starting=True)
-            result["params"] = unflatten_dict({**params_of(after), **params_of(given)})
+            collections[name] = unflatten_dict({**new, **flatten_dict(dict(collections.get(name, {})))})
+        result = {**variables, **collections}
+        if any(match.needs_run for match in layers.values()):
+            _, after = self._call(collections, args, rngs, kwargs, starting=True)
+            result["params"] = unflatten_dict({**params_of(after), **params_of(collections)})
             result |= {CACHE: after[CACHE]} if CACHE in after and CACHE not in variables else {}
         return result
 
@@ -205,11 +205,11 @@ class Quantized:
         """
         layers = layers_of(self.module, self.rules, unpacked(variables), args, rngs, kwargs)
         keys, leaves = _Keys(rngs), dict(params_of(variables))
-        for path, found in layers.items():
-            if isinstance(found.rule.scale_from, DelayedScaling) and found.kind.keeps_scales:
-                raise ValueError(f"{found.rule}: a history of scales is for training; leave scale_from out to pack")
-            for name, role in found.kind.parameters.items():
-                spec, value = found.spec(name), leaves.get((*path, name))
+        for path, match in layers.items():
+            if isinstance(match.rule.scale_from, DelayedScaling) and match.kind.keeps_scales:
+                raise ValueError(f"{match.rule}: a history of scales is for training; leave scale_from out to pack")
+            for name, role in match.kind.parameters.items():
+                spec, value = match.spec(name), leaves.get((*path, name))
                 if spec is None or value is None:
                     continue
                 if isinstance(value, Packed):
@@ -220,7 +220,7 @@ class Quantized:
                         "program=True to quantize, or unbox it by flax.linen.meta.unbox"
                     )
                 scale = leaves.pop((*path, scale_name(role)), None) if role == "weight" else None
-                leaves[(*path, name)] = _packed(found, name, value, keys.of(found.rule, spec)[0], scale)
+                leaves[(*path, name)] = _packed(match, name, value, keys.of(match.rule, spec)[0], scale)
         return {**variables, "params": unflatten_dict(leaves)}
 
     def report(
@@ -252,21 +252,21 @@ class Quantized:
     def _call(self, variables: Any, args: Any, rngs: Any, kwargs: Any, *, starting: bool = False) -> Any:
         plain = unpacked(variables)
         layers = layers_of(self.module, self.rules, plain, args, rngs, kwargs)
-        packed = _packed_kernels(variables, layers)
+        packed_kernels = _packed_kernels(variables, layers)
         keys = _Keys(rngs)
         weights = dict(params_of(plain))
-        for path, found in layers.items():
-            for name, role in found.kind.parameters.items():
-                spec = found.spec(name)
-                inside = found.kind.hook is not None and role == "weight"  # the product rounds it
-                if spec is None or inside or path in packed or (*path, name) not in weights:
+        for path, match in layers.items():
+            for name, role in match.kind.parameters.items():
+                spec = match.spec(name)
+                inside = match.kind.hook is not None and role == "weight"  # the product rounds it
+                if spec is None or inside or path in packed_kernels or (*path, name) not in weights:
                     continue
-                value, layout = weights[(*path, name)], found.layout(name)
+                value, layout = weights[(*path, name)], match.layout(name)
                 weights[(*path, name)] = over_stack(
-                    found.stacked(name, value), partial(_round_in, layout, spec), value, *keys.of(found.rule, spec)
+                    match.stack_ndim(name, value), partial(_round_in, layout, spec), value, *keys.of(match.rule, spec)
                 )
-        rules = {path: found.rule for path, found in layers.items()}
-        with nn.intercept_methods(Interceptor(rules, packed, starting)):
+        rules = {path: match.rule for path, match in layers.items()}
+        with nn.intercept_methods(Interceptor(rules, packed_kernels, starting)):
             return self.module.apply({**variables, "params": unflatten_dict(weights)}, *args, rngs=rngs, **kwargs)
 
 
@@ -284,9 +284,9 @@ def _round_in(layout: Layout | None, spec: Spec, x: Array, *keys: Array | None) 
     return round_in(layout, x, spec, *keys)
 
 
-def _packed(found: Found, name: str, value: Array, key: Array | None, scale: Array | None) -> Packed:
-    check_finite(value, f"{name} of the {found.place}")
-    return Packed(*found.packed(name, found.as_multiplied(name, value), key, scale), value.shape)
+def _packed(match: Found, name: str, value: Array, key: Array | None, scale: Array | None) -> Packed:
+    check_finite(value, f"{name} of the {match.place}")
+    return Packed(*match.pack_param(name, match.times_mask(name, value), key, scale), value.shape)
 
 
 def _packed_kernels(variables: Any, layers: Mapping[Path, Found]) -> dict[Path, Packed | None]:
@@ -295,17 +295,18 @@ def _packed_kernels(variables: Any, layers: Mapping[Path, Found]) -> dict[Path, 
     Raises:
         ValueError: for a parameter that is packed as the rules do not say.
     """
-    packed = {path: leaf for path, leaf in params_of(variables).items() if isinstance(leaf, Packed)}
-    for (*above, name), leaf in packed.items():
-        found = layers.get(tuple(above))
-        spec = None if found is None else found.packed_spec(name, leaf.shape, leaf.stored.dtype)
-        held = leaf.stored.spec
-        if held != spec:
+    packed_params = {path: leaf for path, leaf in params_of(variables).items() if isinstance(leaf, Packed)}
+    for (*above, name), leaf in packed_params.items():
+        match = layers.get(tuple(above))
+        spec = None if match is None else match.packed_spec(name, leaf.shape, leaf.stored.dtype)
+        packed_spec = leaf.stored.spec
+        if packed_spec != spec:
             raise ValueError(
-                f"variables['params'] hold {'/'.join((*above, name))!r} packed as {held}, and by the rules it is "
-                f"{'left as it is' if spec is None else f'packed as {spec}'}: it belongs to a module with other rules"
+                f"variables['params'] hold {'/'.join((*above, name))!r} packed as {packed_spec}, and by the rules it "
+                f"is {'left as it is' if spec is None else f'packed as {spec}'}: it belongs to a module with "
+                "other rules"
             )
-    return {path[:-1]: packed.get((*path[:-1], "kernel")) for path in packed}
+    return {path[:-1]: packed_params.get((*path[:-1], "kernel")) for path in packed_params}
 
 
 class _Keys:

@@ -17,47 +17,47 @@ from jchop.nn._report import LayerRow, ModelReport, bytes_of, why_wide
 __all__ = ["report_of"]
 
 
-def report_of(seen: Seen, rules: Sequence[Rule], variables: Any, platform: str | None) -> ModelReport:
+def report_of(calls: Seen, rules: Sequence[Rule], variables: Any, platform: str | None) -> ModelReport:
     """A row for everything with parameters and for every layer that ran.
 
     Args:
-        seen: the layers that ran.
+        calls: the layers that ran.
         rules: the rules.
         variables: unpacked.
         platform: of the operands that reach its units; None for none.
     """
-    every = decided_layers(seen, rules, variables)
-    return ModelReport(tuple(_row(path, every[path], seen, rules, platform) for path in sorted(every)))
+    layer_rules = decided_layers(calls, rules, variables)
+    return ModelReport(tuple(_row(path, layer_rules[path], calls, rules, platform) for path in sorted(layer_rules)))
 
 
-def _row(path: Path, one: Decided, seen: Seen, rules: Sequence[Rule], platform: str | None) -> LayerRow:
-    layer, shapes = seen.get(path, (None, {}))
-    (own, number, rule), kind = one, KINDS.get(type(layer))
-    given = None if number is None else rules[number]
+def _row(path: Path, one: Decided, calls: Seen, rules: Sequence[Rule], platform: str | None) -> LayerRow:
+    layer, shapes = calls.get(path, (None, {}))
+    (params, number, rule), kind = one, KINDS.get(type(layer))
+    matching_rule = None if number is None else rules[number]
     name = "parameters" if layer is None else type(layer).__name__
     wide = []
-    for key, value in own.items():
-        why = why_wide(name, kind is not None, given, None if kind is None else kind.parameters.get(key), rule)
+    for key, value in params.items():
+        why = why_wide(name, kind is not None, matching_rule, None if kind is None else kind.parameters.get(key), rule)
         if why is not None:
             wide.append(("/".join((*path, key)), tuple(value.shape), why))
-    before = after = sum(map(bytes_of, own.values()))
+    before = after = sum(map(bytes_of, params.values()))
     specs: tuple[tuple[str, str], ...] = ()
     operands = ""
     if kind is not None and rule is not None:
-        fields = kind.fields(own)
+        fields = kind.fields(params)
         specs = tuple((f, str(getattr(rule, f))) for f in FIELDS if f in fields and getattr(rule, f) is not None)
-        found = Found(layer, rule, shapes)
-        for key in [key for key in kind.parameters if key in own and found.spec(key) is not None]:
-            after += bytes_of(_packed(found, key, own[key])) - bytes_of(own[key])
+        match = Found(layer, rule, shapes)
+        for key in [key for key in kind.parameters if key in params and match.spec(key) is not None]:
+            after += bytes_of(_packed(match, key, params[key])) - bytes_of(params[key])
         if platform is not None and kind.hook is not None:
-            carrier = jnp.dtype(getattr(layer, "dtype", None) or jnp.result_type(*own.values())).name
-            operands = operands_on(platform, rule, carrier, bool(own), kind.operation == "dot_general")
-    shown = "" if given is None else str(given)
+            carrier = jnp.dtype(getattr(layer, "dtype", None) or jnp.result_type(*params.values())).name
+            operands = operands_on(platform, rule, carrier, bool(params), kind.operation == "dot_general")
+    rule_text = "" if matching_rule is None else str(matching_rule)
     return LayerRow(
-        "/".join(path), name, shown, specs, before, after, kind is not None, operands=operands, wide=tuple(wide)
+        "/".join(path), name, rule_text, specs, before, after, kind is not None, operands=operands, wide=tuple(wide)
     )
 
 
-def _packed(found: Found, name: str, value: Any) -> Any:
-    found.check_axes()
-    return jax.eval_shape(lambda value: found.packed(name, value, jax.random.key(0))[0], value)
+def _packed(match: Found, name: str, value: Any) -> Any:
+    match.check_axes()
+    return jax.eval_shape(lambda value: match.pack_param(name, value, jax.random.key(0))[0], value)

@@ -52,9 +52,9 @@ def prepared(
         spec = getattr(how, side)
         if spec is None or role not in source.fields:
             continue
-        mine, key = (None, None) if key is None else split(key)
-        laid = layout if role == "weight" else None
-        operands[i] = _rounded(layer, source, role, spec, laid, operands[i], mine, starting)
+        operand_key, key = (None, None) if key is None else split(key)
+        operand_layout = layout if role == "weight" else None
+        operands[i] = _rounded(layer, source, role, spec, operand_layout, operands[i], operand_key, starting)
         how = replace(how, **{side: None})
     return operands[0], operands[1], how, key
 
@@ -87,22 +87,22 @@ def _rounded(
 def begun(layers: Mapping[Path, Found], params: Mapping[Path, Array]) -> dict[str, dict[Path, Array]]:
     """The state of layers before their first call: by collection, then by path.
 
-    The learned scale of an activation is not among them: `prepared` begins it, in a call on data.
+    The learned scale of an activation is not among them: `round_linen_operands` begins it, in a call on data.
 
     Args:
         layers: by path.
         params: by path.
     """
     new: dict[str, dict[Path, Array]] = {}
-    for path, found in layers.items():
-        if found.kind.keeps_scales:
-            for collection, name, value in _begin(found, params[(*path, "kernel")]):
+    for path, match in layers.items():
+        if match.kind.keeps_scales:
+            for collection, name, value in _begin(match, params[(*path, "kernel")]):
                 new.setdefault(collection, {})[(*path, name)] = value
     return new
 
 
-def _begin(found: Found, kernel: Array) -> Iterator[tuple[str, str, Array]]:
-    rule, layout, stack = found.rule, found.layout("kernel"), found.stacked("kernel", kernel)
+def _begin(match: Found, kernel: Array) -> Iterator[tuple[str, str, Array]]:
+    rule, layout, stack = match.rule, match.layout("kernel"), match.stack_ndim("kernel", kernel)
     source, shape = rule.scale_from, kernel.shape[:stack]
     for role in () if source is None else source.fields:
         spec = getattr(rule, role)
@@ -114,7 +114,7 @@ def _begin(found: Found, kernel: Array) -> Iterator[tuple[str, str, Array]]:
             yield STATE, f"{role}_history", jnp.zeros((*shape, source.length))
         elif role == "weight":
             assert layout is not None
-            yield "params", scale_name(role), fitted(found.in_use(kernel), layout, stack, spec)
+            yield "params", scale_name(role), fitted(match.in_compute_dtype(kernel), layout, stack, spec)
 
 
 def _held(layer: Any, collection: str, name: str, shape: tuple[int, ...] | None) -> Array:

@@ -1,4 +1,4 @@
-"""Adds roundings to one layer: sites instead of Flax's functions, and packed parameters."""
+"""Adds roundings to one layer: rounding modules instead of Flax's functions, and packed parameters."""
 
 from __future__ import annotations
 
@@ -53,51 +53,55 @@ def attach(
     rule: Rule,
     path: str,
     *,
-    packed: bool,
+    packs: bool,
     rngs: nnx.Rngs | None,
     before: Any = None,
-    stored: Mapping[str, QArray] = MappingProxyType({}),
+    codes_by_name: Mapping[str, QArray] = MappingProxyType({}),
     tied: Tied | None = None,
 ) -> None:
     """Add the roundings of a rule to `layer`, which already has a class of jchop.
 
     Args:
         layer: changed in place.
-        kind: its line in the table.
+        kind: its row of `NNX_KINDS`.
         rule: the rule of the layer.
         path: of the layer, for errors.
-        packed: whether parameters are stored packed, else rounded each time.
+        packs: whether parameters are stored packed, else rounded each time.
         rngs: for streams of keys.
-        before: the previous site of the layer's product, whose scales are kept if they are of the same kind.
-        stored: parameters that are packed already, in their layout, by name.
+        before: the previous rounding module of the layer's product, whose scales are kept if they are of the same kind.
+        codes_by_name: parameters that are packed already, in their layout, by name.
         tied: what has been packed in the model; a parameter that is packed again in the same way stays one.
     """
     place = StreamOffset(type(layer).__name__, path, rule)
     _check(layer, kind, rule, path)
     check_parameters(layer, kind, place)
-    left, right = sources(layer, kind, rule, packed, before)
-    held = _pack(layer, kind, rule, path, rngs, right, stored, {} if tied is None else tied) if packed else ()
+    input_source, weight_source = sources(layer, kind, rule, packs, before)
+    packed_params = (
+        _pack(layer, kind, rule, path, rngs, weight_source, codes_by_name, {} if tied is None else tied)
+        if packs
+        else ()
+    )
 
-    def stream(*needed: bool) -> nnx.RngStream | None:
-        return fork(rule, rngs, path) if any(needed) else None
+    def stream(*stochastic: bool) -> nnx.RngStream | None:
+        return fork(rule, rngs, path) if any(stochastic) else None
 
-    weight = None if packed else rule.weight
+    weight = None if packs else rule.weight
     if kind.product is not None:
-        attribute, site, _ = kind.product
+        attribute, module_class, _ = kind.product
         codes = rule.product == "codes" and (rule.activation is not None or rule.weight is not None)
-        taken = rule.activation if not kind.parameters else rule.weight if codes else weight
+        right_spec = rule.activation if not kind.parameters else rule.weight if codes else weight
         fields = (getattr(rule, name) for name in PRODUCT_FIELDS)
-        how = Roundings(rule.activation, taken, *fields, place=place, codes=codes)
-        made = site(how, stream(how.stochastic), left, None if packed else right)
-        if before is not None and before.how.left == rule.activation and left is None and how.keeps_left:
-            made.keep(before.range)
-        setattr(layer, attribute, made.as_attribute())
+        how = Roundings(rule.activation, right_spec, *fields, place=place, codes=codes)
+        module = module_class(how, stream(how.stochastic), input_source, None if packs else weight_source)
+        if before is not None and before.how.left == rule.activation and input_source is None and how.keeps_left:
+            module.keep(before.range)
+        setattr(layer, attribute, module.as_attribute())
     if kind.slots:
-        specs = tuple(_promoted(layer, kind, rule, packed))
+        specs = tuple(_promoted(layer, kind, rule, packs))
         draws = stream(*(is_stochastic(spec) for _, spec, _ in specs))
-        if specs or held:
+        if specs or packed_params:
             codes = rule.product == "codes"
-            promote = Promote(layer.promote_dtype, kind.slots, specs, held, draws, place, codes)
+            promote = Promote(layer.promote_dtype, kind.slots, specs, packed_params, draws, place, codes)
             layer.promote_dtype = promote.as_attribute()
     if kind.caches:
         layer.cache = rule.cache
@@ -107,7 +111,7 @@ def attach(
 
 def attach_emulated(layer: Any, kind: Kind, rule: Rule, path: str, rngs: nnx.Rngs | None) -> None:
     """Give `layer` the arithmetic that a rule says: `activation` for every operation, `matmul` for sums."""
-    _check(layer, kind, rule, path, emulated=True)
+    _check(layer, kind, rule, path, emulates=True)
     if rule.activation is None:
         raise ValueError(f"{rule}: mode='emulate' needs an activation, which every operation is rounded to")
     draws = is_stochastic(rule.activation) or (rule.matmul is not None and rule.matmul.stochastic)
@@ -119,46 +123,46 @@ def attach_emulated(layer: Any, kind: Kind, rule: Rule, path: str, rngs: nnx.Rng
         layer.attention_fn = EmulatedAttention(rule.activation, rule.matmul, stream).as_attribute()
 
 
-def _promoted(layer: Any, kind: Kind, rule: Rule, packed: bool) -> Any:
+def _promoted(layer: Any, kind: Kind, rule: Rule, packs: bool) -> Any:
     """The arrays that `promote_dtype` rounds: (name, spec, layout)."""
     layout = None if kind.layout is None else kind.layout(layer)
     for name, role in kind.parameters.items():
         spec = kind.spec(rule, name)
-        if spec is not None and not packed and any(name in slots for slots in kind.slots):
+        if spec is not None and not packs and any(name in slots for slots in kind.slots):
             yield name, spec, layout if role == "weight" else None
     if rule.activation is not None and any("inputs" in slots for slots in kind.slots):
         yield "inputs", rule.activation, None if kind.inputs is None else kind.inputs(layer)
 
 
-# -- scales that are kept ----------------------------------------------------------------------------------------------
+# -- sources of scales -------------------------------------------------------------------------------------------------
 
 
-def sources(layer: Any, kind: Kind, rule: Rule, packed: bool, before: Any) -> tuple[Source | None, Source | None]:
-    """The sources of scales of both operands of a layer's product, by the rule or from the previous site."""
+def sources(layer: Any, kind: Kind, rule: Rule, packs: bool, before: Any) -> tuple[Source | None, Source | None]:
+    """The sources of scales of both operands of a layer's product, by the rule or from its previous module."""
     how = rule.scale_from
     if how is None or not kind.keeps_scales:
         return None, None
-    if packed and isinstance(how, DelayedScaling):
+    if packs and isinstance(how, DelayedScaling):
         raise ValueError(f"{rule}: a history of scales is for training, mode='qat'; leave scale_from out to pack")
-    layout, stacked = layout_of(layer, kind, "kernel")
+    layout, stack_ndim = layout_of(layer, kind, "kernel")
     kernel = _in_use(layer, "kernel")
-    stack = kernel.shape[:stacked]
-    left = _kept(before, "left", rule.activation, how) or source_of(how, "activation", rule.activation, stack)
-    right = _kept(before, "right", rule.weight, how)
-    if right is None and isinstance(how, LSQ) and rule.weight is not None:
-        right = LearnedStep(how, stack, layout, fitted(kernel, layout, stacked, rule.weight))
-    return left, right or source_of(how, "weight", rule.weight, stack)
+    stack = kernel.shape[:stack_ndim]
+    input_source = _kept(before, "left", rule.activation, how) or source_of(how, "activation", rule.activation, stack)
+    weight_source = _kept(before, "right", rule.weight, how)
+    if weight_source is None and isinstance(how, LSQ) and rule.weight is not None:
+        weight_source = LearnedStep(how, stack, layout, fitted(kernel, layout, stack_ndim, rule.weight))
+    return input_source, weight_source or source_of(how, "weight", rule.weight, stack)
 
 
 def _kept(before: Any, side: str, spec: Spec | None, how: ScaleFrom) -> Source | None:
-    """The source of the previous site, if it is of the same kind and for the same spec."""
+    """The source of the previous module, if it is of the same kind and for the same spec."""
     source = getattr(before, side, None)
     return source if source is not None and source.how == how and getattr(before.how, side) == spec else None
 
 
-def fitted(value: Array, layout: Layout, stacked: int, spec: Spec) -> Any:
+def fitted(value: Array, layout: Layout, stack_ndim: int, spec: Spec) -> Any:
     """The scales that a parameter has by the format's rule; of a stack, those of each layer."""
-    return over_stack(stacked, lambda v: fit_scale(layout.lay(v), spec)[0], value)
+    return over_stack(stack_ndim, lambda v: fit_scale(layout.lay(v), spec)[0], value)
 
 
 # -- packed parameters -------------------------------------------------------------------------------------------------
@@ -170,61 +174,61 @@ def _pack(
     rule: Rule,
     path: str,
     rngs: nnx.Rngs | None,
-    right: Any,
-    stored: Mapping[str, QArray],
+    weight_source: Any,
+    codes_by_name: Mapping[str, QArray],
     tied: Tied,
 ) -> tuple[tuple[str, Spec, Layout | None, tuple[int, ...]], ...]:
-    """Store the parameters that the rule rounds as QArrays, or those that are `stored`; how to get each back."""
-    made = []
+    """Store the parameters that the rule rounds as QArrays, or those in `codes_by_name`; how to get each back."""
+    packed_params = []
     for name, role in kind.parameters.items():
         variable, spec = getattr(layer, name), kind.spec(rule, name)
         if variable is None or spec is None:
             continue
-        layout, stacked = layout_of(layer, kind, name)
-        shape = tuple(variable.get_value().shape[stacked:])
-        masked = name == "kernel" and getattr(layer, "mask", None) is not None
-        same: Any = None
-        if name in stored:
-            if masked:
+        layout, stack_ndim = layout_of(layer, kind, name)
+        shape = tuple(variable.get_value().shape[stack_ndim:])
+        has_mask = name == "kernel" and getattr(layer, "mask", None) is not None
+        identity: Any = None
+        if name in codes_by_name:
+            if has_mask:
                 raise ValueError(
                     f"{type(layer).__name__} at {path!r} has a mask, and its kernel is packed already: a packed kernel "
                     "has been multiplied by its mask. Make the layer with mask=None"
                 )
-            codes, laid = _in_place(stored[name], layout, shape, stacked)
+            codes, codes_layout = _in_place(codes_by_name[name], layout, shape, stack_ndim)
         else:
             check_finite(variable.get_value(), f"{name} of the {StreamOffset(type(layer).__name__, path, rule)}")
             key = fork(rule, rngs, path)() if spec.rounding.stochastic else None
-            scale = right.scale[...] if right is not None and role == "weight" else None
-            if key is None and scale is None and not masked:
-                same = id(variable), spec, layout, stacked, getattr(layer, "dtype", None)
-            if same in tied:
-                _, new, laid = tied[same]
-                made.append((name, new.get_value().spec, laid, shape))
+            scale = weight_source.scale[...] if weight_source is not None and role == "weight" else None
+            if key is None and scale is None and not has_mask:
+                identity = id(variable), spec, layout, stack_ndim, getattr(layer, "dtype", None)
+            if identity in tied:
+                _, new, codes_layout = tied[identity]
+                packed_params.append((name, new.get_value().spec, codes_layout, shape))
                 setattr(layer, name, new)
                 continue
-            codes, laid = pack(_in_use(layer, name, masked), layout, stacked, spec, key, scale)
-        made.append((name, codes.spec, laid, shape))
-        new = packed_variable(variable, codes, laid)
+            codes, codes_layout = pack(_in_use(layer, name, has_mask), layout, stack_ndim, spec, key, scale)
+        packed_params.append((name, codes.spec, codes_layout, shape))
+        new = packed_variable(variable, codes, codes_layout)
         setattr(layer, name, new)
-        if same is not None:
-            tied[same] = variable, new, laid
-        if masked:
+        if identity is not None:
+            tied[identity] = variable, new, codes_layout
+        if has_mask:
             layer.mask = None  # it is in the packed kernel, since the product rounds kernel * mask
-    return tuple(made)
+    return tuple(packed_params)
 
 
 def layout_of(layer: Any, kind: Kind, name: str) -> tuple[Layout, int]:
-    """How a parameter is laid out, and how many axes in front come of a stack of layers."""
+    """The layout of a parameter, and how many axes in front come of a stack of layers."""
     weight = kind.parameters[name] == "weight"
     axes = kind.axes(layer) if weight else _axes_of_bias(layer)
     layout = kind.layout(layer) if weight and kind.layout is not None else _as_it_lies(axes)
     return layout, getattr(layer, name).get_value().ndim - axes
 
 
-def _in_use(layer: Any, name: str, masked: bool = False) -> Array:
-    """A parameter in the dtype that the layer computes in, of a convolution also `masked`."""
+def _in_use(layer: Any, name: str, times_mask: bool = False) -> Array:
+    """A parameter in the dtype that the layer computes in; of a convolution also times its mask."""
     value, dtype = getattr(layer, name).get_value(), getattr(layer, "dtype", None)
-    value = value * layer.mask if masked else value
+    value = value * layer.mask if times_mask else value
     return value if dtype is None else value.astype(dtype)
 
 
@@ -238,15 +242,15 @@ def packed_shape(layer: Any, kind: Kind, name: str, spec: Spec) -> Any:
 
 def laid_and_rounded(layer: Any, kind: Kind, name: str, spec: Spec) -> tuple[Array, Array]:
     """A parameter in its layout, and the same rounded by a spec that draws nothing."""
-    layout, stacked = layout_of(layer, kind, name)
+    layout, stack_ndim = layout_of(layer, kind, name)
     value, mask = getattr(layer, name).get_value(), getattr(layer, "mask", None) if name == "kernel" else None
     value = value if mask is None else value * mask
-    laid = over_stack(stacked, layout.lay, value)
-    return laid, over_stack(stacked, lambda one: round_to_format(layout.lay(one), spec), value)
+    exact = over_stack(stack_ndim, layout.lay, value)
+    return exact, over_stack(stack_ndim, lambda one: round_to_format(layout.lay(one), spec), value)
 
 
 def pack(
-    value: Array, layout: Layout, stacked: int, spec: Spec, key: Array | None, scale: Any = None
+    value: Array, layout: Layout, stack_ndim: int, spec: Spec, key: Array | None, scale: Any = None
 ) -> tuple[QArray, Layout | None]:
     """A parameter quantized along the axes of its layout, under its own or given scales; each of a stack by itself.
 
@@ -255,18 +259,18 @@ def pack(
         scales in the layout, and the layout.
     """
 
-    def quantized(both: tuple[Array, Any], key: Array | None) -> QArray:
+    def quantize_one(both: tuple[Array, Any], key: Array | None) -> QArray:
         return quantize(layout.lay(both[0]), spec, key, scale=both[1])
 
-    laid = over_stack(stacked, quantized, (value, scale), key)
-    return _in_place(laid, layout, tuple(value.shape[stacked:]), stacked)
+    codes = over_stack(stack_ndim, quantize_one, (value, scale), key)
+    return _in_place(codes, layout, tuple(value.shape[stack_ndim:]), stack_ndim)
 
 
-def _in_place(laid: QArray, layout: Layout, shape: tuple[int, ...], stacked: int) -> tuple[QArray, Layout | None]:
-    """As `pack` returns it, of codes and scales in a layout."""
+def _in_place(codes: QArray, layout: Layout, shape: tuple[int, ...], stack_ndim: int) -> tuple[QArray, Layout | None]:
+    """As `pack_param` returns it, of codes and scales in a layout."""
     # Layer by layer, so that the spec is that of one layer: as an axis among others, that of the stack would be named.
-    own = over_stack(stacked, lambda one: in_own_shape(one, layout, shape), laid)
-    return (laid, layout) if own is None else (own, None)
+    own = over_stack(stack_ndim, lambda one: in_own_shape(one, layout, shape), codes)
+    return (codes, layout) if own is None else (own, None)
 
 
 def _as_it_lies(axes: int) -> Layout:
@@ -290,7 +294,7 @@ def check_parameters(layer: Any, kind: Kind, place: StreamOffset) -> None:
             check_axes(role, kind.spec(place.rule, name), layout_of(layer, kind, name)[0].ndim, place)
 
 
-def _check(layer: Any, kind: Kind, rule: Rule, path: str, emulated: bool = False) -> None:
+def _check(layer: Any, kind: Kind, rule: Rule, path: str, emulates: bool = False) -> None:
     what = f"{type(layer).__name__} at {path!r}"
     if kind.slots and layer.promote_dtype is not dtypes.promote_dtype:
         raise ValueError(f"{what} has a promote_dtype of its own, in whose place the rounding would stand")
@@ -300,7 +304,7 @@ def _check(layer: Any, kind: Kind, rule: Rule, path: str, emulated: bool = False
         own = getattr(layer, attribute, None)
         if not any(own is function for function in usual) or getattr(layer, "dot_general_cls", None) is not None:
             raise ValueError(f"{what} has a {attribute} of its own, in whose place the rounding would stand")
-    if kind.unrounded and not emulated:
+    if kind.hides_product and not emulates:
         for name in PRODUCT_FIELDS:
             if getattr(rule, name) is not None:
                 raise NotImplementedError(

@@ -60,12 +60,12 @@ def attention(
     query = query / jnp.sqrt(query.shape[-1]).astype(query.dtype)
     scores = einsum("...qhd,...khd->...hqk", query, key, precision=precision, how=how, key=keys[0])
     scores = scores if bias is None else scores + bias
-    weights = kept = jax.nn.softmax(_masked(scores, mask, is_causal)).astype(query.dtype)
+    weights = dropout_weights = jax.nn.softmax(_masked(scores, mask, is_causal)).astype(query.dtype)
     if not deterministic and dropout_rate > 0.0:
         shape = (1,) * (weights.ndim - 2) + weights.shape[-2:] if broadcast_dropout else weights.shape
         keep = jax.random.bernoulli(dropout_rng, 1.0 - dropout_rate, shape)  # type: ignore[arg-type]
-        kept = weights * (keep.astype(weights.dtype) / (1.0 - dropout_rate))
-    return einsum("...hqk,...khd->...qhd", kept, value, precision=precision, how=how, key=keys[1]), weights
+        dropout_weights = weights * (keep.astype(weights.dtype) / (1.0 - dropout_rate))
+    return einsum("...hqk,...khd->...qhd", dropout_weights, value, precision=precision, how=how, key=keys[1]), weights
 
 
 def _masked(scores: Array, mask: Array | None, is_causal: bool) -> Array:

@@ -31,7 +31,7 @@ from jchop.storage._checkpoints.folder import SHARD
 from jchop.storage._checkpoints.opened import Checkpoint, open_checkpoint
 from jchop.storage._sharding import sharding_in
 
-Model = TypeVar("Model", bound=nnx.Module)
+T = TypeVar("T", bound=nnx.Module)
 Names = Callable[[str], str]
 
 __all__ = ["load_checkpoint", "save_checkpoint"]
@@ -93,13 +93,13 @@ def save_checkpoint(
 
 def load_checkpoint(
     path: str | os.PathLike[str],
-    like: Model,
+    like: T,
     layout: str = "auto",
     *,
     names: Names | None = None,
     ignore: str | None = None,
     exact: bool = True,
-) -> Model:
+) -> T:
     """A model of Flax NNX with the weights of a checkpoint of another program, quantized or not.
 
     A weight that is packed in the file stays packed: its layer becomes the one of `jchop.nn` that `jchop.nn.quantize`
@@ -146,11 +146,11 @@ def load_checkpoint(
     with open_checkpoint(Path(path), layout) as source:
         tensors = list(_tensors(result, names, source.items))
         _check_names(source, tensors, ignore)
-        for _, group in groupby(tensors, key=lambda tensor: id(tensor.placed)):
+        for _, group in groupby(tensors, key=lambda tensor: id(tensor.entry)):
             parts = list(group)
-            packed = {part.key: q for part in parts if (q := part.put(source.read(part.name, exact))) is not None}
-            if packed:
-                _attach(parts[0], packed)
+            codes_by_key = {part.key: q for part in parts if (q := part.put(source.read(part.name, exact))) is not None}
+            if codes_by_key:
+                _attach(parts[0], codes_by_key)
     for keys, value in nnx.to_flat_state(nnx.state(result)):
         if isinstance(jax.tree.leaves(value)[0], jax.ShapeDtypeStruct):
             raise ValueError(f"like has no value for {'/'.join(map(str, keys))!r}, and a checkpoint has none")
@@ -163,19 +163,19 @@ class _Tensor(NamedTuple):
     name: str
     key: str
     variable: Any
-    placed: Placed
+    entry: Placed
     kind: Kind | None
 
     @property
     def _layout(self) -> Layout | None:
         """The axes in a checkpoint: first those that stay, then those that a product sums over."""
-        layer, axes = self.placed.module, self.variable.get_value().ndim
+        layer, axes = self.entry.module, self.variable.get_value().ndim
         if self.kind is None or self.key not in self.kind.parameters:
             return None
         layout, stack = layout_of(layer, self.kind, self.key)
         if stack or (axes > 1 and layout.ndim != axes) or axes > 2:
             raise ValueError(
-                f"{type(layer).__name__} at {self.placed.paths[0]!r}: {self.key} of shape "
+                f"{type(layer).__name__} at {self.entry.paths[0]!r}: {self.key} of shape "
                 f"{list(self.variable.get_value().shape)} has no form in checkpoints, which have matrices "
                 "of Linear and Embed; jchop.nn.save keeps it"
             )
@@ -190,47 +190,47 @@ class _Tensor(NamedTuple):
 
     def put(self, value: np.ndarray | QArray) -> QArray | None:
         """Gives the model the array of a checkpoint; one that is packed comes back."""
-        layout, held = self._layout, self.variable.get_value()
-        order = range(held.ndim) if layout is None else (*layout.kept, *layout.summed)
-        shape = tuple(held.shape[axis] for axis in order)
+        layout, current = self._layout, self.variable.get_value()
+        order = range(current.ndim) if layout is None else (*layout.kept, *layout.summed)
+        shape = tuple(current.shape[axis] for axis in order)
         if value.shape != shape:
             raise ValueError(
-                f"{self.name!r} has shape {list(value.shape)}, and {self.placed.paths[0]!r} of the model {list(shape)}"
+                f"{self.name!r} has shape {list(value.shape)}, and {self.entry.paths[0]!r} of the model {list(shape)}"
             )
         if isinstance(value, QArray):
-            dtype = getattr(self.placed.module, "dtype", None) or held.dtype
+            dtype = getattr(self.entry.module, "dtype", None) or current.dtype
             with jax.enable_x64(True):  # as `jchop.storage.load_checkpoint`
                 return replace(jax.tree.map(jnp.asarray, value), dtype=np.dtype(dtype))
         with np.errstate(over="ignore"):
-            numbers = value.astype(held.dtype)
+            numbers = value.astype(current.dtype)
         if not bool(((numbers.astype(value.dtype) == value) | (value != value)).all()):
             raise ValueError(
-                f"{self.name!r} in {value.dtype} has numbers that {held.dtype} of the model has not: make the model "
+                f"{self.name!r} in {value.dtype} has numbers that {current.dtype} of the model has not: make the model "
                 f"with param_dtype={value.dtype}"
             )
-        numbers = numbers if layout is None else layout.back(numbers, held.shape)
-        sharding = sharding_in(held)
+        numbers = numbers if layout is None else layout.back(numbers, current.shape)
+        sharding = sharding_in(current)
         self.variable.set_value(jnp.asarray(numbers) if sharding is None else jax.device_put(numbers, sharding))
         return None
 
 
-def _attach(tensor: _Tensor, packed: Mapping[str, QArray]) -> None:
+def _attach(tensor: _Tensor, codes_by_key: Mapping[str, QArray]) -> None:
     """Makes the layer of a tensor one that holds packed parameters."""
-    layer: Any = tensor.placed.module
-    path, kind = tensor.placed.paths[0], tensor.kind
-    if kind is None or type(layer) not in KINDS or not set(packed) <= set(kind.parameters):
+    layer: Any = tensor.entry.module
+    path, kind = tensor.entry.paths[0], tensor.kind
+    if kind is None or type(layer) not in KINDS or not set(codes_by_key) <= set(kind.parameters):
         raise ValueError(
-            f"{', '.join(packed)} of {type(layer).__name__} at {path!r} is packed in the checkpoint, and that is no "
-            "plain layer of Flax; `jchop convert --layout plain` unpacks it"
+            f"{', '.join(codes_by_key)} of {type(layer).__name__} at {path!r} is packed in the checkpoint, and that is "
+            "no plain layer of Flax; `jchop convert --layout plain` unpacks it"
         )
     layer.__class__ = CLASSES[type(layer)]
-    fields: dict[str, Any] = {kind.parameters[key]: q.spec for key, q in packed.items()}
+    fields: dict[str, Any] = {kind.parameters[key]: q.spec for key, q in codes_by_key.items()}
     rule = Rule(path or "*", **fields)
-    attach(layer, kind, rule, path, packed=True, rngs=None, stored=packed)
+    attach(layer, kind, rule, path, packs=True, rngs=None, codes_by_name=codes_by_key)
 
 
-def _tensors(model: nnx.Module, names: Names | None, given: Any = ()) -> Iterator[_Tensor]:
-    """Every parameter of a model, by the name of the first of its paths that is `given`."""
+def _tensors(model: nnx.Module, names: Names | None, file_names: Any = ()) -> Iterator[_Tensor]:
+    """Every parameter of a model, by the first of its names that is in `file_names`."""
     if not isinstance(model, nnx.Module):
         raise TypeError(f"model={brief(model)} must be a module of Flax NNX")
     for _, node in nnx.iter_graph(model):
@@ -238,23 +238,25 @@ def _tensors(model: nnx.Module, names: Names | None, given: Any = ()) -> Iterato
             raise ValueError(
                 "the model has adapters: jchop.nn.merge_lora adds them to the weights, and save_lora saves them"
             )
-    for placed, kind in placed_layers(model):
-        for key, variable in placed.own.items():
+    for entry, kind in placed_layers(model):
+        for key, variable in entry.variables.items():
             if not isinstance(variable, _VARIABLES):
                 continue
             last = key if kind is None else _TENSORS.get(key, key)
-            found = [f"{path}/{last}".strip("/").replace("/", ".") for path in placed.paths]
-            found = [names(name) for name in found] if names is not None else found
-            yield _Tensor(next((name for name in found if name in given), found[0]), key, variable, placed, kind)
+            tensor_names = [f"{path}/{last}".strip("/").replace("/", ".") for path in entry.paths]
+            tensor_names = [names(name) for name in tensor_names] if names is not None else tensor_names
+            yield _Tensor(
+                next((name for name in tensor_names if name in file_names), tensor_names[0]), key, variable, entry, kind
+            )
 
 
 def _check_names(source: Checkpoint, tensors: list[_Tensor], ignore: str | None) -> None:
     """Refuse parameters without a tensor, and tensors without a parameter."""
-    wanted = [tensor.name for tensor in tensors]
-    if missing := [name for name in wanted if name not in source.items]:
-        near = nearest_paths(missing[:1], [name for name in source.items if name not in wanted])
+    model_names = [tensor.name for tensor in tensors]
+    if missing := [name for name in model_names if name not in source.items]:
+        near = nearest_paths(missing[:1], [name for name in source.items if name not in model_names])
         raise ValueError(f"the checkpoint has no {missing[0]!r}, and {len(missing)} are missing in all{near}")
-    left = [name for name in source.items if name not in wanted]
-    left = [name for name in left if ignore is None or not matches_path(ignore, name)]
-    if left:
-        raise ValueError(f"the model has no parameter for {left[0]!r} and {len(left) - 1} more; ignore= is for those")
+    extra = [name for name in source.items if name not in model_names]
+    extra = [name for name in extra if ignore is None or not matches_path(ignore, name)]
+    if extra:
+        raise ValueError(f"the model has no parameter for {extra[0]!r} and {len(extra) - 1} more; ignore= is for those")

@@ -49,23 +49,23 @@ class Part:
     def __reduce__(self) -> tuple[Any, ...]:
         return Part, (self.rules, self.path, self.names, self.keeps)  # a hash holds in one process
 
-    def named(self, params: Any) -> Any:
+    def params_in_model(self, params: Any) -> Any:
         """Parameters of the module, by their paths in the model."""
-        moved = dict(self.names)
-        return params if not self.path else _renamed(params, lambda path: moved.get(path, (*self.path, *path)))
+        other_paths = dict(self.names)
+        return params if not self.path else _renamed(params, lambda path: other_paths.get(path, (*self.path, *path)))
 
-    def own(self, params: Any) -> Any:
+    def params_in_part(self, params: Any) -> Any:
         """Parameters by their paths in the model, by those in the module."""
-        moved = {full: path for path, full in self.names}
-        return params if not self.path else _renamed(params, lambda path: moved.get(path, path[len(self.path) :]))
+        other_paths = {full: path for path, full in self.names}
+        return params if not self.path else _renamed(params, lambda path: other_paths.get(path, path[len(self.path) :]))
 
-    def nested(self, module: Any) -> Any:
+    def nest(self, module: Any) -> Any:
         """A module of a pytree at its place in the model, in dicts."""
         for key in reversed(self.path):
             module = {key: module}
         return module
 
-    def unnested(self, model: Any) -> Any:
+    def take_out(self, model: Any) -> Any:
         """A module out of these dicts."""
         for key in self.path:
             model = model[key]
@@ -90,8 +90,8 @@ def _renamed(params: Any, new: Callable[[tuple[Any, ...]], tuple[Any, ...]]) -> 
 
 def is_method(value: Any) -> bool:
     """Whether an attribute of a class is a function, also one that `flax.nnx.jit` and the like have wrapped."""
-    wrapped = callable(value) and hasattr(value, "__wrapped__") and not isinstance(value, type)
-    return inspect.isfunction(value) or (wrapped and not isinstance(value, staticmethod | classmethod))
+    is_wrapper = callable(value) and hasattr(value, "__wrapped__") and not isinstance(value, type)
+    return inspect.isfunction(value) or (is_wrapper and not isinstance(value, staticmethod | classmethod))
 
 
 def method_of(cls: type, name: str) -> Callable[..., Any]:
@@ -100,10 +100,10 @@ def method_of(cls: type, name: str) -> Callable[..., Any]:
     Raises:
         ValueError: if there is none.
     """
-    found = inspect.getattr_static(cls, name, None)
-    if not is_method(found):
+    method = inspect.getattr_static(cls, name, None)
+    if not is_method(method):
         raise ValueError(f"inputs: {cls.__name__} has no method {name!r}")
-    return found
+    return method
 
 
 def plain_class(cls: type) -> type:
@@ -122,8 +122,8 @@ def body_of(
         wrap: a method under rules, of its name and the plain one.
         make: the class under rules of a plain one, with which its instances are pickled.
     """
-    found, usual = _methods(plain, base), cast(Any, plain)
-    instances = {code: (name, first) for name, value in found.items() for code, first in _codes(value)}
+    plain_methods, plain_base = _methods(plain, base), cast(Any, plain)
+    instances = {code: (name, first) for name, value in plain_methods.items() for code, first in _codes(value)}
 
     def __getattribute__(self: Any, name: str) -> Any:
         frame = sys._getframe(1)
@@ -134,13 +134,14 @@ def body_of(
                     f"{plain.__name__}.{method} of the plain class, whose products are not rounded, is called with a "
                     f"quantized module: call {'the module itself' if method == '__call__' else f'module.{method}'}"
                 )
-        return usual.__getattribute__(self, name)
+        return plain_base.__getattribute__(self, name)
 
     def __reduce_ex__(self: Any, protocol: Any) -> Any:
-        made, *rest = usual.__reduce_ex__(self, protocol)
-        return (_instance, (make, plain), *rest[1:]) if made is copyreg.__newobj__ else (made, *rest)  # type: ignore[attr-defined]
+        constructor, *rest = plain_base.__reduce_ex__(self, protocol)
+        makes_new = constructor is copyreg.__newobj__  # type: ignore[attr-defined]
+        return (_instance, (make, plain), *rest[1:]) if makes_new else (constructor, *rest)
 
-    methods = {name: wrap(name, value) for name, value in found.items()}
+    methods = {name: wrap(name, value) for name, value in plain_methods.items()}
     more = {"__getattribute__": __getattribute__, "__reduce_ex__": __reduce_ex__, "_quantized_program": True}
     return {**methods, **more, "__doc__": plain.__doc__, "__module__": plain.__module__}
 
@@ -202,17 +203,22 @@ def methods_of(inputs: Inputs, cls: type) -> dict[str, tuple[tuple[Any, ...], di
     if not any(is_method(inspect.getattr_static(cls, name, None)) for name in names):
         inputs = {"__call__": inputs}
     assert isinstance(inputs, Mapping)
-    found = {}
-    for name, given in inputs.items():
+    arguments = {}
+    for name, method_inputs in inputs.items():
         method = method_of(cls, name)
-        if not isinstance(given, tuple | list | Mapping):
+        if not isinstance(method_inputs, tuple | list | Mapping):
             raise TypeError(
-                f"inputs: {brief(given)} must be a tuple of arguments of {name!r}, such as (x,), or a dict by name"
+                f"inputs: {brief(method_inputs)} must be a tuple of arguments of {name!r}, such as (x,), or a dict "
+                "by name"
             )
-        found[name] = ((), dict(given)) if isinstance(given, Mapping) else (tuple(given), {})
+        arguments[name] = (
+            ((), dict(method_inputs)) if isinstance(method_inputs, Mapping) else (tuple(method_inputs), {})
+        )
         try:
-            inspect.signature(method).bind(None, *found[name][0], **found[name][1])
+            inspect.signature(method).bind(None, *arguments[name][0], **arguments[name][1])
         except TypeError as error:
-            none = f"{cls.__name__} has no method {next(iter(names))!r}, and " if given is names and names else ""
+            none = (
+                f"{cls.__name__} has no method {next(iter(names))!r}, and " if method_inputs is names and names else ""
+            )
             raise ValueError(f"inputs: {none}{cls.__name__}.{name} takes other arguments: {error}") from None
-    return found
+    return arguments

@@ -13,13 +13,13 @@ from jchop.nn._nnx.layers import check_unquantized
 from jchop.nn._nnx.programs import fit_program
 from jchop.ptq import PtqReport
 
-Model = TypeVar("Model", bound=nnx.Module)
+T = TypeVar("T", bound=nnx.Module)
 
 __all__ = ["quantize_with_data"]
 
 
 def quantize_with_data(
-    model: Model,
+    model: T,
     rules: Rule | Iterable[Rule],
     batches: Iterable[Any],
     steps: Any = None,
@@ -27,7 +27,7 @@ def quantize_with_data(
     sequential: bool | None = None,
     rngs: nnx.Rngs | None = None,
     progress: Callable[[int], object] | None = None,
-) -> tuple[Model, PtqReport]:
+) -> tuple[T, PtqReport]:
     """A copy of a model, packed, each weight rounded so that its product has small errors on data.
 
     `jchop.ptq.quantize` for the call of a model of Flax NNX. The result is of the kind that `quantize` returns with
@@ -57,12 +57,12 @@ def quantize_with_data(
         >>> report.weights[0].path, report.weights[0].after - report.weights[0].before > 2, packed(x).shape
         ('kernel', True, (256, 8))
     """
-    given = as_rules(rules)
+    all_rules = as_rules(rules)
     if not isinstance(model, nnx.Module):
         raise TypeError(
             f"model={brief(model)} must be a module of Flax NNX; for Linen use Program.quantize_with_data, for Equinox "
             "jc.ptq.quantize(lambda m, x: jax.vmap(m)(x), rules, model, batches, steps)"
         )
     result: Any = nnx.merge(*nnx.split(model), copy=True)
-    check_unquantized(result, given)
-    return result, fit_program(result, given, batches, steps, sequential, rngs, progress)
+    check_unquantized(result, all_rules)
+    return result, fit_program(result, all_rules, batches, steps, sequential, rngs, progress)

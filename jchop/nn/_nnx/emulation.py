@@ -34,7 +34,7 @@ class Emulation(Site):
     def __call__(self, call: Callable[..., Any], layer: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
         key = self.key()
         graph, state = nnx.split(layer)
-        changed: list[Any] = []
+        update_paths: list[Any] = []
 
         def pure(state: Any, args: tuple, kwargs: dict[str, Any]) -> tuple[Any, list[Any]]:
             copy = nnx.merge(graph, state)
@@ -42,13 +42,13 @@ class Emulation(Site):
             result = call(copy, *args, **kwargs)
             after = _values(copy)
             # Parameters are rounded on entry; only attributes set by the layer itself are written back.
-            changed[:] = [path for path, value in after.items() if value is not before[path]]
-            return result, [after[path] for path in changed]
+            update_paths[:] = [path for path, value in after.items() if value is not before[path]]
+            return result, [after[path] for path in update_paths]
 
-        emulated = emulate(pure, self.spec, accumulate=self.accumulate, key=key)
-        result, values = emulated(state, args, kwargs)
+        emulated_call = emulate(pure, self.spec, accumulate=self.accumulate, key=key)
+        result, values = emulated_call(state, args, kwargs)
         variables = dict(nnx.to_flat_state(nnx.state(layer)))
-        updates = [(path, variables[path].replace(value)) for path, value in zip(changed, values, strict=True)]
+        updates = [(path, variables[path].replace(value)) for path, value in zip(update_paths, values, strict=True)]
         nnx.update(layer, nnx.from_flat_state(updates))
         return result
 
@@ -67,5 +67,5 @@ class EmulatedAttention(Site):
     def __call__(self, *args: Any, module: Any = None, **kwargs: Any) -> Array:
         if module is not None:
             raise NotImplementedError("sow_weights=True: weights of an emulated attention cannot be sown")
-        emulated = emulate(nnx.dot_product_attention, self.spec, accumulate=self.accumulate, key=self.key())
-        return emulated(*args, **kwargs)
+        emulated_attention = emulate(nnx.dot_product_attention, self.spec, accumulate=self.accumulate, key=self.key())
+        return emulated_attention(*args, **kwargs)

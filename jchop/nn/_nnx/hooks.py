@@ -1,7 +1,7 @@
-"""Sites: small modules that round in a layer, and that Flax's layers call in place of Flax's functions.
+"""Small modules that round in a layer, and that Flax's layers call in place of Flax's functions.
 
-A site holds its specs, and if they are stochastic a stream of keys, which is state of the model like that of a dropout.
-Other sites have no state, so a checkpoint fits the model with and without them; their layers hold them as static
+A module holds its specs, and if they are stochastic a stream of keys: state of the model like that of a dropout.
+Other modules have no state, so a checkpoint fits the model with and without them; their layers hold them as static
 attributes, which costs `flax.nnx.jit` less than modules.
 """
 
@@ -38,13 +38,13 @@ class Site(nnx.Module):
     stream: Stream = None
 
     def __init__(self, stream: Stream) -> None:
-        self._hold(stream=stream)
+        self._set_data(stream=stream)
 
     def as_attribute(self) -> Any:
-        """The attribute of a layer: the site itself if it has state, else a static wrapper."""
+        """The attribute of a layer: the module itself if it has state, else a static wrapper."""
         return nnx.data(self) if jax.tree.leaves(self) else nnx.static(StaticSite(self))
 
-    def _hold(self, **values: Any) -> None:
+    def _set_data(self, **values: Any) -> None:
         """Attributes for those that are there; the others stay the None of the class."""
         for name, value in values.items():
             if value is not None:
@@ -56,46 +56,46 @@ class Site(nnx.Module):
 
 
 class StaticSite:
-    """A static wrapper of a site without state. Static attributes are compared, by the arguments of sites."""
+    """A static wrapper of a module without state. Static attributes are compared, by the arguments of modules."""
 
-    def __init__(self, site: Site) -> None:
-        self.site = site
-        told = ((name, value) for name, value in vars(site).items() if not name.startswith("_pytree"))
-        self._told = (type(site), *sorted(told))
-        self._hash = hash(self._told)  # computed once, because every call of `flax.nnx.jit` needs it
+    def __init__(self, module: Site) -> None:
+        self.module = module
+        arguments = ((name, value) for name, value in vars(module).items() if not name.startswith("_pytree"))
+        self._arguments = (type(module), *sorted(arguments))
+        self._hash = hash(self._arguments)  # computed once, because every call of `flax.nnx.jit` needs it
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return self.site(*args, **kwargs)
+        return self.module(*args, **kwargs)
 
     def __getattr__(self, name: str) -> Any:
-        if name.startswith("__"):  # attributes for copying and similar operations are not the site's
+        if name.startswith("__"):  # attributes for copying and similar operations are not the module's
             raise AttributeError(name)
-        return getattr(self.site, name)
+        return getattr(self.module, name)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return StaticSite, (self.site,)  # a hash holds in one process
+        return StaticSite, (self.module,)  # a hash holds in one process
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, StaticSite) and self._told == other._told
+        return isinstance(other, StaticSite) and self._arguments == other._arguments
 
     def __hash__(self) -> int:
         return self._hash
 
 
 def site_in(layer: Any, attribute: str) -> Site | None:
-    """The site that a layer has in an attribute, if it is one."""
+    """The rounding module that a layer has in an attribute, if it is one."""
     value = getattr(layer, attribute, None)
-    value = value.site if isinstance(value, StaticSite) else value
+    value = value.module if isinstance(value, StaticSite) else value
     return value if isinstance(value, Site) else None
 
 
 @dataclass(frozen=True, eq=False)
 class Stored:
-    """A packed parameter on its way from `Promote` to a product of codes.
+    """A packed parameter from `RoundedPromotion` for a product of codes.
 
     Args:
         value: codes and scales.
-        layout: how they are laid out; None: as they lie.
+        layout: of the codes, if that is not the parameter's own.
         shape: of the parameter.
         dtype: of its numbers in the product.
     """
@@ -144,11 +144,11 @@ class Product(Site):
     def __init__(self, how: Roundings, stream: Stream, left: Source | None = None, right: Source | None = None) -> None:
         super().__init__(stream)
         self.how = how
-        self._hold(left=left, right=right)
+        self._set_data(left=left, right=right)
 
-    def keep(self, known: ActivationRange | None) -> None:
+    def keep(self, span: ActivationRange | None) -> None:
         """Go on with a range that was found, if one was."""
-        self._hold(range=known)
+        self._set_data(range=span)
 
     def start(self, span: Array) -> None:
         """Take a range that was found, to keep or to start from."""
@@ -158,44 +158,44 @@ class Product(Site):
         else:
             self.left.start(span, self.how.left)
 
-    def prepared(self, x: Array, w: Array | Stored) -> tuple[Array, Array, dict[str, Any]]:
+    def round_operands(self, x: Array, w: Array | Stored) -> tuple[Array, Array, dict[str, Any]]:
         """The operands, rounded if their scales have a source, and the arguments of the product."""
         self._check_state()
         key, how = self.key(), self.how
-        known: dict[str, Any] = {}
+        code_arguments: dict[str, Any] = {}
         if isinstance(w, Stored):
-            known["codes"] = codes_of(w.value, w.layout, w.shape)
-            w = known["rounded"] = w.numbers()
+            code_arguments["codes"] = codes_of(w.value, w.layout, w.shape)
+            w = code_arguments["rounded"] = w.numbers()
         if self.observe is not None:
             self.observe(x)
             how = replace(how, left=None)
         elif self.range is not None and how.codes:
             assert how.left is not None
-            mine, key = (None, None) if key is None else split(key)
-            x, known["left_codes"] = codes_within(x, how.left, self.range[...], mine)
+            operand_key, key = (None, None) if key is None else split(key)
+            x, code_arguments["left_codes"] = codes_within(x, how.left, self.range[...], operand_key)
             how = replace(how, left=None)
         elif self.range is not None or self.left is not None:
             assert how.left is not None
-            mine, key = (None, None) if key is None else split(key)
-            x = self._rounded(x, how.left, mine)
+            operand_key, key = (None, None) if key is None else split(key)
+            x = self._round_left(x, how.left, operand_key)
             how = replace(how, left=None)
         if self.right is not None:
             assert how.right is not None
-            mine, key = (None, None) if key is None else split(key)
-            w, how = self.right(w, how.right, mine), replace(how, right=None)
-        return x, w, {"how": how, "key": key, **known}
+            operand_key, key = (None, None) if key is None else split(key)
+            w, how = self.right(w, how.right, operand_key), replace(how, right=None)
+        return x, w, {"how": how, "key": key, **code_arguments}
 
     def _check_state(self) -> None:
         """Refuse state of another rule, for example from a checkpoint of another model."""
-        held = [(self.range, (2,))] + [source.state() for source in (self.left, self.right) if source is not None]
-        for variable, shape in held:
+        states = [(self.range, (2,))] + [source.state() for source in (self.left, self.right) if source is not None]
+        for variable, shape in states:
             if variable is not None and variable.shape != shape:
                 raise ValueError(
                     f"{type(variable).__name__} of the {self.how.place} has shape {variable.shape}, and that rule "
                     f"needs {shape}: it belongs to a model with another rule"
                 )
 
-    def _rounded(self, x: Array, spec: Spec, key: Array | None) -> Array:
+    def _round_left(self, x: Array, spec: Spec, key: Array | None) -> Array:
         if self.range is not None:
             return round_within(x, spec, self.range[...], key)
         assert self.left is not None
@@ -206,7 +206,7 @@ class DotGeneral(Product):
     """In place of `jax.lax.dot_general`."""
 
     def __call__(self, x: Array, w: Array, dimension_numbers: Any, *args: Any, **kwargs: Any) -> Array:
-        x, w, more = self.prepared(x, w)
+        x, w, more = self.round_operands(x, w)
         return dot_general(x, w, dimension_numbers, *args, **kwargs, **more)
 
 
@@ -214,7 +214,7 @@ class Convolution(Product):
     """In place of `jax.lax.conv_general_dilated`."""
 
     def __call__(self, x: Array, w: Array, *args: Any, **kwargs: Any) -> Array:
-        x, w, more = self.prepared(x, w)
+        x, w, more = self.round_operands(x, w)
         return conv_general_dilated(x, w, *args, **kwargs, **more)
 
 
@@ -222,7 +222,7 @@ class Einsum(Product):
     """In place of `jax.numpy.einsum`."""
 
     def __call__(self, subscripts: str, x: Array, w: Array, **kwargs: Any) -> Array:
-        x, w, more = self.prepared(x, w)
+        x, w, more = self.round_operands(x, w)
         return einsum(subscripts, x, w, **kwargs, **more)
 
 
@@ -240,13 +240,13 @@ class Output(Site):
 
 
 class Promote(Site):
-    """In place of `promote_dtype`: every array on its way into the layer comes by.
+    """In place of `promote_dtype`: it is given every array that the layer computes with.
 
     Args:
         base: the replaced function.
-        slots: the names of the arrays, as in a `Kind`.
+        slots: the names of the arrays, as in a `NnxKind`.
         specs: the specs of arrays, and their layouts.
-        packed: specs, layouts (None: as they lie) and shapes of those that are stored.
+        packed_params: names, specs, layouts (None: the parameter's own) and shapes of those that are stored.
         stream: of keys.
         place: for errors.
         codes: whether a product takes the codes of what is stored.
@@ -257,53 +257,58 @@ class Promote(Site):
         base: Callable[..., Any],
         slots: tuple[tuple[str, ...], ...],
         specs: tuple[tuple[str, Spec, Layout | None], ...],
-        packed: tuple[tuple[str, Spec, Layout | None, tuple[int, ...]], ...],
+        packed_params: tuple[tuple[str, Spec, Layout | None, tuple[int, ...]], ...],
         stream: Stream,
         place: StreamOffset,
         codes: bool = False,
     ) -> None:
         super().__init__(stream)
-        self.base, self.slots, self.specs, self.packed, self.place = base, slots, specs, packed, place
+        self.base, self.slots, self.specs, self.packed_params, self.place = base, slots, specs, packed_params, place
         self.codes = codes
 
     def __call__(self, args: tuple[Any, ...], /, **kwargs: Any) -> tuple[Any, ...]:
         names = next(names for names in self.slots if len(names) == len(args))
         for name, arg in zip(names, args, strict=True):
-            self._check_stored(name.strip("*"), arg)
+            self._check_packing(name.strip("*"), arg)
         plain = tuple(jnp.zeros((), arg.dtype) if isinstance(arg, QArray) else arg for arg in args)
-        promoted: list[Any] = [
-            self._unpacked(name, arg, new.dtype) if isinstance(arg, QArray) else new
+        arrays: list[Any] = [
+            self._unpack(name, arg, new.dtype) if isinstance(arg, QArray) else new
             for name, arg, new in zip(names, args, self.base(plain, **kwargs), strict=True)
         ]
         key = self.key()
         for i, (name, spec, layout) in enumerate(self.specs):
-            if name in names and (x := promoted[names.index(name)]) is not None:
+            if name in names and (x := arrays[names.index(name)]) is not None:
                 field = "activation" if name == "inputs" else "bias" if name == "bias" else "weight"
                 check_axes(field, spec, x.ndim if layout is None else layout.ndim, self.place)
                 keys = keys_for(spec, None if key is None else jax.random.fold_in(key, i))
-                promoted[names.index(name)] = round_in(layout, x, spec, *keys)
-        return tuple(promoted)
+                arrays[names.index(name)] = round_in(layout, x, spec, *keys)
+        return tuple(arrays)
 
-    def _check_stored(self, name: str, arg: Any) -> None:
+    def _check_packing(self, name: str, arg: Any) -> None:
         """Refuse a parameter that is not packed as here, as a checkpoint of another model brings it."""
-        known = next(((spec, layout, shape) for packed, spec, layout, shape in self.packed if packed == name), None)
-        if arg is None or (known is None and not isinstance(arg, QArray)):
+        expected_packing = next(
+            ((spec, layout, shape) for packed_name, spec, layout, shape in self.packed_params if packed_name == name),
+            None,
+        )
+        if arg is None or (expected_packing is None and not isinstance(arg, QArray)):
             return
-        held = f"{arg.spec} of {arg.shape}" if isinstance(arg, QArray) else f"an array of {arg.shape}"
-        if known is None:
-            raise ValueError(f"{name} of the {self.place} is packed as {held}, and this model packs none there")
-        spec, layout, shape = known
-        laid = shape if layout is None else layout.shape(shape)
-        if not isinstance(arg, QArray) or (arg.spec, arg.shape) != (spec, laid):
+        description = f"{arg.spec} of {arg.shape}" if isinstance(arg, QArray) else f"an array of {arg.shape}"
+        if expected_packing is None:
+            raise ValueError(f"{name} of the {self.place} is packed as {description}, and this model packs none there")
+        spec, layout, shape = expected_packing
+        codes_shape = shape if layout is None else layout.shape(shape)
+        if not isinstance(arg, QArray) or (arg.spec, arg.shape) != (spec, codes_shape):
             raise ValueError(
-                f"{name} of the {self.place} is {held}, and this model holds it packed as {spec} of {laid}: it belongs "
-                "to a model with another rule or shape"
+                f"{name} of the {self.place} is {description}, and this model holds it packed as {spec} of "
+                f"{codes_shape}: it belongs to a model with another rule or shape"
             )
 
-    def _unpacked(self, name: str, stored: QArray, dtype: Any) -> Array | Stored:
-        layout, shape = next((layout, shape) for packed, _, layout, shape in self.packed if packed == name.strip("*"))
-        held = Stored(stored, layout, shape, dtype)
-        return held if self.codes and name.startswith("*") else held.numbers()
+    def _unpack(self, name: str, codes: QArray, dtype: Any) -> Array | Stored:
+        layout, shape = next(
+            (layout, shape) for packed_name, _, layout, shape in self.packed_params if packed_name == name.strip("*")
+        )
+        operand = Stored(codes, layout, shape, dtype)
+        return operand if self.codes and name.startswith("*") else operand.numbers()
 
 
 class Attention(Product):

@@ -35,11 +35,11 @@ class Kind:
         parameters: its parameters, each with the field of a rule that it is rounded by.
         slots: what its `promote_dtype` is given, one tuple for each number of arrays: names of parameters,
             ``"inputs"``, others (``""``); with a star those that the product rounds.
-        product: the attribute that multiplies, the site that replaces it, and Flax's function.
-        layout: of its weights, as the product sums over them. Default: as they lie.
+        product: the attribute that multiplies, the rounding module that replaces it, and Flax's function.
+        layout: of its weights, as the product sums over them. Default: its last axis is summed over.
         inputs: layout of the inputs, if `promote_dtype` rounds them. Default: their own axes.
         axes: how many axes that parameter has; more of them in front come of a stack of layers.
-        unrounded: whether there is a product that backward roundings cannot reach.
+        hides_product: whether there is a product that backward roundings cannot reach.
         output: whether `output` is rounded: not if an inner layer returns it.
         operation: what it computes with its parameters, as a rule's `operation` names it; empty for a norm.
     """
@@ -50,17 +50,17 @@ class Kind:
     layout: Callable[[Any], Layout] | None = None
     inputs: Callable[[Any], Layout] | None = None
     axes: Callable[[Any], int] = lambda layer: 1
-    unrounded: bool = False
+    hides_product: bool = False
     output: bool = True
     operation: str = "dot_general"
 
     def fields(self, layer: Any) -> tuple[str, ...]:
         """The fields of a rule that say something for a layer of this kind."""
-        held = [role for name, role in self.parameters.items() if getattr(layer, name) is not None]
-        taken = ["activation"] if self.product or any("inputs" in slots for slots in self.slots) else []
+        roles = [role for name, role in self.parameters.items() if getattr(layer, name) is not None]
+        activation = ["activation"] if self.product or any("inputs" in slots for slots in self.slots) else []
         return (
-            *dict.fromkeys(held),
-            *taken,
+            *dict.fromkeys(roles),
+            *activation,
             *["output"] * self.output,
             *(PRODUCT_FIELDS if self.product else ()),
             *["scale_from"] * self.keeps_scales,
@@ -83,16 +83,16 @@ class Kind:
         return self.product is not None and self.layout is not None
 
 
-def for_norms(rules: Sequence[Rule], decided: Iterable[tuple[int, Any]]) -> tuple[Rule, ...]:
+def for_norms(rules: Sequence[Rule], layer_kinds: Iterable[tuple[int, Any]]) -> tuple[Rule, ...]:
     """Each rule as norms have it: if it decides other layers, too, it says only `output` and `bias` for a norm.
 
     A scale and an input of a norm enter no product, so programs leave them as they are under the same rule.
 
     Args:
         rules: the rules.
-        decided: of each layer under a rule the number of the rule, and the line in the table; None without a line.
+        layer_kinds: of each layer under a rule the number of the rule, and its row of `NNX_KINDS`; None without one.
     """
-    wide = {number for number, kind in decided if kind is None or kind.operation}
+    wide = {number for number, kind in layer_kinds if kind is None or kind.operation}
     return tuple(
         Rule(
             rule.path,
@@ -113,27 +113,27 @@ def _matrix(layer: Any) -> Layout:
 
 
 def _general(layer: nnx.LinearGeneral) -> Layout:
-    batch, summed = len(layer.batch_axis), len(layer.in_features)
-    kept = (*range(batch), *range(batch + summed, batch + summed + len(layer.out_features)))
-    return Layout(kept, tuple(range(batch, batch + summed)))
+    batch, inside = len(layer.batch_axis), len(layer.in_features)
+    free_axes = (*range(batch), *range(batch + inside, batch + inside + len(layer.out_features)))
+    return Layout(free_axes, tuple(range(batch, batch + inside)))
 
 
 def einsum_layouts(subscripts: str, *ndims: int) -> tuple[Layout, Layout]:
     """The layouts of both arrays of an einsum: indices of a batch, others that stay, those that are summed over."""
     left, right, result = letters_of(subscripts, *ndims)
     both = [letter for letter in left if letter in right]
-    batch, summed = ([letter for letter in both if (letter in result) is kept] for kept in (True, False))
+    batch, contraction = ([letter for letter in both if (letter in result) is stays] for stays in (True, False))
 
     def of(term: str) -> Layout:
-        kept = [*batch, *(letter for letter in term if letter not in both)]
-        return Layout.of([term.index(letter) for letter in kept], [term.index(letter) for letter in summed])
+        free = [*batch, *(letter for letter in term if letter not in both)]
+        return Layout.of([term.index(letter) for letter in free], [term.index(letter) for letter in contraction])
 
     return of(left), of(right)
 
 
 def _of_einsum(layer: nnx.Einsum) -> Layout:
-    left = layer.einsum_str.partition(",")[0]
-    return einsum_layouts(layer.einsum_str, len(left.replace("...", "")), len(layer.kernel_shape))[1]
+    first_term = layer.einsum_str.partition(",")[0]
+    return einsum_layouts(layer.einsum_str, len(first_term.replace("...", "")), len(layer.kernel_shape))[1]
 
 
 def _of_conv(layer: nnx.Conv) -> Layout:
@@ -184,7 +184,7 @@ KINDS: Mapping[type, Kind] = MappingProxyType(
             _of_transposed,
             lambda layer: Layout((0,), tuple(range(1, len(layer.kernel_size) + 2))),
             axes=lambda layer: len(layer.kernel_size) + 2,
-            unrounded=True,
+            hides_product=True,
             operation="conv",
         ),
         nnx.Embed: Kind(
@@ -204,7 +204,7 @@ KINDS: Mapping[type, Kind] = MappingProxyType(
             (("inputs", "lora_a", "lora_b"),),
             layout=_matrix,
             axes=lambda layer: 2,
-            unrounded=True,
+            hides_product=True,
         ),
         nnx.MultiHeadAttention: Kind(
             MappingProxyType({}), (), ("attention_fn", hooks.Attention, (nnx.dot_product_attention,)), output=False

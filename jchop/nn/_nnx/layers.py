@@ -110,8 +110,10 @@ def _make(base: type) -> type:
         mode: as in `quantize`. Default ``"qat"``.
         kwargs: as for the layer of Flax.
     """
-    added = {"__call__": _call(base), "output": None, "emulation": None, **_MORE.get(base, {})} if base in KINDS else {}
-    return type(name, (base,), {"__init__": _initialize(base), "__doc__": doc, "__module__": __name__, **added})
+    attributes = (
+        {"__call__": _call(base), "output": None, "emulation": None, **_MORE.get(base, {})} if base in KINDS else {}
+    )
+    return type(name, (base,), {"__init__": _initialize(base), "__doc__": doc, "__module__": __name__, **attributes})
 
 
 #: The quantized class of each class of Flax.
@@ -137,63 +139,63 @@ SimpleCell: Any = CLASSES[nnx.SimpleCell]
 
 
 def placed_layers(model: nnx.Module) -> Iterator[tuple[Placed, Kind | None]]:
-    """Every module with parameters of its own or a line in the table, with its paths, and that line.
+    """Every module with parameters of its own or a row of `NNX_KINDS`, with its paths, and that row.
 
-    A layer that computes more than its class says, since other code has changed it, has no line.
+    A layer that computes more than its class says, since other code has changed it, has no row.
     """
-    for placed in modules_of(model):
-        cls = plain_class(type(placed.module))
+    for entry in modules_of(model):
+        cls = plain_class(type(entry.module))
         cls = cls if cls in KINDS else _base(cls)
-        if isinstance(placed.module, hooks.Site | Source):
+        if isinstance(entry.module, hooks.Site | Source):
             continue
-        if (kind := KINDS.get(cls)) is not None or own_parameters(placed):
-            yield placed, kind if kind is not None and _is_plain(placed, cls, kind) else None
+        if (kind := KINDS.get(cls)) is not None or own_parameters(entry):
+            yield entry, kind if kind is not None and _is_plain(entry, cls, kind) else None
 
 
-def _is_plain(placed: Placed, cls: type, kind: Kind) -> bool:
+def _is_plain(entry: Placed, cls: type, kind: Kind) -> bool:
     """Whether a layer computes what its class says, and nothing that other libraries have put into it."""
-    more = own_parameters(placed).keys() - kind.parameters.keys()
-    return not more and is_as_written(placed.module, cls, nnx.Module)
+    more = own_parameters(entry).keys() - kind.parameters.keys()
+    return not more and is_as_written(entry.module, cls, nnx.Module)
 
 
 def layers_of(model: nnx.Module) -> Iterator[tuple[str, Any, Kind | None]]:
-    """As `placed_layers`: the first path of each, the module itself, and its line."""
-    for placed, kind in placed_layers(model):
-        yield placed.paths[0], placed.module, kind
+    """As `layer_entries`: the first path of each, the module itself, and its row."""
+    for entry, kind in placed_layers(model):
+        yield entry.paths[0], entry.module, kind
 
 
 def _base(cls: type) -> Any:
     """The class of Flax that a class was made from."""
-    return next((base for base, made in CLASSES.items() if made is cls), None)
+    return next((base for base, quantized_class in CLASSES.items() if quantized_class is cls), None)
 
 
-def rules_for(placed: Placed, kind: Kind | None, rules: Sequence[Rule]) -> list[int]:
-    """As `rules_of`, of a module that has a line in the table or none."""
-    return rules_of(placed.paths, rules, type(placed.module).__name__, "" if kind is None else kind.operation)
+def rules_for(entry: Placed, kind: Kind | None, rules: Sequence[Rule]) -> list[int]:
+    """As `rules_of`, of a module that has a row of `NNX_KINDS` or none."""
+    return rules_of(entry.paths, rules, type(entry.module).__name__, "" if kind is None else kind.operation)
 
 
 class Decided(NamedTuple):
     """A layer of a model, and what rules say for it.
 
     Args:
-        placed: the layer.
-        kind: its line in the table.
+        entry: the layer.
+        kind: its row of `NNX_KINDS`.
         numbers: the rules that match it, by number; all say the same.
         rule: its rule, as given; None if none matches.
-        own: what that rule rounds in this layer (`for_norms`).
+        effective_rule: what that rule rounds in this layer (`rules_for_norms`).
     """
 
-    placed: Placed
+    entry: Placed
     kind: Kind | None
     numbers: list[int]
     rule: Rule | None
-    own: Rule | None
+    effective_rule: Rule | None
 
 
 def decided_layers(model: nnx.Module, rules: Sequence[Rule]) -> list[Decided]:
-    """As `placed_layers`, each with its rule."""
-    found = [(placed, kind, rules_for(placed, kind, rules)) for placed, kind in placed_layers(model)]
-    of_norms = for_norms(rules, ((number, kind) for _, kind, numbers in found for number in numbers))
+    """As `layer_entries`, each with its rule."""
+    matches = [(entry, kind, rules_for(entry, kind, rules)) for entry, kind in placed_layers(model)]
+    of_norms = for_norms(rules, ((number, kind) for _, kind, numbers in matches for number in numbers))
 
     def of(numbers: list[int], kind: Kind | None) -> tuple[Rule | None, Rule | None]:
         if not numbers:
@@ -201,12 +203,12 @@ def decided_layers(model: nnx.Module, rules: Sequence[Rule]) -> list[Decided]:
         rule = rules[numbers[0]]
         return rule, rule if kind is None or kind.operation else of_norms[numbers[0]]
 
-    return [Decided(placed, kind, numbers, *of(numbers, kind)) for placed, kind, numbers in found]
+    return [Decided(entry, kind, numbers, *of(numbers, kind)) for entry, kind, numbers in matches]
 
 
-def own_parameters(placed: Placed) -> dict[str, nnx.Variable]:
+def own_parameters(entry: Placed) -> dict[str, nnx.Variable]:
     """The parameters of a module by name, without those of modules below it."""
-    return {name: value for name, value in placed.own.items() if isinstance(value, nnx.Param | QuantizedParam)}
+    return {name: value for name, value in entry.variables.items() if isinstance(value, nnx.Param | QuantizedParam)}
 
 
 def apply(model: nnx.Module, rules: Sequence[Rule], mode: str, rngs: nnx.Rngs | None) -> None:
@@ -214,26 +216,26 @@ def apply(model: nnx.Module, rules: Sequence[Rule], mode: str, rngs: nnx.Rngs | 
     check_modes(rules, mode)
     if rngs is not None and not isinstance(rngs, nnx.Rngs):
         raise TypeError(f"rngs={rngs!r} must be flax.nnx.Rngs, for example nnx.Rngs(rounding=0)")
-    chosen = decided_layers(model, rules)
-    _check_rules(rules, chosen)
+    layer_rules = decided_layers(model, rules)
+    _check_rules(rules, layer_rules)
     tied: Tied = {}
-    for placed, kind, _, given, own in chosen:
-        rule = given if mode == "emulate" else own
+    for entry, kind, _, matching_rule, effective_rule in layer_rules:
+        rule = matching_rule if mode == "emulate" else effective_rule
         if rule is None or not rule.rounds:
             continue
-        layer, path = placed.module, placed.paths[0]
+        layer, path = entry.module, entry.paths[0]
         if kind is None:
             raise NotImplementedError(
-                f"{type(layer).__name__} at {path!r} has parameters ({', '.join(own_parameters(placed))}) and is "
+                f"{type(layer).__name__} at {path!r} has parameters ({', '.join(own_parameters(entry))}) and is "
                 f"none of the layers that can be quantized: {', '.join(sorted(cls.__name__ for cls in KINDS))}. "
-                f"{left_alone(placed.paths, rule)}"
+                f"{left_alone(entry.paths, rule)}"
             )
         before = strip(layer, kind)
         layer.__class__ = CLASSES.get(type(layer), type(layer))
         if mode == "emulate":
             attach_emulated(layer, kind, rule, path, rngs)
         else:
-            attach(layer, kind, rule, path, packed=mode != "qat", rngs=rngs, before=before, tied=tied)
+            attach(layer, kind, rule, path, packs=mode != "qat", rngs=rngs, before=before, tied=tied)
 
 
 def check_unquantized(model: nnx.Module, rules: Sequence[Rule]) -> None:
@@ -242,23 +244,23 @@ def check_unquantized(model: nnx.Module, rules: Sequence[Rule]) -> None:
     Raises:
         ValueError: that names the layer.
     """
-    for placed, kind in placed_layers(model):
-        if kind is None or plain_class(type(placed.module)) in KINDS:
+    for entry, kind in placed_layers(model):
+        if kind is None or plain_class(type(entry.module)) in KINDS:
             continue
-        layer = type(placed.module).__name__
-        packed = [name for name in kind.parameters if isinstance(getattr(placed.module, name), QuantizedParam)]
-        if packed:
+        layer = type(entry.module).__name__
+        packed_names = [name for name in kind.parameters if isinstance(getattr(entry.module, name), QuantizedParam)]
+        if packed_names:
             raise ValueError(
-                f"{layer} at {placed.paths[0]!r} has its {packed[0]} packed already; give the model that it was made "
-                "from"
+                f"{layer} at {entry.paths[0]!r} has its {packed_names[0]} packed already; give the model that it was "
+                "made from"
             )
-        for name in sorted(_rounded_parameters(placed.module, kind)):
+        for name in sorted(_rounded_parameters(entry.module, kind)):
             role = kind.parameters[name]
-            paths = ["/".join(filter(None, (path, name))) for path in placed.paths]
+            paths = ["/".join(filter(None, (path, name))) for path in entry.paths]
             numbers = (rule_of_parameter(path, rules, layer, kind.operation) for path in paths)
             if any(number is not None and getattr(rules[number], role) is not None for number in numbers):
                 raise ValueError(
-                    f"{layer} at {placed.paths[0]!r} rounds its {name} already; give the model that it was made from"
+                    f"{layer} at {entry.paths[0]!r} rounds its {name} already; give the model that it was made from"
                 )
 
 
@@ -282,20 +284,20 @@ def check_wrapped(model: nnx.Module) -> None:
     Raises:
         NotImplementedError: that names the wrapper.
     """
-    for placed in modules_of(model):
-        wrapper: Any = placed.module
+    for entry in modules_of(model):
+        wrapper: Any = entry.module
         if isinstance(wrapper, nnx.SpectralNorm):
             changes = lambda _, value: value.get_value().ndim > 1  # noqa: E731
         elif isinstance(wrapper, nnx.WeightNorm):
             changes = wrapper.variable_filter
         else:
             continue
-        held = nnx.to_flat_state(nnx.state(wrapper.layer_instance, QuantizedParam))
-        names = ["/".join(map(str, path)) for path, value in held if changes(path, value)]
+        packed_state = nnx.to_flat_state(nnx.state(wrapper.layer_instance, QuantizedParam))
+        names = ["/".join(map(str, path)) for path, value in packed_state if changes(path, value)]
         if names:
             name = type(wrapper).__name__
             raise NotImplementedError(
-                f"{name} at {placed.paths[0]!r} normalizes {', '.join(names)} of its layer_instance in each call, "
+                f"{name} at {entry.paths[0]!r} normalizes {', '.join(names)} of its layer_instance in each call, "
                 f"which cannot be done to packed numbers. Use mode='qat', pass inputs=(x,), or call the model once and "
                 f"put the layer_instance, whose parameters are normalized then, in the place of the {name}"
             )
@@ -319,8 +321,8 @@ def needs_program(model: nnx.Module, rules: Sequence[Rule], mode: str) -> bool:
 
 def _outside(model: nnx.Module, rules: Sequence[Rule]) -> list[tuple[Placed, Rule]]:
     """The modules with parameters that are no layers of Flax, each with the rule that rounds it."""
-    found = [(p, rules_for(p, kind, rules)) for p, kind in placed_layers(model) if kind is None]
-    return [(placed, rules[numbers[0]]) for placed, numbers in found if numbers and rules[numbers[0]].rounds]
+    modules = [(entry, rules_for(entry, kind, rules)) for entry, kind in placed_layers(model) if kind is None]
+    return [(entry, rules[numbers[0]]) for entry, numbers in modules if numbers and rules[numbers[0]].rounds]
 
 
 def check_traceable(model: nnx.Module, rules: Sequence[Rule]) -> None:
@@ -329,31 +331,32 @@ def check_traceable(model: nnx.Module, rules: Sequence[Rule]) -> None:
     Raises:
         ValueError: that names the modules for which the program is quantized.
     """
-    found = [] if is_program(model) else _outside(model, rules)
-    if not found:
+    modules = [] if is_program(model) else _outside(model, rules)
+    if not modules:
         return
-    names = ", ".join(f"{placed.paths[0]!r} ({type(placed.module).__name__})" for placed, _ in found[:3])
-    names += f" and {len(found) - 3} more" if len(found) > 3 else ""
-    own = [path for placed, _ in found for path in placed.paths]
+    names = ", ".join(f"{entry.paths[0]!r} ({type(entry.module).__name__})" for entry, _ in modules[:3])
+    names += f" and {len(modules) - 3} more" if len(modules) > 3 else ""
+    paths = [path for entry, _ in modules for path in entry.paths]
     raise ValueError(
         f"inputs=None, but rules match {names}, whose parameters no plain layer of Flax holds. So the program of the "
-        f"model is quantized, and one that is packed has to be traced: {EXAMPLES}. {left_alone(own, found[0][1])}"
+        f"model is quantized, and one that is packed has to be traced: {EXAMPLES}. "
+        f"{left_alone(paths, modules[0][1])}"
     )
 
 
 def strip(layer: Any, kind: Kind) -> Any:
-    """Put Flax's functions back in the places of sites, so that a layer can be quantized in another way.
+    """Put Flax's functions back in the places of rounding modules, so that a layer can be quantized in another way.
 
     Returns:
-        The site of the product, whose scales may be kept; None if there was none.
+        The rounding module of the product, whose scales may be kept; None if there was none.
     """
     if type(layer) in KINDS:
         return None
     before = None
     if kind.slots and isinstance(promote := hooks.site_in(layer, "promote_dtype"), hooks.Promote):
         layer.promote_dtype = nnx.static(promote.base)
-    if kind.product is not None and isinstance(site := hooks.site_in(layer, kind.product[0]), hooks.Product):
-        before = site
+    if kind.product is not None and isinstance(product := hooks.site_in(layer, kind.product[0]), hooks.Product):
+        before = product
         setattr(layer, kind.product[0], nnx.static(kind.product[2][0]))
     for name in ("output", "emulation", "cache"):
         if name in vars(layer):
@@ -361,23 +364,30 @@ def strip(layer: Any, kind: Kind) -> Any:
     return before
 
 
-def _check_rules(rules: Sequence[Rule], chosen: Sequence[Decided]) -> None:
+def _check_rules(rules: Sequence[Rule], layer_rules: Sequence[Decided]) -> None:
     """Refuse rules that match no layer, and fields without effect on any layer that they match."""
     for number, rule in enumerate(rules):
-        matched = [one for one in chosen if number in one.numbers]
-        if not matched:
-            paths = [path for one in chosen for path in one.placed.paths]
+        matches = [one for one in layer_rules if number in one.numbers]
+        if not matches:
+            paths = [path for one in layer_rules for path in one.entry.paths]
             raise ValueError(
                 f"{rule} matches no layer with parameters, or only layers that an earlier rule matches"
                 f"{nearest_paths([rule.path], paths)}. jchop.nn.report(model) lists the layers"
             )
-        said = [(one.own, one.kind.fields(one.placed.module)) for one in matched if one.kind is not None]
-        used = {name for own, fields in said for name in fields if getattr(own, name) is not None}
+        rule_fields = [
+            (one.effective_rule, one.kind.fields(one.entry.module)) for one in matches if one.kind is not None
+        ]
+        used = {
+            name
+            for effective_rule, fields in rule_fields
+            for name in fields
+            if getattr(effective_rule, name) is not None
+        }
         idle = [name for name in FIELDS if getattr(rule, name) is not None and name not in used]
-        if idle and len(said) == len(matched):
+        if idle and len(rule_fields) == len(matches):
             raise ValueError(
                 f"{rule}: {', '.join(idle)} has no effect on any of its layers: "
-                f"{', '.join(sorted({type(one.placed.module).__name__ for one in matched}))}"
+                f"{', '.join(sorted({type(one.entry.module).__name__ for one in matches}))}"
             )
 
 
@@ -391,7 +401,7 @@ _FIELDS = {
 def _check_mode(rule: Rule, mode: str) -> None:
     if mode not in _FIELDS:
         return
-    allowed, why = _FIELDS[mode]
-    wrong = [name for name in FIELDS if getattr(rule, name) is not None and name not in allowed]
+    mode_fields, why = _FIELDS[mode]
+    wrong = [name for name in FIELDS if getattr(rule, name) is not None and name not in mode_fields]
     if wrong:
         raise ValueError(f"{rule} has {', '.join(wrong)}, and mode={mode!r} {why}")

@@ -82,10 +82,10 @@ class Adapted(nnx.Module):
 
     def __call__(self, x: Array, *args: Any, **kwargs: Any) -> Array:
         y = self.base(x, *args, **kwargs)  # type: ignore[operator]
-        given = x if self.dropout is None else self.dropout(x)
+        inputs = x if self.dropout is None else self.dropout(x)
         dtype = getattr(self.base, "dtype", None)
-        given, a, b = dtypes.promote_dtype((given, self.lora_a[...], self.lora_b[...]), dtype=dtype)
-        return beside(y, given, a, b, getattr(self.base, "axis", (-1,)), self.rule)
+        inputs, a, b = dtypes.promote_dtype((inputs, self.lora_a[...], self.lora_b[...]), dtype=dtype)
+        return beside(y, inputs, a, b, getattr(self.base, "axis", (-1,)), self.rule)
 
 
 def add_lora(
@@ -143,13 +143,13 @@ def add_lora(
         >>> bool((adapted(x) == packed(x)).all()), len(nnx.to_flat_state(nnx.state(adapted, nnx.LoRAParam)))
         (True, 2)
     """
-    given = as_lora_rules(rules)
+    lora_rules = as_lora_rules(rules)
     if not isinstance(model, nnx.Module):
         if fun is None and not is_module(model):
             raise TypeError(f"model={brief(model)} must be a module of Flax NNX or Equinox; parameters need fun=")
         if rngs is not None:
             raise TypeError("rngs is for modules of Flax NNX; others take key=")
-        return add_to_tree(model, given, key, inputs, fun, original)
+        return add_to_tree(model, lora_rules, key, inputs, fun, original)
     for name, value in (("key", key), ("fun", fun)):
         if value is not None:
             raise TypeError(f"{name} is for modules of Equinox and parameters; one of Flax NNX takes rngs=")
@@ -157,25 +157,25 @@ def add_lora(
         raise TypeError(f"rngs={rngs!r} must be flax.nnx.Rngs, for example nnx.Rngs(0)")
     result: Any = nnx.merge(*nnx.split(model), copy=True)
     if inputs is not None or is_program(result):
-        found = adaptable(result, inputs)
+        targets = adaptable(result, inputs)
         exact = None if original is None else nnx.state(original, nnx.Param)
-        params = with_adapters(adapted_params(result), given, rngs.params(), found, exact)
+        params = with_adapters(adapted_params(result), lora_rules, rngs.params(), targets, exact)
         put_params(result, params, rules_of(result), rngs)
         return result
-    before = {} if original is None else {placed.paths[0]: placed.module for placed, _ in placed_layers(original)}
-    made: dict[int, Adapted] = {}
+    before = {} if original is None else {entry.paths[0]: entry.module for entry, _ in placed_layers(original)}
+    adapters: dict[int, Adapted] = {}
     used: set[int] = set()
     paths: list[str] = []
-    for placed, kind in placed_layers(result):
-        layer, path = placed.module, placed.paths[0]
-        number = next((i for i, rule in enumerate(given) if matches_path(rule.path, *placed.paths)), None)
-        paths += placed.paths
+    for entry, kind in placed_layers(result):
+        layer, path = entry.module, entry.paths[0]
+        number = next((i for i, rule in enumerate(lora_rules) if matches_path(rule.path, *entry.paths)), None)
+        paths += entry.paths
         if number is None or kind is None or not kind.parameters or not hasattr(layer, "kernel"):
             continue
         used.add(number)
-        made[id(layer)] = _adapted(layer, path, given[number], rngs, before.get(path))
-    check_used(given, used, paths)
-    return put(result, made)
+        adapters[id(layer)] = _adapted(layer, path, lora_rules[number], rngs, before.get(path))
+    check_used(lora_rules, used, paths)
+    return put(result, adapters)
 
 
 def adaptable(model: nnx.Module, inputs: Inputs | None) -> Places:
@@ -185,18 +185,24 @@ def adaptable(model: nnx.Module, inputs: Inputs | None) -> Places:
     """
     if inputs is not None:
         return places_of(traced_programs(model, inputs))
-    placed = list(placed_layers(model))
-    linear: list[Any] = [one.module for one, kind in placed if kind is not None and is_linear(one.module)]
+    entries = list(placed_layers(model))
+    linear: list[Any] = [entry.module for entry, kind in entries if kind is not None and is_linear(entry.module)]
     layers = {id(layer.kernel): layer for layer in linear}
-    others = {id(v) for one, kind in placed if kind is not None for name, v in one.own.items() if not _sums(kind, name)}
-    flat, places = dict(nnx.to_flat_state(adapted_params(model))), Places()
-    for held, keys in names_of(model).items():
-        value, layer = flat[keys].get_value(), layers.get(held)
+    others = {
+        id(v)
+        for entry, kind in entries
+        if kind is not None
+        for name, v in entry.variables.items()
+        if not _sums(kind, name)
+    }
+    flat, targets = dict(nnx.to_flat_state(adapted_params(model))), Places()
+    for variable_id, keys in names_of(model).items():
+        value, layer = flat[keys].get_value(), layers.get(variable_id)
         if layer is not None and value.ndim == sum(map(len, _axes(layer))):
-            (places[path_of(keys)],) = places_of([traced_part(layer, _example(layer))]).values()
-        elif value.ndim > 1 and held not in others:
-            places[path_of(keys)] = value, _UNKNOWN, None
-    return places
+            (targets[path_of(keys)],) = places_of([traced_part(layer, _example(layer))]).values()
+        elif value.ndim > 1 and variable_id not in others:
+            targets[path_of(keys)] = value, _UNKNOWN, None
+    return targets
 
 
 def _sums(kind: Kind, name: str) -> bool:
@@ -223,9 +229,9 @@ def _axes(layer: Any) -> tuple[tuple[int, ...], tuple[int, ...]]:
 _UNKNOWN = "only the program says which operations take it: pass example arguments of the model's call, inputs=(x,)"
 
 
-def put(model: Any, made: dict[int, Adapted]) -> Any:
+def put(model: Any, adapters: dict[int, Adapted]) -> Any:
     """A model with modules replaced, in place, by the adapted ones of their ids."""
-    return _replaced(model, lambda node: made.get(id(node)))
+    return _replaced(model, lambda node: adapters.get(id(node)))
 
 
 def merge_lora(model: Any, *, requantize: bool = False) -> Any:
@@ -263,7 +269,7 @@ def merge_lora(model: Any, *, requantize: bool = False) -> Any:
         return result
     _require(result)
 
-    def merged(node: Any) -> Any:
+    def merge_layer(node: Any) -> Any:
         if not isinstance(node, Adapted):
             return None
         layer: Any = node.base
@@ -271,7 +277,7 @@ def merge_lora(model: Any, *, requantize: bool = False) -> Any:
         _set_weight(layer, weight, requantize)
         return layer
 
-    return _replaced(result, merged)
+    return _replaced(result, merge_layer)
 
 
 def split_lora(model: Any) -> tuple[Any, dict[str, dict[str, Any]]]:
@@ -301,9 +307,9 @@ def split_lora(model: Any) -> tuple[Any, dict[str, dict[str, Any]]]:
         return split_tree(model)
     result: Any = nnx.merge(*nnx.split(model), copy=True)
     if is_program(result) and has_adapters(result):
-        bare, found = split_tree(adapted_params(result))
+        bare, tree_adapters = split_tree(adapted_params(result))
         put_params(result, bare, rules_of(result), None)
-        return result, found
+        return result, tree_adapters
     _require(result)
     adapters = {
         path: {"lora_a": layer.lora_a[...], "lora_b": layer.lora_b[...], "rule": layer.rule}
@@ -329,9 +335,9 @@ def _adapted(layer: Any, path: str, rule: LoraRule, rngs: nnx.Rngs, original: An
             f"{what}: adapters are for flax.nnx.Linear and LinearGeneral (without batch_axis); exclude the layer with "
             f"'!{path}'"
         )
-    packed = isinstance(layer.kernel.get_value(), QArray)
+    has_codes = isinstance(layer.kernel.get_value(), QArray)
     exact = None if original is None else weight_of(original)
-    a, b, rest = first_adapters(rule, what, lambda _: rngs.params(), weight_of(layer), exact, packed)
+    a, b, rest = first_adapters(rule, what, lambda _: rngs.params(), weight_of(layer), exact, has_codes)
     if rest is not None:
         _set_weight(layer, rest, True)
     return Adapted(layer, a, b, rule, _dropout(rule.dropout, rngs, a.shape[:-2]) if rule.dropout else None)
@@ -350,8 +356,8 @@ def _dropout(rate: float, rngs: nnx.Rngs, stack: tuple[int, ...]) -> nnx.Dropout
 def is_linear(layer: Any) -> bool:
     """Whether a layer, quantized or not, may have an adapter."""
     linear = nnx.Linear, nnx.LinearGeneral
-    known = plain_class(type(layer)) in (*linear, *(CLASSES[base] for base in linear))
-    return known and not getattr(layer, "batch_axis", None)
+    is_flax_linear = plain_class(type(layer)) in (*linear, *(CLASSES[base] for base in linear))
+    return is_flax_linear and not getattr(layer, "batch_axis", None)
 
 
 def weight_of(layer: Any) -> Array:
@@ -367,7 +373,7 @@ def _numbers(layer: Any) -> Array:
         return value
     promote = hooks.site_in(layer, "promote_dtype")
     assert isinstance(promote, hooks.Promote)
-    layout, shape = next((layout, shape) for name, _, layout, shape in promote.packed if name == "kernel")
+    layout, shape = next((layout, shape) for name, _, layout, shape in promote.packed_params if name == "kernel")
     stack = len(value.shape) - len(shape if layout is None else layout.shape(shape))
     return over_stack(stack, lambda one: hooks.Stored(one, layout, shape, one.dtype).numbers(), value)
 
@@ -379,16 +385,16 @@ def _set_weight(layer: Any, weight: Array, again: bool) -> None:
         return
     promote = hooks.site_in(layer, "promote_dtype")
     assert isinstance(promote, hooks.Promote) and promote.place.rule is not None
-    made = type(layer)
-    base = next(base for base, quantized in CLASSES.items() if quantized is made)
-    biased = layer.bias is not None and isinstance(layer.bias.get_value(), QArray)
-    if biased:
+    layer_class = type(layer)
+    base = next(base for base, quantized_class in CLASSES.items() if quantized_class is layer_class)
+    has_packed_bias = layer.bias is not None and isinstance(layer.bias.get_value(), QArray)
+    if has_packed_bias:
         raise ValueError(f"{promote.place}: its bias is packed, too; leave bias out of the rule to change the weight")
     shape = _numbers(layer).shape
     strip(layer, KINDS[base])
     layer.kernel = nnx.Param(weight.reshape(shape))
     if again:
-        attach(layer, KINDS[base], promote.place.rule, promote.place.path, packed=True, rngs=None)
+        attach(layer, KINDS[base], promote.place.rule, promote.place.path, packs=True, rngs=None)
     else:
         layer.__class__ = base
 
@@ -398,18 +404,18 @@ def _set_weight(layer: Any, weight: Array, again: bool) -> None:
 
 def _replaced(model: Any, change: Callable[[Any], Any]) -> Any:
     """A model with modules replaced, in place; None from `change` keeps a module, and goes on below it."""
-    made: dict[int, Any] = {}
-    seen: set[int] = set()
+    replacements: dict[int, Any] = {}
+    node_ids: set[int] = set()
 
     def new(node: Any) -> Any:
-        if id(node) not in made:
-            made[id(node)] = change(node)
-        return made[id(node)]
+        if id(node) not in replacements:
+            replacements[id(node)] = change(node)
+        return replacements[id(node)]
 
     def walk(node: Any) -> None:
-        if id(node) in seen:
+        if id(node) in node_ids:
             return
-        seen.add(id(node))
+        node_ids.add(id(node))
         for key, child in list(_children(node)):
             if (other := new(child)) is None:
                 walk(child)

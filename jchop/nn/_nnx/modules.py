@@ -24,12 +24,12 @@ class Placed:
         module: the module.
         keys: of each path that leads to it, the names of attributes and the indexes. One that leads through the module
             itself is none.
-        own: its variables by their paths below it, without those of modules below.
+        variables: its variables by their paths below it, without those of modules below.
     """
 
     module: nnx.Module
     keys: list[Keys] = field(default_factory=list)
-    own: dict[str, nnx.Variable] = field(default_factory=dict)
+    variables: dict[str, nnx.Variable] = field(default_factory=dict)
 
     @property
     def paths(self) -> list[str]:
@@ -48,8 +48,8 @@ def modules_of(model: nnx.Module) -> list[Placed]:
     Raises:
         ValueError: for more paths than can be followed.
     """
-    found: dict[int, Placed] = {}
-    done: dict[int, Placed] = {}
+    entries: dict[int, Placed] = {}
+    order: dict[int, Placed] = {}
     above: set[int] = set()
     count = 0
 
@@ -57,7 +57,7 @@ def modules_of(model: nnx.Module) -> list[Placed]:
         nonlocal count
         if isinstance(node, nnx.Variable):
             if holder is not None:
-                holder.own[path_of(keys[start:])] = node
+                holder.variables[path_of(keys[start:])] = node
             return
         if id(node) in above or not nnx.graph.is_node(node):
             return
@@ -65,14 +65,14 @@ def modules_of(model: nnx.Module) -> list[Placed]:
             count += 1
             if count > _MOST:
                 raise ValueError(f"model: more than {_MOST} paths lead to its modules, which refer to each other")
-            holder, start = found.setdefault(id(node), Placed(node)), len(keys)
+            holder, start = entries.setdefault(id(node), Placed(node)), len(keys)
             holder.keys.append(keys)
         above.add(id(node))
         for key, child in nnx.graph.get_node_impl(node).node_dict(node).items():  # type: ignore[union-attr]
             visit(child, (*keys, key), holder, start)
         above.remove(id(node))
         if isinstance(node, nnx.Module):
-            done.setdefault(id(node), found[id(node)])
+            order.setdefault(id(node), entries[id(node)])
 
     visit(model, (), None, 0)
-    return [*done.values()]
+    return [*order.values()]

@@ -72,12 +72,16 @@ def quantize_program(
     Raises:
         ValueError: as `jchop.quantize_fn`; for packing without `inputs`.
     """
-    held_packed = (isinstance(v, QuantizedParam) for v in jax.tree.leaves(nnx.state(model), is_leaf=_is_variable))
-    if is_program(model) and any(held_packed):
+    packed_flags = (isinstance(v, QuantizedParam) for v in jax.tree.leaves(nnx.state(model), is_leaf=_is_variable))
+    if is_program(model) and any(packed_flags):
         raise ValueError("model is packed already; quantize the model that it was made from")
     check_fields(rules)
-    held: KeptScales | None = getattr(model, _SCALES, None)
-    known = held.scales if held is not None and _part_of(model).rules == tuple(rules) else Scales({}, {})
+    program_scales: KeptScales | None = getattr(model, _SCALES, None)
+    old_scales = (
+        program_scales.scales
+        if program_scales is not None and _part_of(model).rules == tuple(rules)
+        else Scales({}, {})
+    )
     if is_program(model):
         _make_plain(model)
     keeping = next((rule for rule in rules if rule.scale_from is not None), None)
@@ -86,19 +90,19 @@ def quantize_program(
             f"inputs=None, but {keeping} keeps scales, whose places the program says: pass example arguments of the "
             "model's call, inputs=(x,)"
         )
-    scales = known if inputs is None or keeping is None else _started(model, rules, inputs, known)
+    scales = old_scales if inputs is None or keeping is None else _started(model, rules, inputs, old_scales)
     stochastic = [rule for rule in rules if rule.stochastic]
     if mode == "qat" and inputs is not None:
         graph, params, rest = _split(model)  # the errors of rules come here, not in the first call
         functions = _functions(model, graph, rules, inputs).values()
-        check_weights([low.resolved(params, rest, args) for low, args in functions])
+        check_weights([function.resolved(params, rest, args) for function, args in functions])
     if mode != "qat":
         if inputs is None:
             raise ValueError(f"inputs=None, but a program that is packed has to be traced: {EXAMPLES}")
         key = fork(stochastic[0], rngs, "the model")() if any(map(_draws_weights, rules)) else None
-        packed = _pack(model, rules, inputs, scales, key)
-        learned = {name: scale for name, scale in scales.learned.items() if name not in packed}
-        scales = scales._replace(learned=learned)
+        packed_names = _pack(model, rules, inputs, scales, key)
+        remaining = {name: scale for name, scale in scales.learned.items() if name not in packed_names}
+        scales = scales._replace(learned=remaining)
     _give_rules(model, rules, rngs, scales)
 
 
@@ -120,19 +124,19 @@ def _place(model: Any, rules: tuple[Rule, ...], keeps: bool) -> None:
         ValueError: for an attribute that stands for a method and belongs to one module.
     """
     keeps |= any(rule.scale_from is not None for rule in rules)
-    placed = [one for one in modules_of(model) if not isinstance(one.module, KeptScales)]
-    held = Counter(id(variable) for one in placed for _ in one.keys for variable in one.own.values())
-    known = names_of(model) if max(held.values(), default=1) > 1 else {}
-    for one in placed:
-        module: Any = one.module
+    entries = [entry for entry in modules_of(model) if not isinstance(entry.module, KeptScales)]
+    holders = Counter(id(variable) for entry in entries for _ in entry.keys for variable in entry.variables.values())
+    model_paths = names_of(model) if max(holders.values(), default=1) > 1 else {}
+    for entry in entries:
+        module: Any = entry.module
         if is_program(module):  # of a model that has been quantized by itself
             continue
-        _check_attributes(module, one.paths[0])
-        own = names_of(module) if known else {}
-        names = ((path, known[held]) for held, path in own.items())
-        moved = tuple((path, full) for path, full in names if full != (*one.keys[0], *path))
+        _check_attributes(module, entry.paths[0])
+        own = names_of(module) if model_paths else {}
+        names = ((path, model_paths[variable_id]) for variable_id, path in own.items())
+        other_names = tuple((path, full) for path, full in names if full != (*entry.keys[0], *path))
         if module is not model:
-            setattr(module, _PART, nnx.static(Part(rules, one.keys[0], moved, keeps)))
+            setattr(module, _PART, nnx.static(Part(rules, entry.keys[0], other_names, keeps)))
         module.__class__ = _class_of(plain_class(type(module)))
 
 
@@ -144,35 +148,39 @@ def names_of(model: Any) -> dict[int, Keys]:
 def _check_attributes(module: Any, path: str) -> None:
     """Refuse methods as attributes: they belong to the module that they were taken from, and not to a copy."""
     for name, value in vars(module).items():
-        bound = inspect.ismethod(value) and plain_class(type(value.__self__)) is plain_class(type(module))
-        usual = inspect.getattr_static(type(module), name, None)
-        shadows = inspect.isfunction(usual) and usual.__qualname__.endswith(f".{name}") and inspect.isroutine(value)
-        if bound or shadows:
+        binds_module = inspect.ismethod(value) and plain_class(type(value.__self__)) is plain_class(type(module))
+        class_attribute = inspect.getattr_static(type(module), name, None)
+        shadows = (
+            inspect.isfunction(class_attribute)
+            and class_attribute.__qualname__.endswith(f".{name}")
+            and inspect.isroutine(value)
+        )
+        if binds_module or shadows:
             raise ValueError(
                 f"{name} of {type(module).__name__} at {path!r} is a function of one object, which copies of the "
                 "model do not run: make it a method of a class, or del the attribute"
             )
 
 
-def _started(model: Any, rules: Sequence[Rule], inputs: Inputs, known: Scales) -> Scales:
+def _started(model: Any, rules: Sequence[Rule], inputs: Inputs, old_scales: Scales) -> Scales:
     """The scales that rules keep in the methods of a model, those that are known as they are."""
     graph, params, rest = _split(model)
-    learned, stats = {}, {}
-    for low, args in _functions(model, graph, rules, inputs).values():
-        begun = low.start(params, rest, args, from_data=False)
-        learned, stats = {**begun.learned, **learned}, {**begun.stats, **stats}
-    return Scales({**learned, **known.learned}, {**stats, **known.stats})
+    learned_scales, stats = {}, {}
+    for function, args in _functions(model, graph, rules, inputs).values():
+        new_scales = function.start(params, rest, args, from_data=False)
+        learned_scales, stats = {**new_scales.learned, **learned_scales}, {**new_scales.stats, **stats}
+    return Scales({**learned_scales, **old_scales.learned}, {**stats, **old_scales.stats})
 
 
 def calibrate_program(model: Any, method: str, combine: str) -> Callable[[], None]:
     """Make a model of which the program is quantized note its data; what is returned ends that, and fixes ranges."""
-    observed = Observed(method, combine)
+    observer = Observed(method, combine)
     if not hasattr(model, _SCALES):
         setattr(model, _SCALES, nnx.data(KeptScales(Scales({}, {}))))
-    getattr(model, _SCALES).observed = nnx.static(observed)
+    getattr(model, _SCALES).observer = nnx.static(observer)
 
     def end() -> None:
-        setattr(model, _SCALES, nnx.data(KeptScales(observed.into(getattr(model, _SCALES).scales))))
+        setattr(model, _SCALES, nnx.data(KeptScales(observer.into(getattr(model, _SCALES).scales))))
         for module in _parts_in(model, _part_of(model).rules):
             if (part := getattr(module, _PART, None)) is not None:
                 setattr(module, _PART, nnx.static(replace(part, keeps=True)))
@@ -200,10 +208,10 @@ def fit_program(
     stochastic = [rule for rule in rules if rule.stochastic]
     key = fork(stochastic[0], rngs, "the model")() if stochastic else None
     graph, params, rest = _split(model)
-    low = _function(model, graph, method_of(type(model), "__call__"), Part(tuple(rules)))
-    given = changed_batches(batches, lambda args: (rest, _Given(args, {}).split()))
-    packed, report = calibrated(low, params, given, steps, sequential, key, progress)
-    _put_packed(model, packed)
+    function = _function(model, graph, method_of(type(model), "__call__"), Part(tuple(rules)))
+    calls = changed_batches(batches, lambda args: (rest, _Given(args, {}).split()))
+    packed_params, report = calibrated(function, params, calls, steps, sequential, key, progress)
+    _put_packed(model, packed_params)
     _give_rules(model, rules, rngs, Scales({}, {}))
     return report
 
@@ -214,7 +222,9 @@ def report_program(
     """The report of each method."""
     graph, params, rest = _split(model)
     functions = _functions(model, graph, rules, inputs)
-    return {name: low.report(params, rest, args, platform=platform) for name, (low, args) in functions.items()}
+    return {
+        name: function.report(params, rest, args, platform=platform) for name, (function, args) in functions.items()
+    }
 
 
 def is_program(model: Any) -> bool:
@@ -259,44 +269,48 @@ def _class_of(plain: type) -> type:
 def _interpreted(name: str, method: Callable[..., Any]) -> Callable[..., Any]:
     @wraps(method)
     def run(self: Any, *args: Any, **kwargs: Any) -> Any:
-        stream, held, part = getattr(self, _STREAM, None), getattr(self, _SCALES, None), _part_of(self)
+        stream, program_scales, part = getattr(self, _STREAM, None), getattr(self, _SCALES, None), _part_of(self)
         graph, params, rest = _split(self)
-        given = _Given(args, kwargs)
+        arguments = _Given(args, kwargs)
         params, dropout = (params, None) if not rest[2] else _with_adapters(self, params)
-        params = part.named(params)
-        low = _function(self, graph, method, part)
+        params = part.params_in_model(params)
+        function = _function(self, graph, method, part)
         key = None if stream is None else stream()
-        if stream is None and held is None:
-            key = _key_of_part(part, low, params, rest, given) if dropout is None else dropout
-        how = partial(low, params, rest, given.split(), key=key)
-        if held is None:
-            after, states = how()
-        elif held.observed is not None:
-            (after, states), seen = low.observe(params, rest, given.split(), scales=held.scales, key=key)
-            held.observed.see(seen)
-        elif held.use_running_average:
-            after, states = how(scales=held.scales)
+        if stream is None and program_scales is None:
+            key = _key_of_part(part, function, params, rest, arguments) if dropout is None else dropout
+        call = partial(function, params, rest, arguments.split(), key=key)
+        if program_scales is None:
+            after, states = call()
+        elif program_scales.observer is not None:
+            (after, states), observations = function.observe(
+                params, rest, arguments.split(), scales=program_scales.scales, key=key
+            )
+            program_scales.observer.see(observations)
+        elif program_scales.use_running_average:
+            after, states = call(scales=program_scales.scales)
         else:
-            (after, states), scales = low.update(params, rest, given.split(), scales=held.scales, key=key)
-            held.take(scales.stats)
-        given.update(states)
+            (after, states), scales = function.update(
+                params, rest, arguments.split(), scales=program_scales.scales, key=key
+            )
+            program_scales.take(scales.stats)
+        arguments.update(states)
         return after.update(self)
 
     return run
 
 
-def _key_of_part(part: Part, low: QuantizedFunction, params: Any, rest: Any, given: _Given) -> Array | None:
+def _key_of_part(part: Part, function: QuantizedFunction, params: Any, rest: Any, arguments: _Given) -> Array | None:
     """A key for the call of a part, which draws nothing.
 
     Raises:
         ValueError: if the part rounds, and needs what the model alone has.
     """
     needs = {"a stream of keys": any(rule.stochastic for rule in part.rules), "kept scales": part.keeps}
-    needed = [what for what, needs_it in needs.items() if needs_it]
-    if not needed:
+    missing = [what for what, needs_it in needs.items() if needs_it]
+    if not missing:
         return None
-    if low.resolved(params, rest, given.split()).rounds:
-        part.refuse_state(needed[0])
+    if function.resolved(params, rest, arguments.split()).rounds:
+        part.refuse_state(missing[0])
     return jax.random.key(0)
 
 
@@ -313,8 +327,8 @@ def _functions(
     """The methods that have example arguments, as functions, with these."""
     cls, part = plain_class(type(model)), Part(tuple(rules))
     return {
-        name: (_function(model, graph, method_of(cls, name), part), _Given(*given).split())
-        for name, given in methods_of(inputs, cls).items()
+        name: (_function(model, graph, method_of(cls, name), part), _Given(*arguments).split())
+        for name, arguments in methods_of(inputs, cls).items()
     }
 
 
@@ -331,25 +345,25 @@ def _function(model: Any, graph: Any, method: Callable[..., Any], part: Part) ->
 def _classes_of(model: Any, part: Part) -> tuple[tuple[str, str], ...]:
     """The path of each variable, with the class of the module that holds it."""
     return tuple(
-        ("/".join(filter(None, (*map(str, part.path), path, name))), type(placed.module).__name__)
-        for placed in modules_of(model)
-        for path in placed.paths
-        for name in placed.own
+        ("/".join(filter(None, (*map(str, part.path), path, name))), type(entry.module).__name__)
+        for entry in modules_of(model)
+        for path in entry.paths
+        for name in entry.variables
     )
 
 
 def _new_function(
     graph: Any, method: Callable[..., Any], part: Part, classes: tuple[tuple[str, str], ...]
 ) -> QuantizedFunction:
-    def pure(params: Any, rest: Any, given: _Arguments) -> tuple[_After, Any]:
-        copy = nnx.merge(graph, part.own(params), *rest)
+    def pure(params: Any, rest: Any, arguments: _Arguments) -> tuple[_After, Any]:
+        copy = nnx.merge(graph, part.params_in_part(params), *rest)
         if is_program(copy):
             _make_plain(copy)  # so that methods call each other as they are
         _unpack(copy)
-        before, merged = _attributes(copy), given.merge()
-        args, kwargs = merged.values
+        before, call_arguments = _attributes(copy), arguments.merge()
+        args, kwargs = call_arguments.values
         out = method(copy, *args, **kwargs)
-        return _After.of(out, copy, before), merged.states()
+        return _After.of(out, copy, before), call_arguments.states()
 
     return QuantizedFunction(pure, part.rules, classes=dict(classes), whole=not part.path)
 
@@ -379,15 +393,15 @@ class _After:
         """The result of a call; modules of the model in it are named by their paths."""
         paths = {id(node): path for path, node in nnx.iter_graph(model) if nnx.graph.is_graph_node(node)}
 
-        def held(leaf: Any) -> Any:
-            found = id(leaf) in paths and not isinstance(leaf, nnx.Variable)
-            return _Static(_Node(paths[id(leaf)])) if found else leaf if _is_result(leaf) else _Static(leaf)
+        def as_static(leaf: Any) -> Any:
+            in_model = id(leaf) in paths and not isinstance(leaf, nnx.Variable)
+            return _Static(_Node(paths[id(leaf)])) if in_model else leaf if _is_result(leaf) else _Static(leaf)
 
-        out = jax.tree.map(held, out, is_leaf=nnx.graph.is_graph_node)
+        out = jax.tree.map(as_static, out, is_leaf=nnx.graph.is_graph_node)
         after = _attributes(model)
         now = {at: after.get(at, _GONE) for at in {**before, **after}}
-        changed = {at: value for at, value in now.items() if before.get(at, _GONE) is not value}
-        return cls(out, _split(model)[2][0], _Static(changed))
+        changes = {at: value for at, value in now.items() if before.get(at, _GONE) is not value}
+        return cls(out, _split(model)[2][0], _Static(changes))
 
     def update(self, model: Any) -> Any:
         """Change a model likewise, and give the result of the method."""
@@ -398,11 +412,11 @@ class _After:
                 setattr(_variable_at(model, path), name, value)
         nnx.update(model, self.state)
 
-        def found(leaf: Any) -> Any:
+        def restore(leaf: Any) -> Any:
             value = leaf.value if isinstance(leaf, _Static) else leaf
             return _variable_at(model, value.path) if isinstance(value, _Node) else value
 
-        return jax.tree.map(found, self.out, is_leaf=lambda leaf: isinstance(leaf, _Static))
+        return jax.tree.map(restore, self.out, is_leaf=lambda leaf: isinstance(leaf, _Static))
 
 
 #: In the place of an attribute that a method has deleted, or given an array.
@@ -428,12 +442,12 @@ def _attributes(model: Any) -> dict[tuple[Keys, str], Any]:
 
 def _unpack(model: Any) -> None:
     """Put parameters of the classes that they had in the places of packed ones, in a copy that holds their numbers."""
-    packed = {id(node): node for _, node in nnx.iter_graph(model) if isinstance(node, QuantizedParam)}
-    made = {}
-    for held, variable in packed.items():
+    packed_variables = {id(node): node for _, node in nnx.iter_graph(model) if isinstance(node, QuantizedParam)}
+    replacements = {}
+    for variable_id, variable in packed_variables.items():
         metadata = variable.get_metadata()
-        made[held] = metadata.pop(UNPACKED_CLASS, nnx.Param)(variable.get_raw_value(), **metadata)
-    _replace(model, made)
+        replacements[variable_id] = metadata.pop(UNPACKED_CLASS, nnx.Param)(variable.get_raw_value(), **metadata)
+    _replace(model, replacements)
 
 
 @partial(jax.tree_util.register_dataclass, data_fields=["leaves", "states"], meta_fields=["tree", "graphs"])
@@ -493,9 +507,9 @@ def _pack(model: Any, rules: Sequence[Rule], inputs: Inputs, scales: Scales, key
     """Store parameters packed; the names of the learned scales that have become part of them."""
     graph, params, rest = _split(model)
     functions = _functions(model, graph, rules, inputs).values()
-    check_weights([low.resolved(params, rest, args) for low, args in functions])
-    for low, args in functions:  # packed for the first method that rounds it
-        params = low.pack_more(params, rest, args, scales=scales, key=key)
+    check_weights([function.resolved(params, rest, args) for function, args in functions])
+    for function, args in functions:  # packed for the first method that rounds it
+        params = function.pack_more(params, rest, args, scales=scales, key=key)
     _put_packed(model, params)
     return {name for name in scales.learned if re.search(r"_weight_scale$", name)}
 
@@ -504,14 +518,14 @@ def _put_packed(model: Any, params: Any) -> None:
     """Put packed parameters in the places of others, and the numbers of those that changed in theirs."""
     for path, value in nnx.to_flat_state(params):
         numbers = value.get_value()
-        if not is_packed(numbers) and numbers is not (held := _variable_at(model, path)).get_value():
-            held.set_value(numbers)
-    made = {
+        if not is_packed(numbers) and numbers is not (variable := _variable_at(model, path)).get_value():
+            variable.set_value(numbers)
+    replacements = {
         id(_variable_at(model, path)): packed_variable(_variable_at(model, path), value.get_value())
         for path, value in nnx.to_flat_state(params)
         if is_packed(value.get_value())
     }
-    _replace(model, made)
+    _replace(model, replacements)
 
 
 def _is_variable(value: Any) -> bool:
@@ -529,17 +543,17 @@ def _children(node: Any) -> dict[Any, Any]:
     return dict(nnx.graph.get_node_impl(node).node_dict(node))  # type: ignore[union-attr]
 
 
-def _replace(model: Any, made: Mapping[int, nnx.Variable]) -> None:
+def _replace(model: Any, replacements: Mapping[int, nnx.Variable]) -> None:
     """Put other variables in the places of some, in every module that holds them."""
     nodes = [node for _, node in nnx.iter_graph(model) if nnx.graph.is_node(node) and not _is_variable(node)]
     for node in nodes:
         for key, child in _children(node).items():
-            if id(child) not in made:
+            if id(child) not in replacements:
                 continue
             if isinstance(key, str) and hasattr(node, key):
-                setattr(node, key, made[id(child)])
+                setattr(node, key, replacements[id(child)])
             else:
-                node[key] = made[id(child)]
+                node[key] = replacements[id(child)]
 
 
 # -- adapters ----------------------------------------------------------------------------------------------------------
@@ -574,13 +588,13 @@ def adapted_params(model: Any) -> Any:
 
 def _with_adapters(model: Any, params: Any) -> tuple[Any, Array | None]:
     """The parameters of a model with their adapters, and a key if these have dropout."""
-    flat, known, key = dict(nnx.to_flat_state(params)), names_of(model), None
-    for one in modules_of(model):
-        for name, beside in vars(one.module).get(_ADAPTERS, {}).items():
-            path = known[id(one.own[name])]
-            variable, adapter = flat[path], beside.adapter
+    flat, paths, key = dict(nnx.to_flat_state(params)), names_of(model), None
+    for entry in modules_of(model):
+        for name, param_adapter in vars(entry.module).get(_ADAPTERS, {}).items():
+            path = paths[id(entry.variables[name])]
+            variable, adapter = flat[path], param_adapter.adapter
             flat[path] = variable.replace(AdaptedParam(_base(variable.get_value()), adapter))
-            key = beside.dropout.rngs() if adapter.rule.dropout and key is None else key
+            key = param_adapter.dropout.rngs() if adapter.rule.dropout and key is None else key
     return nnx.from_flat_state(flat), key
 
 
@@ -599,41 +613,41 @@ def put_params(model: Any, params: Any, rules: tuple[Rule, ...], rngs: nnx.Rngs 
         else:
             setattr(module, _PART, nnx.static(replace(getattr(module, _PART), rules=rules)))
     flat = dict(nnx.to_flat_state(params))
-    held = {id(_variable_at(model, path)): value.get_value() for path, value in flat.items()}
-    made = {key: Beside(value.adapter, rngs) for key, value in held.items() if isinstance(value, AdaptedParam)}
-    for one in modules_of(model):
-        if not is_program(one.module):
+    values = {id(_variable_at(model, path)): value.get_value() for path, value in flat.items()}
+    adapters = {key: Beside(value.adapter, rngs) for key, value in values.items() if isinstance(value, AdaptedParam)}
+    for entry in modules_of(model):
+        if not is_program(entry.module):
             continue
-        own = {name: made[id(variable)] for name, variable in one.own.items() if id(variable) in made}
+        own = {name: adapters[id(variable)] for name, variable in entry.variables.items() if id(variable) in adapters}
         if own:
-            setattr(one.module, _ADAPTERS, nnx.Dict(own))
-        elif _ADAPTERS in vars(one.module):
-            delattr(one.module, _ADAPTERS)
-    unpacked = {}
+            setattr(entry.module, _ADAPTERS, nnx.Dict(own))
+        elif _ADAPTERS in vars(entry.module):
+            delattr(entry.module, _ADAPTERS)
+    replacements = {}
     for path in flat:
         variable = _variable_at(model, path)
-        value = _base(held[id(variable)])
+        value = _base(values[id(variable)])
         if isinstance(variable, QuantizedParam) and not is_packed(value):
             metadata = variable.get_metadata()
-            unpacked[id(variable)] = metadata.pop(UNPACKED_CLASS, nnx.Param)(value, **metadata)
+            replacements[id(variable)] = metadata.pop(UNPACKED_CLASS, nnx.Param)(value, **metadata)
         elif value is not variable.get_value():
             variable.set_value(value)
-    _replace(model, unpacked)
+    _replace(model, replacements)
 
 
 def traced_programs(model: Any, inputs: Inputs) -> list[tuple[Any, Any]]:
     """The programs of methods of a model, each with its call."""
     graph, params, rest = _split(model)
     rules = rules_of(model)
-    return [low.traced(params, rest, args) for low, args in _functions(model, graph, rules, inputs).values()]
+    return [function.traced(params, rest, args) for function, args in _functions(model, graph, rules, inputs).values()]
 
 
 def traced_part(module: Any, *args: Any) -> tuple[Any, Any]:
     """The program of the call of a module of a model, under the model's rules, with that call."""
     graph, params, rest = _split(module)
     part = _part_of(module)
-    low = _function(module, graph, method_of(plain_class(type(module)), "__call__"), part)
-    return low.traced(part.named(params), rest, _Given(args, {}).split())
+    function = _function(module, graph, method_of(plain_class(type(module)), "__call__"), part)
+    return function.traced(part.params_in_model(params), rest, _Given(args, {}).split())
 
 
 def rules_of(model: Any) -> tuple[Rule, ...]:

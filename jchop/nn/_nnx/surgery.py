@@ -23,20 +23,20 @@ from jchop.nn._nnx.layers import (
 from jchop.nn._nnx.programs import quantize_program
 from jchop.nn._trees.modules import is_module, quantize_module
 
-Model = TypeVar("Model")
+T = TypeVar("T")
 
 __all__ = ["quantize"]
 
 
 def quantize(
-    model: Model,
+    model: T,
     rules: Rule | Iterable[Rule],
     mode: Mode = "qat",
     *,
     inputs: Inputs | None = None,
     rngs: nnx.Rngs | None = None,
     key: jax.Array | None = None,
-) -> Model:
+) -> T:
     """A copy of a model that rounds by rules.
 
     With `inputs`, or if a rule matches a module with parameters that is no layer of Flax, the *program* of the model is
@@ -95,11 +95,11 @@ def quantize(
         >>> bool((trained(x) == packed(x)).all()), packed.layers[0].kernel[...].nbytes
         (True, 32)
     """
-    given = as_rules(rules)
+    all_rules = as_rules(rules)
     if is_module(model):
         if rngs is not None:
             raise TypeError("rngs is for modules of Flax NNX; one of Equinox takes key=")
-        return quantize_module(model, given, mode, inputs, key)
+        return quantize_module(model, all_rules, mode, inputs, key)
     if not isinstance(model, nnx.Module):
         raise TypeError(
             f"model={brief(model)} must be a module of Flax NNX or Equinox; for one of Linen use "
@@ -108,13 +108,13 @@ def quantize(
     if key is not None:
         raise TypeError("key is for modules of Equinox; one of Flax NNX takes rngs=")
     result: Any = nnx.merge(*nnx.split(model), copy=True)  # variables of its own, holding the same arrays
-    if inputs is None and not needs_program(result, given, mode):
-        apply(result, given, mode, rngs)
+    if inputs is None and not needs_program(result, all_rules, mode):
+        apply(result, all_rules, mode, rngs)
         check_wrapped(result)
     else:
-        check_modes(given, mode, program=True)
-        check_unquantized(result, given)
+        check_modes(all_rules, mode, program=True)
+        check_unquantized(result, all_rules)
         if inputs is None and mode != "qat":
-            check_traceable(result, given)
-        quantize_program(result, given, mode, inputs, rngs)
+            check_traceable(result, all_rules)
+        quantize_program(result, all_rules, mode, inputs, rngs)
     return result

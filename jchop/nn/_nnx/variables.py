@@ -62,15 +62,17 @@ class QuantizedParam(nnx.Variable):
         super().set_value(self._of_leaves(value), **more)
 
     def _of_leaves(self, value: Any) -> Any:
-        held = self.get_raw_value()
-        if not isinstance(held, QArray | Rearranged):
+        current = self.get_raw_value()
+        if not isinstance(current, QArray | Rearranged):
             return value
         if isinstance(value, PartitionSpec):
-            return _specs(held, value, self.get_metadata("mesh", None) or get_global_mesh())
+            return _specs(current, value, self.get_metadata("mesh", None) or get_global_mesh())
         if isinstance(value, NamedSharding):
-            return _shardings(held, value)
-        if isinstance(value, jax.ShapeDtypeStruct) and value.shape == held.shape:
-            return placed(jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), held), value.sharding)
+            return _shardings(current, value)
+        if isinstance(value, jax.ShapeDtypeStruct) and value.shape == current.shape:
+            return placed(
+                jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), current), value.sharding
+            )
         return value
 
 
@@ -133,22 +135,22 @@ def _specs(value: QArray | Rearranged, spec: PartitionSpec, mesh: Any) -> Any:
     An axis that codes cannot be cut along is whole in every leaf. Where the mesh has one device along an axis, or no
     mesh is known, scales are cut only if they have one for each number, so that the result fits other meshes, too.
     """
-    stored = value.stored if isinstance(value, Rearranged) else value
+    qarray = value.stored if isinstance(value, Rearranged) else value
     entries: Sequence[Any] = (*spec, *[None] * (len(value.shape) - len(spec)))
     counts = [_parts(entry, mesh) for entry in entries]
-    entries = entries_after_reshape(entries, counts, value.shape, stored.shape)
-    codes = stored.qvalue.shape
+    entries = entries_after_reshape(entries, counts, value.shape, qarray.shape)
+    codes = qarray.qvalue.shape
     entries = [e if n % _parts(e, mesh) == 0 else None for e, n in zip(entries, codes, strict=False)]
 
     counts = [
-        length if (count := _parts(e, mesh)) == 1 else count for e, length in zip(entries, stored.shape, strict=True)
+        length if (count := _parts(e, mesh)) == 1 else count for e, length in zip(entries, qarray.shape, strict=True)
     ]
 
     def of(leaf: Any) -> PartitionSpec:
-        found = zip(entries, counts, leaf.shape, strict=False)
-        return PartitionSpec(*(entry if n % count == 0 else None for entry, count, n in found))
+        axes = zip(entries, counts, leaf.shape, strict=False)
+        return PartitionSpec(*(entry if n % count == 0 else None for entry, count, n in axes))
 
-    specs = replace(jax.tree.map(of, stored), qvalue=PartitionSpec(*entries))
+    specs = replace(jax.tree.map(of, qarray), qvalue=PartitionSpec(*entries))
     return replace(value, stored=specs) if isinstance(value, Rearranged) else specs  # type: ignore[type-var]
 
 

@@ -90,22 +90,22 @@ def add_to_tree(
 def with_adapters(model: Any, rules: Sequence[LoraRule], key: Array, places: Places, original: Any) -> Any:
     """A pytree of parameters with adapters at places that rules match."""
     before = {} if original is None else _by_path(original)
-    made: dict[str, AdaptedParam] = {}
+    adapters: dict[str, AdaptedParam] = {}
     used: set[int] = set()
     for number, (path, (value, layout, placement)) in enumerate(places.items()):
-        chosen = next((i for i, rule in enumerate(rules) if matches_path(rule.path, path)), None)
-        if chosen is None:
+        rule_index = next((i for i, rule in enumerate(rules) if matches_path(rule.path, path)), None)
+        if rule_index is None:
             continue
-        used.add(chosen)
-        rule, what = rules[chosen], f"the parameter {path!r}, by {rules[chosen]}"
+        used.add(rule_index)
+        rule, what = rules[rule_index], f"the parameter {path!r}, by {rules[rule_index]}"
         if isinstance(layout, str):
             raise ValueError(f"{what}: {layout}; exclude it with '!{path}'")
         if rule.init != "zeros":
             _check_plain(what, value, placement)
         keys = jax.random.fold_in(key, number)
-        made[path] = _adapted(rule, what, value, layout, placement, before.get(path), keys)
+        adapters[path] = _adapted(rule, what, value, layout, placement, before.get(path), keys)
     check_used(rules, used, list(places))
-    return _with_leaves(model, made)
+    return _with_leaves(model, adapters)
 
 
 def load_to_tree(
@@ -115,63 +115,65 @@ def load_to_tree(
     return with_loaded(folder, model, _places(model, inputs, fun), read)
 
 
-def with_loaded(folder: str | os.PathLike[str], model: Any, found: Places, read: Callable[..., Any]) -> Any:
+def with_loaded(folder: str | os.PathLike[str], model: Any, targets: Places, read: Callable[..., Any]) -> Any:
     """A pytree of parameters with the adapters of a folder."""
-    places = {_name(path): (path, *place) for path, place in found.items()}
+    place_by_name = {_name(path): (path, *place) for path, place in targets.items()}
     able: dict[str, tuple[str, Any, Any, Placement | None]] = {
-        name: place for name, place in places.items() if isinstance(place[2], MatrixLayout)
+        name: place for name, place in place_by_name.items() if isinstance(place[2], MatrixLayout)
     }
-    made = {}
+    adapters = {}
     for name, (a, b, rule) in read(folder, able, lambda name: able[name][2].matrices[1:]).items():
         path, value, layout, placement = able[name]
         if value.ndim != len(layout.shape):
             raise ValueError(f"{folder}: the parameter {path!r} is a stack, which a file of PEFT has not")
-        made[path] = AdaptedParam(value, Adapter(a, b, layout, rule, placement))
-    return _with_leaves(model, made)
+        adapters[path] = AdaptedParam(value, Adapter(a, b, layout, rule, placement))
+    return _with_leaves(model, adapters)
 
 
 def merge_tree(model: Any, requantize: bool) -> Any:
     """A model with adapters added to the parameters."""
     check_tree(model)
-    found = {path: leaf for path, leaf in _by_path(model).items() if isinstance(leaf, AdaptedParam)}
-    made = {path: _merged(path, leaf, requantize) for path, leaf in found.items()}
-    merged = _with_leaves(model, made)
+    adapters = {path: leaf for path, leaf in _by_path(model).items() if isinstance(leaf, AdaptedParam)}
+    params = {path: _merged(path, leaf, requantize) for path, leaf in adapters.items()}
+    result = _with_leaves(model, params)
     alone = left_alone(model, requantize)
     if not is_module(model):
-        return merged
+        return result
     rules = rules_of(model)
-    left = without(rules, alone, model)
-    packed = any(map(is_packed, _by_path(merged).values()))
-    done = bool(alone) and not packed and not any(map(_rounds_more, left))
-    return plain_of(merged) if done or not rules else with_class(plain_of(merged), left, scales_of(model))
+    remaining = without(rules, alone, model)
+    has_codes = any(map(is_packed, _by_path(result).values()))
+    drops_rules = bool(alone) and not has_codes and not any(map(_rounds_more, remaining))
+    return plain_of(result) if drops_rules or not rules else with_class(plain_of(result), remaining, scales_of(model))
 
 
 def without(rules: Sequence[Rule], alone: Sequence[str], model: Any) -> tuple[Rule, ...]:
     """Rules that leave the parameters `alone` of a model as they are, without those that match nothing any more."""
-    left, paths = (*(Rule(f"/{path}/") for path in alone), *rules), list(_by_path(model))
-    spoken, now = ({some[n] for path in paths if (n := rule_of(path, some)) is not None} for some in (rules, left))
-    return tuple(rule for rule in left if rule in now or rule not in spoken)
+    new_rules, paths = (*(Rule(f"/{path}/") for path in alone), *rules), list(_by_path(model))
+    old_matches, new_matches = (
+        {some[n] for path in paths if (n := rule_of(path, some)) is not None} for some in (rules, new_rules)
+    )
+    return tuple(rule for rule in new_rules if rule in new_matches or rule not in old_matches)
 
 
 def left_alone(model: Any, requantize: bool) -> list[str]:
     """The packed parameters with adapters that a merge leaves in full precision."""
-    found = {path: leaf for path, leaf in _by_path(model).items() if isinstance(leaf, AdaptedParam)}
-    return [path for path, leaf in found.items() if is_packed(leaf.base) and not requantize]
+    adapters = {path: leaf for path, leaf in _by_path(model).items() if isinstance(leaf, AdaptedParam)}
+    return [path for path, leaf in adapters.items() if is_packed(leaf.base) and not requantize]
 
 
 def split_tree(model: Any) -> tuple[Any, dict[str, dict[str, Any]]]:
     """A model without its adapters, and these by path."""
     check_tree(model)
     adapters: dict[str, dict[str, Any]] = {}
-    made = {}
+    bases = {}
     for path, leaf in _by_path(model).items():
         if not isinstance(leaf, AdaptedParam):
             continue
         if _name(path) in adapters:
             raise ValueError(f"two parameters of {_name(path)!r} have adapters, which a file cannot tell apart")
-        made[path], own = leaf.base, leaf.adapter
+        bases[path], own = leaf.base, leaf.adapter
         adapters[_name(path)] = {"lora_a": own.lora_a, "lora_b": own.lora_b, "rule": own.rule}
-    bare = _with_leaves(model, made)
+    bare = _with_leaves(model, bases)
     return (plain_of(bare) if is_module(bare) and not rules_of(bare) else bare), adapters
 
 
@@ -203,22 +205,22 @@ def _places(model: Any, inputs: Inputs | None, fun: Any) -> Places:
     if is_module(model):
         if fun is not None:
             raise TypeError("fun is for parameters of a function; a module of Equinox has methods")
-        found = functions_of(model, rules_of(model), inputs).values()
-        traced = [low.traced(plain_of(model), *args) for low, args in found]
+        functions = functions_of(model, rules_of(model), inputs).values()
+        programs = [function.traced(plain_of(model), *args) for function, args in functions]
     else:
         if not isinstance(fun, QuantizedFunction):
             raise TypeError(f"fun={fun!r} must be a result of jchop.quantize_fn, which runs the parameters")
         if not isinstance(inputs, tuple | list | Mapping):
             raise TypeError(f"inputs={inputs!r} must be a tuple, or a dict, of arguments after the parameters")
-        named = isinstance(inputs, Mapping)
-        traced = [fun.traced(model, **inputs) if named else fun.traced(model, *inputs)]
-    return places_of(traced)
+        by_name = isinstance(inputs, Mapping)
+        programs = [fun.traced(model, **inputs) if by_name else fun.traced(model, *inputs)]
+    return places_of(programs)
 
 
-def places_of(traced: Iterable[tuple[Any, Call]]) -> Places:
+def places_of(programs: Iterable[tuple[Any, Call]]) -> Places:
     """The parameters that reach products in programs, each with its call."""
     places: Places = {}
-    for program, call in traced:
+    for program, call in programs:
         for leaf, layout in program.adaptable.items():
             path = program.paths[leaf]
             before = places.get(path)
@@ -245,13 +247,13 @@ def _adapted(
 ) -> AdaptedParam:
     stack = value.ndim - len(layout.shape)
     lay = lambda x: over_stack(stack, lambda one: layout.lay(one)[0], x)  # noqa: E731
-    packed = is_packed(value)
-    weight = lay(numbers_of(value) if packed else jnp.asarray(value))
+    has_codes = is_packed(value)
+    weight = lay(numbers_of(value) if has_codes else jnp.asarray(value))
     exact = None if original is None else lay(numbers_of(original) if is_packed(original) else jnp.asarray(original))
-    a, b, rest = first_adapters(rule, what, partial(jax.random.fold_in, key), weight, exact, packed)
+    a, b, rest = first_adapters(rule, what, partial(jax.random.fold_in, key), weight, exact, has_codes)
     if rest is not None:
         numbers = over_stack(stack, lambda one: layout.back(one[None]), rest)
-        value = placement.pack(numbers) if packed and placement is not None else numbers
+        value = placement.pack(numbers) if has_codes and placement is not None else numbers
     return AdaptedParam(value, Adapter(a, b, layout, rule, placement))
 
 
@@ -265,16 +267,16 @@ def _merged(path: str, leaf: AdaptedParam, requantize: bool) -> Any:
         return layout.back(merged_weight(layout.lay(weight)[0], a, b, own.rule)[None])
 
     numbers = numbers_of(base) if is_packed(base) else jnp.asarray(base)
-    merged = over_stack(own.stack, one, (numbers, own.lora_a, own.lora_b))
-    return own.placement.pack(merged) if requantize and is_packed(base) and own.placement is not None else merged
+    result = over_stack(own.stack, one, (numbers, own.lora_a, own.lora_b))
+    return own.placement.pack(result) if requantize and is_packed(base) and own.placement is not None else result
 
 
-def _with_leaves(model: Any, made: Mapping[str, Any]) -> Any:
+def _with_leaves(model: Any, replacements: Mapping[str, Any]) -> Any:
     """A model with other parameters at some paths; a module of Equinox runs under its rules, or under none."""
     plain = plain_of(model) if is_module(model) else model
     call = Call(plain, (), {})
     leaves = list(call.leaves)
     for path, place in zip(call.paths, call.places, strict=False):
-        leaves[place] = made.get(path, leaves[place])
+        leaves[place] = replacements.get(path, leaves[place])
     tree = jax.tree.unflatten(call.tree, leaves)[0][0]
     return with_class(tree, rules_of(model), scales_of(model)) if is_module(model) else tree

@@ -65,8 +65,8 @@ def quantize_module(model: Any, rules: Sequence[Rule], mode: Mode, inputs: Input
                 f"{rule}: a module of Equinox does not change when it is called, so its scales cannot follow the data; "
                 "jchop.quantize_fn(...).update returns them, and jchop.nn.calibrate fixes ranges"
             )
-    packed = any(is_held(leaf) for leaf in jax.tree.leaves(model, is_leaf=is_held))
-    if packed:
+    has_codes = any(is_held(leaf) for leaf in jax.tree.leaves(model, is_leaf=is_held))
+    if has_codes:
         raise ValueError("model is packed already; quantize the module that it was made from")
     before = scales_of(model) if rules_of(model) == tuple(rules) else Scales({}, {})
     if inputs is None and (mode != "qat" or any(rule.scale_from is not None for rule in rules)):
@@ -77,17 +77,17 @@ def quantize_module(model: Any, rules: Sequence[Rule], mode: Mode, inputs: Input
     plain = plain_of(model)
     scales = Scales({}, {})
     functions = () if inputs is None else functions_of(model, rules, inputs).values()
-    for low, args in functions:
-        begun = low.start(plain, *args, from_data=False)
-        scales = Scales({**begun.learned, **scales.learned}, {**begun.stats, **scales.stats})
+    for function, args in functions:
+        new_scales = function.start(plain, *args, from_data=False)
+        scales = Scales({**new_scales.learned, **scales.learned}, {**new_scales.stats, **scales.stats})
     if functions:  # the errors of rules come here, not in the first call
-        check_weights([low.resolved(plain, *args) for low, args in functions])
+        check_weights([function.resolved(plain, *args) for function, args in functions])
     scales = Scales({**scales.learned, **before.learned}, {**scales.stats, **before.stats})
     if mode != "qat":
-        for low, args in functions:  # packed for the first method that rounds it
-            plain = low.pack_more(plain, *args, scales=scales, key=key)
-        learned = {name: scale for name, scale in scales.learned.items() if not name.endswith("_weight_scale")}
-        scales = scales._replace(learned=learned)
+        for function, args in functions:  # packed for the first method that rounds it
+            plain = function.pack_more(plain, *args, scales=scales, key=key)
+        remaining = {name: scale for name, scale in scales.learned.items() if not name.endswith("_weight_scale")}
+        scales = scales._replace(learned=remaining)
     return with_class(plain, rules, scales)
 
 
@@ -106,8 +106,8 @@ def report_module(
         )
     plain = plain_of(model)
     return {
-        name: low.report(plain, *args, platform=platform)
-        for name, (low, args) in functions_of(model, rules, inputs).items()
+        name: function.report(plain, *args, platform=platform)
+        for name, (function, args) in functions_of(model, rules, inputs).items()
     }
 
 
@@ -116,10 +116,10 @@ def calibrate_module(model: Any, batches: Iterable[Any], method: str, combine: s
     rules = rules_of(model)
     if not rules:
         raise ValueError("model is not quantized; jchop.nn.quantize makes a module that can be calibrated")
-    low = QuantizedFunction((lambda plain, batch: plain(batch)) if run is None else run, rules)
+    function = QuantizedFunction((lambda plain, batch: plain(batch)) if run is None else run, rules)
     plain, scales = plain_of(model), scales_of(model)
-    given = ((batch,) for batch in batches)
-    scales = low.calibrate(plain, given, method=method, combine=combine, scales=scales, progress=progress)
+    calls = ((batch,) for batch in batches)
+    scales = function.calibrate(plain, calls, method=method, combine=combine, scales=scales, progress=progress)
     return with_class(plain, rules, scales)
 
 
@@ -137,8 +137,8 @@ def functions_of(
     model: Any, rules: Sequence[Rule], inputs: Inputs
 ) -> dict[str, tuple[QuantizedFunction, tuple[Any, ...]]]:
     """The methods that have example arguments, as functions of a plain module, arguments and keywords, with these."""
-    found = methods_of(inputs, type(plain_of(model)))
-    return {name: (_function(name, Part(tuple(rules))), given) for name, given in found.items()}
+    arguments = methods_of(inputs, type(plain_of(model)))
+    return {name: (_function(name, Part(tuple(rules))), call_arguments) for name, call_arguments in arguments.items()}
 
 
 # -- the class ---------------------------------------------------------------------------------------------------------
@@ -163,9 +163,9 @@ def with_class(plain: Any, rules: Sequence[Rule], scales: Scales) -> Any:
     """A module whose methods, and those of the modules in it, run under rules."""
     keeps = bool(scales.learned or scales.stats)
     part = Part(tuple(rules), keeps=keeps or any(rule.scale_from is not None for rule in rules))
-    made = _copied(plain, part)
-    object.__setattr__(made, _SCALES, scales if keeps else None)
-    return made
+    module = _copied(plain, part)
+    object.__setattr__(module, _SCALES, scales if keeps else None)
+    return module
 
 
 def _part_of(model: Any) -> Part:
@@ -178,20 +178,20 @@ def _copied(node: Any, part: Part | None, path: tuple[str, ...] = (), before: Pa
     children, tree = jax.tree_util.tree_flatten_with_path(node, is_leaf=lambda n: n is not node)
     if is_held(node) or any(child is node for _, child in children) or not (children or is_module(node)):
         return node
-    if (ruled := hasattr(type(node), _RULES)) and before is not None and _part_of(node).rules != before.rules:
+    if (has_rules := hasattr(type(node), _RULES)) and before is not None and _part_of(node).rules != before.rules:
         return node
-    before = before or (_part_of(node) if ruled else Part(()))
+    before = before or (_part_of(node) if has_rules else Part(()))
     keys = [jax.tree_util.keystr(key, simple=True, separator="/") for key, _ in children]
     parts = zip(keys, children, strict=True)
-    made = jax.tree.unflatten(tree, [_copied(child, part, (*path, key), before) for key, (_, child) in parts])
+    copy = jax.tree.unflatten(tree, [_copied(child, part, (*path, key), before) for key, (_, child) in parts])
     if not is_module(node):
-        return made
-    own = {name: value for name, value in vars(made).items() if name not in (_RULES, _SCALES)}
-    made = object.__new__(plain_class(type(node)) if part is None else _class_of(plain_class(type(node))))
+        return copy
+    own = {name: value for name, value in vars(copy).items() if name not in (_RULES, _SCALES)}
+    copy = object.__new__(plain_class(type(node)) if part is None else _class_of(plain_class(type(node))))
     more = {} if part is None else {_RULES: replace(part, path=path), _SCALES: None}
     for name, value in {**own, **more}.items():
-        object.__setattr__(made, name, value)
-    return made
+        object.__setattr__(copy, name, value)
+    return copy
 
 
 @lru_cache(maxsize=1024)
@@ -208,10 +208,10 @@ def _interpreted(name: str, method: Callable[..., Any]) -> Callable[..., Any]:
     @wraps(method)
     def run(self: Any, *args: Any, rounding_key: Array | None = None, **kwargs: Any) -> Any:
         part, scales = _part_of(self), scales_of(self)
-        low, params = _function(name, part), part.nested(_bare(self))
+        function, params = _function(name, part), part.nest(_bare(self))
         stochastic = next((rule for rule in part.rules if rule.stochastic), None)
         without = [(stochastic is not None and rounding_key is None), bool(part.path) and part.keeps]
-        if any(without) and low.resolved(params, args, kwargs).rounds:
+        if any(without) and function.resolved(params, args, kwargs).rounds:
             if not without[0]:
                 part.refuse_state("kept scales")
             raise ValueError(
@@ -220,22 +220,22 @@ def _interpreted(name: str, method: Callable[..., Any]) -> Callable[..., Any]:
             )
         key = jax.random.key(0) if without[0] else rounding_key  # nothing draws from it
         scales = scales._replace(stats=jax.lax.stop_gradient(scales.stats))
-        return low(params, args, kwargs, scales=scales, key=key)
+        return function(params, args, kwargs, scales=scales, key=key)
 
     return run
 
 
 def _bare(model: Any) -> Any:
     """A module under rules without kept scales."""
-    made = object.__new__(type(model))
+    copy = object.__new__(type(model))
     for name, value in {**vars(model), _SCALES: None}.items():
-        object.__setattr__(made, name, value)
-    return made
+        object.__setattr__(copy, name, value)
+    return copy
 
 
 @lru_cache(maxsize=256)
 def _function(name: str, part: Part) -> QuantizedFunction:
     def call(model: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-        return getattr(plain_of(part.unnested(model)), name)(*args, **kwargs)
+        return getattr(plain_of(part.take_out(model)), name)(*args, **kwargs)
 
     return QuantizedFunction(call, part.rules, whole=not part.path)
