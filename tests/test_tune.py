@@ -87,11 +87,11 @@ def functions(x: jax.Array, y: jax.Array) -> tuple[jax.Array, ...]:
 def assert_same_bits(fun: Any, by: str, menu: list[Any], mixes: int) -> None:
     levels = _checked_menu(menu)
     problem, _ = make_problem(fun, [(X, Y)], [], levels, by, "relative", 1000)
-    assert problem.compiled
+    assert problem.has_program
     draw = np.random.default_rng(0)
     for _ in range(mixes):
         chosen = tuple(map(int, draw.integers(0, len(levels), len(problem.sites))))
-        got = problem.traced(problem.cases[0], chosen)
+        got = problem.run_program(problem.cases[0], chosen)
         want = jc.emulate(fun, None, rules=problem.rules(chosen), max_turns=1000)(X, Y)
         for one, two in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
             one, two = np.asarray(one), np.asarray(two)
@@ -217,7 +217,7 @@ def compare_with_all(seed: int, sites: int, tolerances: tuple[float, ...]) -> li
         inputs = [tuple(map(jnp.asarray, draw.uniform(0.5, 2.0, (2, 4)))) for _ in range(4)]
         levels = _checked_menu(MENU)
         problem, _ = make_problem(fun, inputs, [], levels, "scope", "relative", 10)
-        assert len(problem.sites) == sites and problem.compiled
+        assert len(problem.sites) == sites and problem.has_program
         mixes = np.array(list(itertools.product(range(4), repeat=sites)), np.int32)
         run = jax.jit(jax.vmap(problem.run_of(problem.cases[0]), in_axes=(0, None, None)))
         errors = np.zeros(len(mixes))
@@ -286,7 +286,7 @@ def a_budget_ends_the_search_with_the_best_so_far() -> None:
         6, 3, measure, lambda a: float(sum(a)), 0.7, 9, progress=lambda done, most, best: calls.append(done)
     )
     found = search.run()
-    assert search.spent and calls == list(range(1, 10)) and found is not None and found.error <= 0.7
+    assert search.out_of_budget and calls == list(range(1, 10)) and found is not None and found.error <= 0.7
     errors = [point.error for point in search.front()]
     assert errors == sorted(errors, reverse=True) and len(set(errors)) == len(errors)
 

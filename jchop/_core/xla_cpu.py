@@ -110,7 +110,7 @@ QUIRKS: tuple[Quirk, ...] = (
     Quirk(
         "selected_float8_changes_nan",
         "`where` of float8 converts to float16 and back: a NaN loses its sign and its payload.",
-        "Codes are selected as integers (`_where` in `optim/_leaves.py`).",
+        "Codes are selected as integers (`_select_leaf` in `optim/_leaves.py`).",
     ),
     Quirk(
         "signalling_nan_becomes_quiet",
@@ -181,7 +181,7 @@ QUIRKS: tuple[Quirk, ...] = (
     Quirk(
         "short_floats_converted_whole",
         "A loop that writes a part of an array of float8 converts the whole array in every turn.",
-        "The loop carries words (`_word` in `optim/_chunks.py`).",
+        "The loop carries words (`_short_floats_as_words` in `optim/_chunks.py`).",
     ),
     Quirk(
         "stack_of_short_floats_converted",

@@ -1,9 +1,9 @@
 """Formats as numbers of a compiled program: one rounding for every floating-point format, chosen when it runs.
 
 A format is a row of integers. Rounding works on the bits of float64, which holds all values of the formats of
-`is_traceable` and, to more than twice their digits, all sums, products, quotients and roots of these. So the result of
-one operation in float64, rounded once more, is the exact result rounded once (S. A. Figueroa, "When is double rounding
-innocuous?", SIGNUM Newsletter 30(3), 1995).
+`is_spec_traceable` and, to more than twice their digits, all sums, products, quotients and roots of these. So the
+result of one operation in float64, rounded once more, is the exact result rounded once (S. A. Figueroa, "When is double
+rounding innocuous?", SIGNUM Newsletter 30(3), 1995).
 """
 
 from __future__ import annotations
@@ -69,19 +69,19 @@ def _body(x: Array, row: Array) -> Array:
     magnitude = bits & jnp.int64((1 << 63) - 1)
     exponent = (magnitude >> _FRACTION) - _BIAS
     fraction = magnitude & jnp.int64((1 << _FRACTION) - 1)
-    dropped = (_FRACTION + 1 - precision) + jnp.maximum(emin - exponent, 0)
-    shift = jnp.minimum(dropped, _FRACTION)
+    excess = (_FRACTION + 1 - precision) + jnp.maximum(emin - exponent, 0)
+    shift = jnp.minimum(excess, _FRACTION)
     last = ((fraction | jnp.int64(1 << _FRACTION)) >> shift) & 1
     half = (jnp.int64(1) << shift) >> 1
-    rounded = magnitude + jnp.where(shift > 0, half - 1 + last, 0)
-    rounded = (rounded >> shift) << shift
+    new_magnitude = magnitude + jnp.where(shift > 0, half - 1 + last, 0)
+    new_magnitude = (new_magnitude >> shift) << shift
     # Below the smallest value: from half of it on, which is a tie, up to it.
     smallest = jnp.where(fraction == 0, jnp.int64(0), (exponent + 1 + _BIAS) << _FRACTION)
-    rounded = jnp.where(dropped <= _FRACTION, rounded, jnp.where(dropped == _FRACTION + 1, smallest, 0))
-    rounded = jnp.where(rounded > largest, finite, rounded)
-    rounded = jnp.where(magnitude == _F64.inf, infinity, rounded)
-    rounded = jnp.where(magnitude > _F64.inf, magnitude, rounded)
-    return lax.bitcast_convert_type(rounded | (bits & jnp.int64(-(1 << 63))), jnp.float64)
+    new_magnitude = jnp.where(excess <= _FRACTION, new_magnitude, jnp.where(excess == _FRACTION + 1, smallest, 0))
+    new_magnitude = jnp.where(new_magnitude > largest, finite, new_magnitude)
+    new_magnitude = jnp.where(magnitude == _F64.inf, infinity, new_magnitude)
+    new_magnitude = jnp.where(magnitude > _F64.inf, magnitude, new_magnitude)
+    return lax.bitcast_convert_type(new_magnitude | (bits & jnp.int64(-(1 << 63))), jnp.float64)
 
 
 #: Compiled apart: fused, it would be computed again for each use of its result.

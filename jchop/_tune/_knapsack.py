@@ -35,14 +35,14 @@ def front_of(costs: Sequence[Sequence[int]], scores: Sequence[Sequence[float]]) 
     """
     front = [Choice(0, 0.0, ())]
     for own_costs, own_scores in zip(costs, scores, strict=True):
-        joined = [
+        candidates = [
             Choice(one.cost + cost, one.score + score, (*one.options, number))
             for one in front
             for number, (cost, score) in enumerate(zip(own_costs, own_scores, strict=True))
         ]
-        joined.sort(key=lambda one: (one.cost, one.score, one.options))
+        candidates.sort(key=lambda one: (one.cost, one.score, one.options))
         front = []
-        for one in joined:
+        for one in candidates:
             if not front or one.score < front[-1].score:
                 front.append(one)
     return front

@@ -46,8 +46,8 @@ class Problem:
         others: scopes and primitives without a site.
         cases: the inputs.
         metric: the error of a result.
-        most: the most turns of a `while` loop.
-        compiled: whether `error` runs the compiled program.
+        max_turns: the most turns of a `while` loop.
+        has_program: whether `error` runs the compiled program.
     """
 
     fun: Callable[..., Any]
@@ -56,8 +56,8 @@ class Problem:
     others: set[tuple[str, str]]
     cases: list[Case]
     metric: str | Metric
-    most: int
-    compiled: bool
+    max_turns: int
+    has_program: bool
 
     def __post_init__(self) -> None:
         self._runs: dict[int, Callable[..., list[Any]]] = {}
@@ -68,17 +68,17 @@ class Problem:
 
     def error(self, assignment: Sequence[int]) -> float:
         """The largest error of all inputs."""
-        if not self.compiled:
-            return max(self.certified(assignment))
-        return max(error_of(self.metric, self.traced(case, assignment), case.exact) for case in self.cases)
+        if not self.has_program:
+            return max(self.emulation_errors(assignment))
+        return max(error_of(self.metric, self.run_program(case, assignment), case.exact) for case in self.cases)
 
-    def traced(self, case: Case, assignment: Sequence[int]) -> Any:
+    def run_program(self, case: Case, assignment: Sequence[int]) -> Any:
         """The result of the compiled program for an input."""
-        chosen = np.asarray(assignment, np.int32)
+        levels = np.asarray(assignment, np.int32)
         plan = case.program.plan
         with jax.enable_x64(True):
             values, consts = ([_widened(x) for x in every] for every in (case.program.values, plan.consts))
-            results = self.run_of(case)(chosen, values, consts)
+            results = self.run_of(case)(levels, values, consts)
         avals = [v.aval for v in plan.jaxpr.outvars]
         out = [
             np.asarray(x).astype(aval.dtype) if aval.dtype.name in CARRIER_DTYPES else x
@@ -90,19 +90,19 @@ class Problem:
         """The compiled program of an input: of the number in the menu of each site, the arguments and the constants."""
         plan = case.program.plan
         if id(plan.steps) not in self._runs:
-            self._runs[id(plan.steps)] = jax.jit(partial(run_traced, plan, case.sites, self.menu, self.most))
+            self._runs[id(plan.steps)] = jax.jit(partial(run_traced, plan, case.sites, self.menu, self.max_turns))
         return self._runs[id(plan.steps)]
 
-    def certified(self, assignment: Sequence[int], inputs: Sequence[Case] | None = None) -> list[float]:
+    def emulation_errors(self, assignment: Sequence[int], inputs: Sequence[Case] | None = None) -> list[float]:
         """The error on each input of the function from `emulate`."""
-        settings = make_settings(None, self.rules(assignment), None, "raise", self.most)
+        settings = make_settings(None, self.rules(assignment), None, "raise", self.max_turns)
         return errors_of(Emulated(self.fun, settings, None), self.cases if inputs is None else inputs, self.metric)
 
     def check(self) -> None:
         """Refuses sites that rules do not tell apart."""
         marks = [Choice(Spec("e8m1"), None), Choice(Spec("e8m2"), None)]
-        for turn in range(len(self.sites).bit_length()):
-            choices = [marks[number >> turn & 1] for number in range(len(self.sites))]
+        for bit in range(len(self.sites).bit_length()):
+            choices = [marks[number >> bit & 1] for number in range(len(self.sites))]
             settings = make_settings(None, make_rules(self.sites, self.others, choices), None, "raise")
             for case in self.cases:
                 check_rules(settings, case.program.plan, case.sites, choices)
@@ -112,11 +112,11 @@ def errors_of(low: Emulated, cases: Sequence[Case], metric: str | Metric) -> lis
     """The errors of an emulated function; a loop that was stopped has an infinite one."""
     errors = []
     for case in cases:
-        with warnings.catch_warnings(record=True) as caught:
+        with warnings.catch_warnings(record=True) as records:
             warnings.simplefilter("always")
             error = error_of(metric, low(*case.args), case.exact)
-        stopped = any(issubclass(one.category, RuntimeWarning) and "max_turns" in str(one.message) for one in caught)
-        errors.append(math.inf if stopped else error)
+        hit_limit = any(issubclass(one.category, RuntimeWarning) and "max_turns" in str(one.message) for one in records)
+        errors.append(math.inf if hit_limit else error)
     return errors
 
 
@@ -135,7 +135,7 @@ def make_problem(
     menu: tuple[Choice, ...],
     by: str,
     metric: str | Metric,
-    most: int,
+    max_turns: int,
 ) -> tuple[Problem, list[Case]]:
     """The problem, and the cases of the inputs held out.
 
@@ -144,7 +144,7 @@ def make_problem(
             name of a metric for a result without a finite number.
     """
     mark = next(choice.spec for choice in menu if choice.spec is not None)
-    programs = Programs(fun, Settings(mark, (), None, "raise", most))
+    programs = Programs(fun, Settings(mark, (), None, "raise", max_turns))
     first: list[Site] | None = None
     others: set[tuple[str, str]] = set()
     plans: dict[int, dict[int, int]] = {}
@@ -152,22 +152,22 @@ def make_problem(
     for number, args in enumerate((*inputs, *held_out)):
         name = f"inputs[{number}]" if number < len(inputs) else f"held_out[{number - len(inputs)}]"
         program = programs.of(args, {})
-        found, of_step, rest = sites_of(program.plan, by)
+        sites, site_of_step, rest = sites_of(program.plan, by)
         if first is None:
-            first = found
-        elif [site.path for site in found] != [site.path for site in first]:
+            first = sites
+        elif [site.path for site in sites] != [site.path for site in first]:
             raise ValueError(f"{name} has other operations than inputs[0], so that no rules fit both")
         others |= rest
-        of_step = plans.setdefault(id(program.plan.steps), of_step)
+        site_of_step = plans.setdefault(id(program.plan.steps), site_of_step)
         exact = fun(*in_jax(args))
         if not callable(metric):
             check_numbers(name, exact)
-        cases.append(Case(args, program, of_step, exact))
+        cases.append(Case(args, program, site_of_step, exact))
     assert first is not None
     if not first:
         raise ValueError("fun has no operation that rounds, so there is nothing to tune")
     used = {pair for site in first for pair in site.pairs}
-    compiled = all(is_plan_traceable(case.program.plan, menu) for case in cases)
-    problem = Problem(fun, menu, first, others - used, cases[: len(inputs)], metric, most, compiled)
+    has_program = all(is_plan_traceable(case.program.plan, menu) for case in cases)
+    problem = Problem(fun, menu, first, others - used, cases[: len(inputs)], metric, max_turns, has_program)
     problem.check()
     return problem, cases[len(inputs) :]

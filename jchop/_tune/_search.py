@@ -41,7 +41,7 @@ class Search:
         seconds: the most seconds; None for any number.
         progress: called after each measurement with their number, the most, and the cheapest assignment within the
             tolerance, if one is known.
-        seen: all that was measured.
+        trials: all that was measured.
     """
 
     sites: int
@@ -52,9 +52,9 @@ class Search:
     evaluations: int
     seconds: float | None = None
     progress: Callable[[int, int, Found | None], None] | None = None
-    seen: dict[Assignment, Found] = field(default_factory=dict)
+    trials: dict[Assignment, Found] = field(default_factory=dict)
     best: Found | None = None
-    spent: bool = False
+    out_of_budget: bool = False
 
     def run(self) -> Found | None:
         """The cheapest assignment found within the tolerance; None if there is none.
@@ -64,57 +64,57 @@ class Search:
         """
         self._end = None if self.seconds is None else time.monotonic() + self.seconds
         try:
-            uniform = [self._at((level,) * self.sites) for level in range(self.levels)]
-            finest = min(uniform, key=lambda found: (found.error, found.cost))
-            starts = [self._repaired(finest)]
-            feasible = [found for found in uniform if found.error <= self.tolerance]
-            starts += [min(feasible, key=lambda found: (found.cost, found.error))] if feasible else []
-            lowest = min(uniform, key=lambda found: (found.cost, found.error))
-            starts += [self._raised(lowest)]
-            for start in dict.fromkeys(found for found in starts if found is not None):
-                self._polished(self._lowered(start))
+            uniform = [self._trial((level,) * self.sites) for level in range(self.levels)]
+            finest = min(uniform, key=lambda trial: (trial.error, trial.cost))
+            starts = [self._reduce_error(finest)]
+            feasible = [trial for trial in uniform if trial.error <= self.tolerance]
+            starts += [min(feasible, key=lambda trial: (trial.cost, trial.error))] if feasible else []
+            lowest = min(uniform, key=lambda trial: (trial.cost, trial.error))
+            starts += [self._raise_levels(lowest)]
+            for start in dict.fromkeys(trial for trial in starts if trial is not None):
+                self._exchange_levels(self._lower_levels(start))
         except _SpentError:
-            self.spent = True
+            self.out_of_budget = True
         return self.best
 
-    def allowed(self, most: int) -> list[Found]:
+    def within_tolerance(self, most: int) -> list[Found]:
         """The cheapest measured assignments within the tolerance, the cheapest first."""
-        within = [found for found in self.seen.values() if found.error <= self.tolerance]
-        return sorted(within, key=lambda found: (found.cost, found.error, found.assignment))[:most]
+        within = [trial for trial in self.trials.values() if trial.error <= self.tolerance]
+        return sorted(within, key=lambda trial: (trial.cost, trial.error, trial.assignment))[:most]
 
     def front(self) -> list[Found]:
         """The measured assignments that no other one beats in cost and error, the cheapest first."""
         out: list[Found] = []
-        for found in sorted(self.seen.values(), key=lambda found: (found.cost, found.error, found.assignment)):
-            if math.isfinite(found.error) and (not out or found.error < out[-1].error):
-                out.append(found)
+        for trial in sorted(self.trials.values(), key=lambda trial: (trial.cost, trial.error, trial.assignment)):
+            if math.isfinite(trial.error) and (not out or trial.error < out[-1].error):
+                out.append(trial)
         return out
 
-    def _at(self, assignment: Assignment) -> Found:
-        if assignment in self.seen:
-            return self.seen[assignment]
-        if len(self.seen) >= self.evaluations or (self._end is not None and time.monotonic() > self._end):
+    def _trial(self, assignment: Assignment) -> Found:
+        if assignment in self.trials:
+            return self.trials[assignment]
+        if len(self.trials) >= self.evaluations or (self._end is not None and time.monotonic() > self._end):
             raise _SpentError
         error = self.measure(assignment)
-        found = Found(assignment, self.cost(assignment), math.inf if math.isnan(error) else error)
-        self.seen[assignment] = found
-        better = self.best is None or (found.cost, found.error) < (self.best.cost, self.best.error)
-        if found.error <= self.tolerance and better:
-            self.best = found
+        trial = Found(assignment, self.cost(assignment), math.inf if math.isnan(error) else error)
+        self.trials[assignment] = trial
+        better = self.best is None or (trial.cost, trial.error) < (self.best.cost, self.best.error)
+        if trial.error <= self.tolerance and better:
+            self.best = trial
         if self.progress is not None:
-            self.progress(len(self.seen), self.evaluations, self.best)
-        return found
+            self.progress(len(self.trials), self.evaluations, self.best)
+        return trial
 
-    def _with(self, found: Found, *moves: tuple[int, int]) -> Assignment:
-        levels = list(found.assignment)
+    def _neighbour(self, trial: Found, *moves: tuple[int, int]) -> Assignment:
+        levels = list(trial.assignment)
         for site, level in moves:
             levels[site] = level
         return tuple(levels)
 
-    def _moves(self, found: Found) -> list[tuple[int, int]]:
-        return [(s, v) for s in range(self.sites) for v in range(self.levels) if v != found.assignment[s]]
+    def _moves(self, trial: Found) -> list[tuple[int, int]]:
+        return [(s, v) for s in range(self.sites) for v in range(self.levels) if v != trial.assignment[s]]
 
-    def _lowered(self, now: Found) -> Found:
+    def _lower_levels(self, now: Found) -> Found:
         """Lowers one site after the other, always with the least error per saved cost.
 
         A move waits with the score of its last measurement. It is measured again when it comes first, and taken if it
@@ -122,75 +122,77 @@ class Search:
         """
         waiting: list[tuple[float, float, int, int]] = []
         for site, level in self._moves(now):
-            self._wait(waiting, now, site, level)
+            self._queue_move(waiting, now, site, level)
         while waiting:
             _, _, site, level = heapq.heappop(waiting)
             if level == now.assignment[site]:
                 continue
             again: list[tuple[float, float, int, int]] = []
-            self._wait(again, now, site, level)
+            self._queue_move(again, now, site, level)
             if not again:
                 continue
             if waiting and waiting[0] < again[0]:
                 heapq.heappush(waiting, again[0])
                 continue
-            now = self._at(self._with(now, (site, level)))
+            now = self._trial(self._neighbour(now, (site, level)))
         return now
 
-    def _wait(self, waiting: list[tuple[float, float, int, int]], now: Found, site: int, level: int) -> None:
-        after = self._with(now, (site, level))
-        saved = now.cost - self.cost(after)
-        if saved <= 0:
+    def _queue_move(self, waiting: list[tuple[float, float, int, int]], now: Found, site: int, level: int) -> None:
+        after = self._neighbour(now, (site, level))
+        saving = now.cost - self.cost(after)
+        if saving <= 0:
             return
-        found = self._at(after)
-        if found.error <= self.tolerance:
-            heapq.heappush(waiting, ((found.error - now.error) / saved, -saved, site, level))
+        trial = self._trial(after)
+        if trial.error <= self.tolerance:
+            heapq.heappush(waiting, ((trial.error - now.error) / saving, -saving, site, level))
 
-    def _raised(self, now: Found) -> Found | None:
+    def _raise_levels(self, now: Found) -> Found | None:
         """From a cheap assignment, the changes that lower the error most for their cost, until it is allowed."""
         while now.error > self.tolerance:
-            after = [self._at(self._with(now, move)) for move in self._moves(now)]
-            after = [found for found in after if found.error < now.error and found.cost > now.cost]
+            after = [self._trial(self._neighbour(now, move)) for move in self._moves(now)]
+            after = [trial for trial in after if trial.error < now.error and trial.cost > now.cost]
             if not after:
                 return None
 
-            def worth(found: Found, now: Found = now) -> float:
-                gain = now.error - max(found.error, self.tolerance)
-                return math.inf if math.isinf(now.error) else gain / (found.cost - now.cost)
+            def worth(trial: Found, now: Found = now) -> float:
+                gain = now.error - max(trial.error, self.tolerance)
+                return math.inf if math.isinf(now.error) else gain / (trial.cost - now.cost)
 
-            now = max(after, key=lambda found: (worth(found), -found.error, -found.cost))
+            now = max(after, key=lambda trial: (worth(trial), -trial.error, -trial.cost))
         return now
 
-    def _repaired(self, now: Found) -> Found | None:
+    def _reduce_error(self, now: Found) -> Found | None:
         """From an assignment of small error, the changes that lower it most, until it is allowed."""
         while now.error > self.tolerance:
-            best = min((self._at(self._with(now, move)) for move in self._moves(now)), key=lambda found: found.error)
+            best = min(
+                (self._trial(self._neighbour(now, move)) for move in self._moves(now)), key=lambda trial: trial.error
+            )
             if best.error >= now.error:
                 return None
             now = best
         return now
 
-    def _polished(self, now: Found) -> Found:
+    def _exchange_levels(self, now: Found) -> Found:
         """Exchanges: one site changes its level, or one is lowered and another one changes, if that is cheaper."""
         while True:
-            better = self._cheaper(now)
+            better = self._cheaper_neighbour(now)
             if better is None:
                 return now
             now = better
 
-    def _cheaper(self, now: Found) -> Found | None:
+    def _cheaper_neighbour(self, now: Found) -> Found | None:
         moves = self._moves(now)
         ones = [(move,) for move in moves]
         pairs = [(one, two) for one in moves for two in moves if one[0] < two[0]]
-        found: list[tuple[float, Assignment]] = []
+        candidates: list[tuple[float, Assignment]] = []
         for change in [*ones, *pairs]:
-            after = self._with(now, *change)
+            after = self._neighbour(now, *change)
             cost = self.cost(after)
             if cost < now.cost:
-                found.append((cost, after))
+                candidates.append((cost, after))
         # Those that save little are the likeliest to be allowed; what they save adds up.
-        for _, after in sorted(found, key=lambda pair: (-pair[0], pair[1])):
-            tried = self._at(after)
-            if tried.error <= self.tolerance:
-                return tried
+        for _, after in sorted(candidates, key=lambda pair: (-pair[0], pair[1])):
+            trial = self._trial(after)
+            if trial.error <= self.tolerance:
+                return trial
         return None

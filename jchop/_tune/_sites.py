@@ -56,7 +56,7 @@ def sites_of(plan: Plan, by: str) -> tuple[list[Site], dict[int, int], set[Pair]
     steps = [(step, turns) for step, turns in _walk(plan.steps, 1) if step.kind != "own"]
     pairs = {(step.scope, step.name) for step, _ in steps if _makes_errors(step)}
     place: dict[int, str] = {}
-    for step, turns in steps:
+    for step, iterations in steps:
         if (step.scope, step.name) not in pairs:
             continue
         path = "/".join(part for part in (step.scope, step.name if by == "equation" else "") if part) or "/"
@@ -68,17 +68,17 @@ def sites_of(plan: Plan, by: str) -> tuple[list[Site], dict[int, int], set[Pair]
             site.sums.add((step.scope, step.name))
         numbers = [v.aval for v in step.eqn.outvars if is_real(v.aval)]
         site.equations += bool(numbers)
-        site.results += turns * sum(math.prod(aval.shape) for aval in numbers)
+        site.results += iterations * sum(math.prod(aval.shape) for aval in numbers)
         site.bits = max([site.bits, *(8 * aval.dtype.itemsize for aval in numbers)])
     number = {path: i for i, path in enumerate(sites)}
     others = {(step.scope, step.name) for step, _ in steps} - pairs
     return list(sites.values()), {key: number[path] for key, path in place.items()}, others
 
 
-def _walk(steps: Sequence[Any], turns: int) -> Iterator[tuple[Any, int]]:
+def _walk(steps: Sequence[Any], iterations: int) -> Iterator[tuple[Any, int]]:
     for step in steps:
-        yield step, turns
-        inside = turns * (step.eqn.params["length"] if step.name == "scan" else 1)
+        yield step, iterations
+        inside = iterations * (step.eqn.params["length"] if step.name == "scan" else 1)
         for plan in step.inner:
             yield from _walk(plan.steps, inside)
 

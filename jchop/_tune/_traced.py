@@ -41,8 +41,9 @@ _OF_DTYPE = {
     "float32": row_of(Spec(binary32)),
     "float64": WIDE_ROW,
 }
-_KINDS = frozenset({"exact", "power", "elementary", "made", "converted", "accumulating", "linear", "carried", "result",
-                    "structural", "extremum", "compared", "own", "carrier", "control", "untouched"})  # fmt: skip
+_KINDS = frozenset({"exact", "power", "elementary", "made", "converted", "accumulating", "linear", "carried",
+                    "result", "structural", "extremum", "compared", "own", "carrier", "control",
+                    "untouched"})  # fmt: skip
 _LINEAR = frozenset({"triangular_solve", "lu"})
 _OPERATIONS: dict[str, Callable[..., Array]] = {
     "add": jnp.add,
@@ -59,7 +60,7 @@ _OPERATIONS: dict[str, Callable[..., Array]] = {
 
 
 def is_plan_traceable(plan: Plan, menu: Iterable[Choice]) -> bool:
-    """Whether `run_traced` has a rule for every equation and every format."""
+    """Whether `run_with_levels` has a rule for every equation and every format."""
     return all(is_traceable(choice.spec) for choice in menu) and all(map(_is_step_traceable, plan.walk()))
 
 
@@ -80,8 +81,8 @@ def run_traced(
     plan: Plan,
     sites: dict[int, int],
     menu: Sequence[Choice],
-    most: int,
-    chosen: Array,
+    max_turns: int,
+    levels: Array,
     values: Sequence[Any],
     consts: Sequence[Any],
 ) -> list[Any]:
@@ -91,8 +92,8 @@ def run_traced(
         plan: a plan with kinds of equations.
         sites: the number of the site of each step, by its id.
         menu: the formats and rules of sums.
-        most: the most turns of a `while` loop. The results of a loop that does not end by then are NaN.
-        chosen: the number in the menu of each site, an integer array.
+        max_turns: the most turns of a `while` loop. The results of a loop that does not end by then are NaN.
+        levels: the number in the menu of each site, an integer array.
         values: the arguments, in float64 if they are real.
         consts: the constants, in float64 if they are real.
     """
@@ -103,9 +104,9 @@ def run_traced(
         if hasattr(v.aval, "dtype") and v.aval.dtype.name in CARRIER_DTYPES
     }
     rows = {
-        name: jnp.asarray(np.stack([_row(choice.spec, name) for choice in menu]))[chosen] for name in sorted(dtypes)
+        name: jnp.asarray(np.stack([_row(choice.spec, name) for choice in menu]))[levels] for name in sorted(dtypes)
     }
-    return interpret(_Traced(sites, menu, most, chosen, rows), plan, None, values, consts)
+    return interpret(_Traced(sites, menu, max_turns, levels, rows), plan, None, values, consts)
 
 
 def _row(spec: Spec | None, dtype: str) -> np.ndarray:
@@ -116,11 +117,11 @@ class _Traced(Runner):
     """Runs one plan. It knows the results that are already in the format of a site."""
 
     def __init__(
-        self, sites: dict[int, int], menu: Sequence[Choice], most: int, chosen: Array, rows: dict[str, Array]
+        self, sites: dict[int, int], menu: Sequence[Choice], max_turns: int, levels: Array, rows: dict[str, Array]
     ) -> None:
-        self.sites, self.menu, self.most, self.chosen, self.rows = sites, menu, most, chosen, rows
-        self.held: dict[int, tuple[Any, tuple[int, str]]] = {}  # keeps the value and its id
-        self.made: dict[tuple[int, int, str], Array] = {}
+        self.sites, self.menu, self.turn_limit, self.levels, self.rows = sites, menu, max_turns, levels, rows
+        self.formats_of_values: dict[int, tuple[Any, tuple[int, str]]] = {}  # keeps the value and its id
+        self.results_of_rounding: dict[tuple[int, int, str], Array] = {}
 
     def finish(self, value: Any, seeds: Any) -> Any:
         """A result of a program."""
@@ -131,7 +132,7 @@ class _Traced(Runner):
         args = [_wide(x) for x in args]
         site = self.sites.get(id(part))
         if site is None or part.kind in ("structural", "extremum", "own", "carrier"):
-            return self._moved(part, args)
+            return self._run_without_rounding(part, args)
         if part.kind not in ("made", "result", "converted"):
             args = [
                 self._round(x, site, v.aval.dtype.name) if _is_number(v.aval) else x
@@ -145,17 +146,17 @@ class _Traced(Runner):
 
     def _round(self, x: Array, site: int, dtype: str) -> Array:
         key = (site, dtype)
-        kept = self.held.get(id(x))
-        if kept is not None and kept[1] == key:
+        current = self.formats_of_values.get(id(x))
+        if current is not None and current[1] == key:
             return x
-        if (id(x), *key) not in self.made:
+        if (id(x), *key) not in self.results_of_rounding:
             out = round_to_row(x, self.rows[dtype][site])
-            self.made[id(x), *key] = out
-            self.held[id(out)] = (out, key)
-            self.held.setdefault(id(x), (x, (-1, "")))
-        return self.made[id(x), *key]
+            self.results_of_rounding[id(x), *key] = out
+            self.formats_of_values[id(out)] = (out, key)
+            self.formats_of_values.setdefault(id(x), (x, (-1, "")))
+        return self.results_of_rounding[id(x), *key]
 
-    def _moved(self, step: Step, args: list[Any]) -> list[Any]:
+    def _run_without_rounding(self, step: Step, args: list[Any]) -> list[Any]:
         """An equation that makes no error."""
         if step.name == "convert_element_type" and _is_number(step.eqn.outvars[0].aval):
             return [_as_dtype(args[0], step)]
@@ -165,11 +166,13 @@ class _Traced(Runner):
             return _narrowly(step, args)
         out = bind(step.eqn.primitive, step.eqn.params, *args)
         keys = {
-            self.held.get(id(x), (x, None))[1] for x, v in zip(args, step.eqn.invars, strict=True) if _is_number(v.aval)
+            self.formats_of_values.get(id(x), (x, None))[1]
+            for x, v in zip(args, step.eqn.invars, strict=True)
+            if _is_number(v.aval)
         }
         if step.kind != "elementary" and len(keys) == 1:
             (key,) = keys
-            self.held.update({id(x): (x, key) for x in out if key is not None})
+            self.formats_of_values.update({id(x): (x, key) for x in out if key is not None})
         return out
 
     # -- equations that hold programs ----------------------------------------------------------------------------------
@@ -188,24 +191,24 @@ class _Traced(Runner):
         return RUNS[step.name](step, None, args, self._inner)
 
     def _inner(self, plan: Plan, seeds: Any, args: Sequence[Any]) -> list[Any]:
-        runner = _Traced(self.sites, self.menu, self.most, self.chosen, self.rows)
+        runner = _Traced(self.sites, self.menu, self.turn_limit, self.levels, self.rows)
         return interpret(runner, plan, None, args, [_wide(x) for x in plan.consts])
 
     def _while(self, step: Step, args: list[Any]) -> list[Any]:
         test, body = step.eqn.params["cond_nconsts"], step.eqn.params["body_nconsts"]
         first, fixed, start = args[:test], args[test : test + body], strong(args[test + body :])
 
-        def goes_on(values: list[Any]) -> Any:
+        def cond_fun(values: list[Any]) -> Any:
             return self._inner(step.inner[0], None, [*first, *values])[0]
 
-        def turn(state: tuple[list[Any], Array]) -> tuple[list[Any], Array]:
+        def body_fun(state: tuple[list[Any], Array]) -> tuple[list[Any], Array]:
             return strong(self._inner(step.inner[1], None, [*fixed, *state[0]])), state[1] + jnp.uint32(1)
 
         last, count = lax.while_loop(
-            lambda state: goes_on(state[0]) & (state[1] < self.most), turn, (start, jnp.uint32(0))
+            lambda state: cond_fun(state[0]) & (state[1] < self.turn_limit), body_fun, (start, jnp.uint32(0))
         )
-        stopped = (count >= self.most) & goes_on(last)
-        return [jnp.where(stopped, jnp.nan, x) if x.dtype == jnp.float64 else x for x in last]
+        hit_limit = (count >= self.turn_limit) & cond_fun(last)
+        return [jnp.where(hit_limit, jnp.nan, x) if x.dtype == jnp.float64 else x for x in last]
 
 
 # -- numbers -----------------------------------------------------------------------------------------------------------
@@ -267,14 +270,14 @@ def _power(run: _Traced, step: Step, site: int, args: list[Any]) -> list[Any]:
 def _elementary(run: _Traced, step: Step, site: int, args: list[Any]) -> list[Any]:
     """The exact value to 44 digits for the formats in which `emulate` rounds it, else the carrier's."""
     exactly = [choice.spec is not None and rounds(step.name, choice.spec) for choice in run.menu]
-    found = []
+    results = []
     if any(exactly):
-        found.append(cleaned(bind(step.eqn.primitive, step.eqn.params, *args)[0]))
+        results.append(cleaned(bind(step.eqn.primitive, step.eqn.params, *args)[0]))
     if not all(exactly):
-        found.append(_narrowly(step, args)[0])
-    if len(found) == 1:
-        return found
-    return [jnp.where(jnp.asarray(exactly)[run.chosen[site]], *found)]
+        results.append(_narrowly(step, args)[0])
+    if len(results) == 1:
+        return results
+    return [jnp.where(jnp.asarray(exactly)[run.levels[site]], *results)]
 
 
 def _accumulating(run: _Traced, step: Step, site: int, args: list[Any]) -> list[Any]:
@@ -288,13 +291,13 @@ def _accumulating(run: _Traced, step: Step, site: int, args: list[Any]) -> list[
         partial(_narrowly, step, **params) if choice.accumulate is None else partial(_in_order, step, choice)
         for choice in run.menu
     ]
-    return lax.switch(run.chosen[site], ways, args)
+    return lax.switch(run.levels[site], ways, args)
 
 
 def _in_order(step: Step, choice: Choice, args: Sequence[Any]) -> list[Any]:
     narrow = [x.astype(v.aval.dtype) if _is_number(v.aval) else x for x, v in zip(args, step.eqn.invars, strict=True)]
-    known = (choice.spec,) * len(narrow)
-    return [_wide(x) for x in accumulated(replace(step, choice=choice, known=known), None, narrow)]
+    specs = (choice.spec,) * len(narrow)
+    return [_wide(x) for x in accumulated(replace(step, choice=choice, known=specs), None, narrow)]
 
 
 def _converted(run: _Traced, step: Step, site: int, args: list[Any]) -> list[Any]:
@@ -331,7 +334,7 @@ _BY_KIND: dict[str, Callable[[_Traced, Step, int, list[Any]], list[Any]]] = {
 
 
 class _Steps:
-    """The arithmetic of the algorithms of linear algebra, as `Steps` has it; those of `_LINEAR` use no more."""
+    """The arithmetic of the algorithms of linear algebra, as `Steps` has it; those of `_TUNABLE_LINALG` use no more."""
 
     def __init__(self, round_: Callable[[Array], Array]) -> None:
         self.round = round_

@@ -134,13 +134,13 @@ def tune(
         tolerance,
         evaluations,
         seconds,
-        None if progress is None else lambda done, most, best: progress("measuring", done, most, _said(best)),
+        None if progress is None else lambda count, most, best: progress("measuring", count, most, _said(best)),
     )
     search.run()
-    found, errors, certified = _certified(problem, search)
-    outside = tuple(problem.certified(found.assignment, others)) if others else ()
+    trial, errors, emulations = _certified(problem, search)
+    outside = tuple(problem.emulation_errors(trial.assignment, others)) if others else ()
     name = _UNITS[cost] if isinstance(cost, str) else getattr(cost, "__name__", "cost")
-    return _result(problem, search, found, errors, outside, name, _notes(search, certified, outside))
+    return _result(problem, search, trial, errors, outside, name, _notes(search, emulations, outside))
 
 
 def _checked_inputs(fun: Any, inputs: Any, held_out: Any) -> tuple[Any, list[Any], list[Any]]:
@@ -233,27 +233,27 @@ def _cost_of(problem: Problem, cost: str | Cost) -> Callable[[tuple[int, ...]], 
 
         return own
 
-    def stored(assignment: tuple[int, ...]) -> float:
+    def result_bytes(assignment: tuple[int, ...]) -> float:
         specs = [problem.menu[level].spec for level in assignment]
         return sum(site.results * _bits_at(problem, i, specs[i]) for i, site in enumerate(problem.sites)) / 8
 
     def bits(assignment: tuple[int, ...]) -> float:
         return sum(_priced(problem, i, level) for i, level in enumerate(assignment)) / len(assignment)
 
-    return stored if cost == "bytes" else bits
+    return result_bytes if cost == "bytes" else bits
 
 
 def _certified(problem: Problem, search: Search) -> tuple[Found, list[float], int]:
     """The cheapest assignment that `emulate` finds within the tolerance, its errors, and the count of those tried."""
-    smallest = min((found.error for found in search.seen.values()), default=math.inf)
-    for tried, found in enumerate(search.allowed(_MOST_CERTIFIED)):
-        errors = problem.certified(found.assignment)
+    smallest = min((trial.error for trial in search.trials.values()), default=math.inf)
+    for index, trial in enumerate(search.within_tolerance(_MOST_CERTIFIED)):
+        errors = problem.emulation_errors(trial.assignment)
         if max(errors) <= search.tolerance:
-            return found, errors, tried + 1
+            return trial, errors, index + 1
         smallest = min(smallest, max(errors))
     raise ValueError(
         f"tolerance={search.tolerance!r}: no assignment of the menu was found within it; the smallest error of "
-        f"{len(search.seen)} measured is {smallest:.3g}. Add a format with more bits, "
+        f"{len(search.trials)} measured is {smallest:.3g}. Add a format with more bits, "
         "or the carrier (None; in a shell: carrier)"
     )
 
@@ -262,12 +262,14 @@ def _said(best: Found | None) -> str:
     return "nothing within the tolerance yet" if best is None else f"cost {best.cost:.4g}, error {best.error:.3g}"
 
 
-def _notes(search: Search, tried: int, outside: Sequence[float]) -> tuple[str, ...]:
+def _notes(search: Search, emulations: int, outside: Sequence[float]) -> tuple[str, ...]:
     notes = []
-    if search.spent:
-        notes.append(f"the search ended by its budget, after {len(search.seen)} assignments")
-    if tried > 1:
-        notes.append(f"{tried - 1} cheaper assignments were within the tolerance when measured, but not when emulated")
+    if search.out_of_budget:
+        notes.append(f"the search ended by its budget, after {len(search.trials)} assignments")
+    if emulations > 1:
+        notes.append(
+            f"{emulations - 1} cheaper assignments were within the tolerance when measured, but not when emulated"
+        )
     beyond = [i for i, error in enumerate(outside) if error > search.tolerance]
     if beyond:
         notes.append(f"beyond the tolerance: held_out {', '.join(map(str, beyond))}")
@@ -277,7 +279,7 @@ def _notes(search: Search, tried: int, outside: Sequence[float]) -> tuple[str, .
 def _result(
     problem: Problem,
     search: Search,
-    found: Found,
+    trial: Found,
     errors: Sequence[float],
     outside: Sequence[float],
     name: str,
@@ -286,14 +288,14 @@ def _result(
     def text(level: int) -> str:
         return _text(problem.menu[level])
 
-    uniform = [search.seen.get((level,) * search.sites) for level in range(search.levels)]
-    known = [one for one in uniform if one is not None]
-    finest = min(known, key=lambda one: one.error).assignment[0] if known else 0
-    within = [one for one in known if one.error <= search.tolerance]
+    uniform = [search.trials.get((level,) * search.sites) for level in range(search.levels)]
+    trials = [one for one in uniform if one is not None]
+    finest = min(trials, key=lambda one: one.error).assignment[0] if trials else 0
+    within = [one for one in trials if one.error <= search.tolerance]
     single = min(within, key=lambda one: (one.cost, one.error), default=None)
     rows = []
-    for i, (site, level) in enumerate(zip(problem.sites, found.assignment, strict=True)):
-        alone = search.seen.get(tuple(level if j == i else finest for j in range(search.sites)))
+    for i, (site, level) in enumerate(zip(problem.sites, trial.assignment, strict=True)):
+        alone = search.trials.get(tuple(level if j == i else finest for j in range(search.sites)))
         error = math.nan if alone is None else alone.error
         bits = _bits_at(problem, i, problem.menu[level].spec)
         rows.append(TunedSite(site.path, text(level), bits, site.equations, site.results, error))
@@ -301,16 +303,16 @@ def _result(
         TuningPoint(one.cost, one.error, tuple(text(level) for level in one.assignment)) for one in search.front()
     )
     return Tuning(
-        problem.rules(found.assignment),
+        problem.rules(trial.assignment),
         tuple(rows),
         search.tolerance,
         tuple(errors),
         tuple(outside),
-        found.cost,
+        trial.cost,
         name,
         None if single is None else (text(single.assignment[0]), single.cost),
         front,
-        len(search.seen),
-        problem.compiled,
+        len(search.trials),
+        problem.has_program,
         notes,
     )

@@ -48,11 +48,11 @@ def where(condition: Any, x: Any, y: Any, spec: SpecLike, key: Array | None = No
         [1.0, 0.3125]
     """
     spec, arrays = _arguments(("x", "y"), (x, y), spec)
-    chosen = as_array("condition", condition)
-    if not is_whole(chosen.dtype):
-        raise TypeError(f"condition has dtype {chosen.dtype}; allowed: booleans and integers, such as condition != 0")
+    mask = as_array("condition", condition)
+    if not is_whole(mask.dtype):
+        raise TypeError(f"condition has dtype {mask.dtype}; allowed: booleans and integers, such as condition != 0")
     key = checked_key(key, spec.rounding.stochastic, spec)
-    return run(partial(_where, spec), (*arrays, chosen), key)
+    return run(partial(_where, spec), (*arrays, mask), key)
 
 
 @partial(compiled, static_argnums=0, inline=True)
@@ -228,9 +228,9 @@ def interp(
         >>> jc.math.interp([0.5, 1.75, 9.0], [0.0, 1.0, 2.0], [0.0, 3.0, 2.0], "e5m2").tolist()
         [1.5, 2.0, 2.0]
     """
-    given = {"x": x, "xp": xp, "fp": fp, "left": left, "right": right}
-    names = [name for name, value in given.items() if value is not None or name in ("x", "xp", "fp")]
-    spec, arrays = _arguments(names, [given[name] for name in names], spec)
+    operands = {"x": x, "xp": xp, "fp": fp, "left": left, "right": right}
+    names = [name for name, value in operands.items() if value is not None or name in ("x", "xp", "fp")]
+    spec, arrays = _arguments(names, [operands[name] for name in names], spec)
     nodes, values = arrays[1].shape, arrays[2].shape
     if len(nodes) != 1 or not nodes[0] or nodes != values:
         raise ValueError(f"xp has shape {nodes} and fp has shape {values}; both must be (n,), n >= 1")
@@ -246,9 +246,9 @@ def _interp(spec: Spec, names: tuple[str, ...], *operands_and_key: Any) -> Array
     *operands, key = operands_and_key
     parts: tuple[str, ...] = ("x", "xp", "fp", "left", "right", "d", "h", "e", "div", "mul", "add")
     keys: dict[str, Array | None] = dict(zip(parts, _keys(key, len(parts)), strict=True))
-    rounded = _rounded(spec, operands, [keys[name] for name in names])
-    given = {name: widened(value) for name, value in zip(names, rounded, strict=True)}
-    x, xp, fp = given["x"], given["xp"], given["fp"]
+    arrays = _rounded(spec, operands, [keys[name] for name in names])
+    by_name = {name: widened(value) for name, value in zip(names, arrays, strict=True)}
+    x, xp, fp = by_name["x"], by_name["xp"], by_name["fp"]
     order, nodes = in_order(x, zeros_equal=True), in_order(xp, zeros_equal=True)
     # Places among the nodes are found by bits, since a device may read subnormal numbers as zero.
     # Quirk `long_fusion_compiled_for_minutes`: the search is read by every operand of the quotient.
@@ -261,8 +261,8 @@ def _interp(spec: Spec, names: tuple[str, ...], *operands_and_key: Any) -> Array
     slope = exactly("div", (jnp.where(is_node, 0, d), jnp.where(is_node, 1, h)), spec, keys["div"], anything(x))
     change = exactly("mul", (slope, e), spec, keys["mul"])
     result = jnp.where(is_node, fp[i], exactly("add", (fp[i], change), spec, keys["add"]))
-    result = jnp.where(order < nodes[0], given.get("left", fp[0]), result)
-    result = jnp.where(order > nodes[-1], given.get("right", fp[-1]), result)
+    result = jnp.where(order < nodes[0], by_name.get("left", fp[0]), result)
+    result = jnp.where(order > nodes[-1], by_name.get("right", fp[-1]), result)
     return as_dtype(jnp.where(jnp.isnan(x), x, result), operands[0].dtype)
 
 

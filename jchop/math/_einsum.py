@@ -113,9 +113,9 @@ def tensordot(
     letters = iter(string.ascii_letters)
     names = [next(letters) for _ in range(x.ndim)]
     others = [names[left[right.index(axis)]] if axis in right else next(letters) for axis in range(y.ndim)]
-    kept = [name for axis, name in enumerate(names) if axis not in left]
-    kept += [name for axis, name in enumerate(others) if axis not in right]
-    return _contracted(("".join(names), "".join(others)), "".join(kept), [x, y], spec, key, ((0, 1),))
+    result = [name for axis, name in enumerate(names) if axis not in left]
+    result += [name for axis, name in enumerate(others) if axis not in right]
+    return _contracted(("".join(names), "".join(others)), "".join(result), [x, y], spec, key, ((0, 1),))
 
 
 def inner(a: Any, b: Any, spec: SumSpecLike, key: Array | None = None) -> Any:
@@ -238,17 +238,17 @@ def _parse(subscripts: str, shapes: list[tuple[int, ...]]) -> tuple[list[str], s
     """The indices of each operand, and of the result."""
     if not isinstance(subscripts, str):
         raise TypeError(f"subscripts={subscripts!r} must be text such as 'ij,jk->ik'")
-    left, arrow, result = subscripts.replace(" ", "").partition("->")
-    terms, letters = left.split(","), left.replace(",", "")
+    inputs, arrow, result = subscripts.replace(" ", "").partition("->")
+    terms, letters = inputs.split(","), inputs.replace(",", "")
     if not arrow:
         result = "".join(sorted(letter for letter in set(letters) if letters.count(letter) == 1))
-    for wrong, why in (
+    for is_wrong, why in (
         (not (letters + result).isalpha() and letters + result, "allowed are letters, commas and '->', no ellipsis"),
         (len(terms) != len(shapes), f"it names {len(terms)} arrays, and {len(shapes)} are given"),
         (len(set(result)) < len(result), "the result has an index twice"),
         (not set(result) <= set(letters), "the result has an index that no array has"),
     ):
-        if wrong:
+        if is_wrong:
             raise ValueError(f"subscripts={subscripts!r}: {why}")
     sizes: dict[str, int] = {}
     for term, shape in zip(terms, shapes, strict=True):
@@ -294,14 +294,14 @@ def _path(subscripts: str, arrays: list[Any], optimize: Any) -> _Path:
     else:
         steps = optimize
     path = [tuple(step) for step in steps if not isinstance(step, str)]
-    left = len(arrays)
+    count = len(arrays)
     for step in path:
-        places = {check_int("optimize", place, 0, left - 1) for place in step}
+        places = {check_int("optimize", place, 0, count - 1) for place in step}
         if len(places) != 2 or len(step) != 2:
-            raise ValueError(f"optimize={optimize!r}: {step} is not a pair of the {left} arrays that are left")
-        left -= 1
-    if left != 1:
-        raise ValueError(f"optimize={optimize!r} leaves {left} arrays; {len(arrays) - 1} pairs are needed")
+            raise ValueError(f"optimize={optimize!r}: {step} is not a pair of the {count} arrays that are left")
+        count -= 1
+    if count != 1:
+        raise ValueError(f"optimize={optimize!r} leaves {count} arrays; {len(arrays) - 1} pairs are needed")
     return tuple(path)
 
 
@@ -315,10 +315,10 @@ def _module(x: Any) -> Any:
 def _diagonal(x: Any, first: int, second: int, offset: int = 0) -> Any:
     """The diagonal of two axes of an array, as its last axis."""
     diagonal = partial(_module(x).diagonal, offset=offset, axis1=first, axis2=second)
-    kept = [axis for axis in range(x.ndim) if axis not in (first, second)]
+    others = [axis for axis in range(x.ndim) if axis not in (first, second)]
 
     def like(x: Array) -> Array:
-        return jnp.max(jnp.transpose(x, (*kept, first, second)), -1)
+        return jnp.max(jnp.transpose(x, (*others, first, second)), -1)
 
     return in_auto_mesh(diagonal, x, along=((first - x.ndim, second - x.ndim),), like=like)
 
@@ -352,15 +352,15 @@ def _contracted(
 
 def _steps(terms: tuple[str, ...], result: str, path: _Path) -> Iterator[tuple[tuple[int, ...], tuple[str, str], str]]:
     """For each contraction: the places of the pair, the subscripts of both arrays, and the subscripts of the result."""
-    left = list(terms)
+    remaining = list(terms)
     for number, (i, j) in enumerate(path):
-        pair = (left[i], left[j])
-        left = [term for place, term in enumerate(left) if place not in (i, j)]
-        needed = "".join(left) + result
+        pair = (remaining[i], remaining[j])
+        remaining = [term for place, term in enumerate(remaining) if place not in (i, j)]
+        live_letters = "".join(remaining) + result
         last = number == len(path) - 1
-        kept = result if last else "".join(c for c in dict.fromkeys("".join(pair)) if c in needed)
-        left.append(kept)
-        yield (i, j), pair, kept
+        output = result if last else "".join(c for c in dict.fromkeys("".join(pair)) if c in live_letters)
+        remaining.append(output)
+        yield (i, j), pair, output
 
 
 @partial(compiled, static_argnums=(0, 1, 2, 3), inline=True)
@@ -373,13 +373,13 @@ def _of_several(spec: MatmulSpec, terms: tuple[str, ...], result: str, path: _Pa
 
 
 def _in_pairs(spec: MatmulSpec, terms: tuple[str, ...], result: str, path: _Path, *arrays_and_key: Any) -> Array:
-    *left, key = arrays_and_key
-    for number, ((i, j), pair, kept) in enumerate(_steps(terms, result, path)):
-        own = key if len(path) == 1 else fold(key, number)
-        a, b = left[i], left[j]
-        left = [array for place, array in enumerate(left) if place not in (i, j)]
-        left.append(_of_two(spec, pair, kept, jnp.asarray(a), jnp.asarray(b), own))
-    return left[0]
+    *remaining, key = arrays_and_key
+    for number, ((i, j), pair, output) in enumerate(_steps(terms, result, path)):
+        pair_key = key if len(path) == 1 else fold(key, number)
+        a, b = remaining[i], remaining[j]
+        remaining = [array for place, array in enumerate(remaining) if place not in (i, j)]
+        remaining.append(_of_two(spec, pair, output, jnp.asarray(a), jnp.asarray(b), pair_key))
+    return remaining[0]
 
 
 def _of_two(spec: MatmulSpec, terms: tuple[str, str], result: str, a: Array, b: Array, key: Array | None) -> Array:
@@ -388,20 +388,20 @@ def _of_two(spec: MatmulSpec, terms: tuple[str, str], result: str, a: Array, b: 
         _diagonals(rounded_operand(v, spec, k), term) for v, k, term in zip((a, b), keys, terms, strict=False)
     )
     sizes = dict(zip(left + right, x.shape + y.shape, strict=True))
-    summed = [letter for letter in dict.fromkeys(left + right) if letter not in result]
-    both = [letter for letter in result if letter in left and letter in right]
+    contracting = [letter for letter in dict.fromkeys(left + right) if letter not in result]
+    batch = [letter for letter in result if letter in left and letter in right]
     rows = [letter for letter in result if letter in left and letter not in right]
     columns = [letter for letter in result if letter in right and letter not in left]
-    length = [math.prod(sizes[letter] for letter in part) for part in (both, rows, summed, columns)]
-    x3 = _arranged(x, left, [*both, *rows, *summed], sizes).reshape(length[0], length[1], length[2])
-    y3 = _arranged(y, right, [*both, *summed, *columns], sizes).reshape(length[0], length[2], length[3])
+    length = [math.prod(sizes[letter] for letter in part) for part in (batch, rows, contracting, columns)]
+    x3 = _arranged(x, left, [*batch, *rows, *contracting], sizes).reshape(length[0], length[1], length[2])
+    y3 = _arranged(y, right, [*batch, *contracting, *columns], sizes).reshape(length[0], length[2], length[3])
     out = product_of_matrices(x3, y3, spec, a.dtype, keys)
-    have = [*both, *rows, *columns]
-    return out.reshape([sizes[letter] for letter in have]).transpose([have.index(letter) for letter in result])
+    axes = [*batch, *rows, *columns]
+    return out.reshape([sizes[letter] for letter in axes]).transpose([axes.index(letter) for letter in result])
 
 
-def _arranged(x: Array, term: str, want: list[str], sizes: dict[str, int]) -> Array:
-    """`x` with the axes `want`, broadcast along missing ones."""
-    x = x.transpose([term.index(letter) for letter in want if letter in term])
-    x = jnp.expand_dims(x, [i for i, letter in enumerate(want) if letter not in term])
-    return jnp.broadcast_to(x, [sizes[letter] for letter in want])
+def _arranged(x: Array, term: str, axes: list[str], sizes: dict[str, int]) -> Array:
+    """`x` with the axes `axes`, broadcast along missing ones."""
+    x = x.transpose([term.index(letter) for letter in axes if letter in term])
+    x = jnp.expand_dims(x, [i for i, letter in enumerate(axes) if letter not in term])
+    return jnp.broadcast_to(x, [sizes[letter] for letter in axes])

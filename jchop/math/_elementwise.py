@@ -1,7 +1,7 @@
 """The table of elementwise functions: the name, the carrier's function, its formula, an example and its result.
 
-Rows with ``exact`` and ``elementary`` round the exact result once. Rows with ``holds`` have a result that the carrier
-holds exactly. For the others the carrier's result is rounded once more.
+Rows with ``exact`` and ``elementary`` round the exact result once. For rows with
+``carrier_is_exact`` the carrier's result is exact. For the others the carrier's result is rounded once more.
 """
 
 from __future__ import annotations
@@ -178,28 +178,32 @@ angle = unary(
 
 # -- functions that the carrier computes exactly -----------------------------------------------------------------------
 
-floor = unary("floor", _carrier.floor, "The largest integer not above x", ("-0.3", "-1.0"), holds=True)
-ceil = unary("ceil", _carrier.ceil, "The smallest integer not below x", ("0.3", "1.0"), holds=True)
-round = unary("round", jnp.round, "The integer nearest to x, on a tie the even one", ("2.5", "2.0"), holds=True)
-trunc = unary("trunc", jnp.trunc, "x without its fraction", ("-2.7", "-2.0"), holds=True)
-sign = unary("sign", _carrier.sign, "-1, 0 or 1 by the sign of x", ("-0.3", "-1.0"), holds=True)
+floor = unary("floor", _carrier.floor, "The largest integer not above x", ("-0.3", "-1.0"), carrier_is_exact=True)
+ceil = unary("ceil", _carrier.ceil, "The smallest integer not below x", ("0.3", "1.0"), carrier_is_exact=True)
+round = unary(
+    "round", jnp.round, "The integer nearest to x, on a tie the even one", ("2.5", "2.0"), carrier_is_exact=True
+)
+trunc = unary("trunc", jnp.trunc, "x without its fraction", ("-2.7", "-2.0"), carrier_is_exact=True)
+sign = unary("sign", _carrier.sign, "-1, 0 or 1 by the sign of x", ("-0.3", "-1.0"), carrier_is_exact=True)
 abs = unary(
     "abs",
     jnp.abs,
     "|x|, of a complex number the carrier's",
     ("-0.3", "0.30078125"),
-    holds=True,
+    carrier_is_exact=True,
     complex_too=True,
 )
-fabs = unary("fabs", jnp.fabs, "|x| of real numbers", ("-0.3", "0.30078125"), holds=True)
+fabs = unary("fabs", jnp.fabs, "|x| of real numbers", ("-0.3", "0.30078125"), carrier_is_exact=True)
 negative = unary("negative", jnp.negative, "-x", ("0.3", "-0.30078125"), exact="neg")
 maximum = binary(
     "maximum", jnp.maximum, "The larger of x and y, NaN if one is", ("0.3, -2.0", "0.30078125"), exact="max"
 )
 minimum = binary("minimum", jnp.minimum, "The smaller of x and y, NaN if one is", ("0.3, -2.0", "-2.0"), exact="min")
-real = unary("real", jnp.real, "The real part of x", ("0.3", "0.30078125"), holds=True, complex_too=True)
-imag = unary("imag", jnp.imag, "The imaginary part of x", ("0.3", "0.0"), holds=True, complex_too=True)
-conj = unary("conj", jnp.conj, "The complex conjugate of x", ("0.3", "0.30078125"), holds=True, complex_too=True)
+real = unary("real", jnp.real, "The real part of x", ("0.3", "0.30078125"), carrier_is_exact=True, complex_too=True)
+imag = unary("imag", jnp.imag, "The imaginary part of x", ("0.3", "0.0"), carrier_is_exact=True, complex_too=True)
+conj = unary(
+    "conj", jnp.conj, "The complex conjugate of x", ("0.3", "0.30078125"), carrier_is_exact=True, complex_too=True
+)
 
 
 _CLIP = Row("clip", ("x", "min", "max"), jnp.clip, "min(max(x, min), max)", exact=_exact.clip)

@@ -112,9 +112,9 @@ def _floor(v: Exact, carrier: Carrier) -> Exact:
     part = v.rest & ~low
     step = (away & (fraction | v.sticky)).astype(word)
     # One unit more in magnitude: the lowest integer bit of the rest, or the last bit of t if there is none.
-    raised = part + jnp.where(whole_bits == 0, 0, step << (width - whole_bits) % width)
-    carry = jnp.where(whole_bits == 0, step, (raised < part).astype(word)).astype(v.magnitude.dtype)
-    rest = jnp.where(whole_bits == 0, 0, raised)
+    next_part = part + jnp.where(whole_bits == 0, 0, step << ((width - whole_bits) % width))
+    carry = jnp.where(whole_bits == 0, step, (next_part < part).astype(word)).astype(v.magnitude.dtype)
+    rest = jnp.where(whole_bits == 0, 0, next_part)
     high = replace(v, magnitude=v.magnitude + carry, rest=rest, inexact=rest != 0, sticky=jnp.zeros_like(v.sticky))
     # Last place below the binary point.
     t = _bits.join(jnp.zeros_like(v.sign), v.magnitude, carrier)
@@ -155,8 +155,8 @@ def ldexp(x: Array, n: Array, spec: Spec, word: Array | None) -> Array:
 
 def _power(exponent: Array, carrier: Carrier) -> Array:
     """2^exponent, a normal value of the carrier."""
-    biased = (exponent + carrier.bias).astype(carrier.work)
-    return _bits.join(jnp.zeros_like(biased), biased << carrier.fraction, carrier)
+    biased_exponent = (exponent + carrier.bias).astype(carrier.work)
+    return _bits.join(jnp.zeros_like(biased_exponent), biased_exponent << carrier.fraction, carrier)
 
 
 def bitwise(name: str, operands: _Operands, spec: Spec, word: Array | None) -> Array:

@@ -163,8 +163,8 @@ def _extremum(kind: str, x: Any, spec: SpecLike, key: Any, axis: Axis, keepdims:
         if mask:
             raise ValueError("where without initial: a group without elements would have no result; pass initial")
         _check_length(arrays[0].shape, axes)
-    how = partial(_chosen, kind, spec, axes, keepdims, len(arrays) > 1)
-    return run(how, (*arrays, *mask), checked_key(key, draws(spec), spec))
+    function = partial(_chosen, kind, spec, axes, keepdims, len(arrays) > 1)
+    return run(function, (*arrays, *mask), checked_key(key, draws(spec), spec))
 
 
 def _place(kind: str, x: Any, spec: SpecLike, key: Any, axis: int | None, keepdims: bool) -> Any:
@@ -209,8 +209,8 @@ def _chosen(kind: str, spec: Spec, axes: Axes, keepdims: bool, starts: bool, *op
 
 @partial(compiled, static_argnums=(0, 1, 2, 3), inline=True)
 def _placed(kind: str, spec: Spec, axes: Axes, keepdims: bool, x: Array, key: Array | None) -> Array:
-    rounded = round_to_format(jnp.asarray(x), spec, None if key is None else split(key)[0])
-    rows, outer = as_rows(lax.stop_gradient(rounded), axes)
+    values = round_to_format(jnp.asarray(x), spec, None if key is None else split(key)[0])
+    rows, outer = as_rows(lax.stop_gradient(values), axes)
     order = in_order(rows, zeros_equal=True)
     nan = jnp.isnan(rows)
     if kind == "max":

@@ -56,10 +56,10 @@ class Row:
         operands: the names of its arguments.
         carrier: the function in the carrier, which also defines the derivative. Its floating-point results are rounded,
             integers are not.
-        says: its formula.
+        formula: its mathematics, as text.
         exact: the function that rounds the exact result once; None if the carrier's result is rounded.
         complex_too: whether operands may be complex.
-        holds: whether the carrier's result is exact, without `exact`.
+        carrier_is_exact: whether the carrier's result is exact, without `exact`.
         elementary: the name of a function of `_core.elementary`, whose exact value is rounded once under the formats
             that it `rounds`.
     """
@@ -67,10 +67,10 @@ class Row:
     name: str
     operands: tuple[str, ...]
     carrier: Callable[..., Any]
-    says: str
+    formula: str
     exact: Exact | None = None
     complex_too: bool = False
-    holds: bool = False
+    carrier_is_exact: bool = False
     elementary: str | None = None
 
 
@@ -85,7 +85,7 @@ def call(row: Row, operands: tuple[Any, ...], spec: SpecLike, key: Array | None)
     require_carrier(spec, carrier_of(dtype))
     if row.exact is not None:
         check_operation(spec, dtype)
-    elif not row.holds:
+    elif not row.carrier_is_exact:
         require_held(spec, carrier_of(dtype).name)
     check_backward(spec)
     key = checked_key(key, spec.rounding.stochastic, spec)
@@ -107,8 +107,8 @@ def _apply(row: Row, spec: Spec, *operands_and_key: Any) -> Any:
     *operands, key = operands_and_key
     count = len(operands)
     keys = [None] * (count + 1) if key is None else list(split(key, count + 1))
-    rounded = (widened(round_to_format(jnp.asarray(x), spec, k)) for x, k in zip(operands, keys, strict=False))
-    return as_dtype(result(row, spec, tuple(rounded), keys[-1]), operands[0].dtype)
+    arguments = (widened(round_to_format(jnp.asarray(x), spec, k)) for x, k in zip(operands, keys, strict=False))
+    return as_dtype(result(row, spec, tuple(arguments), keys[-1]), operands[0].dtype)
 
 
 def result(row: Row, spec: Spec, operands: tuple[Array, ...], key: Array | None) -> Any:
@@ -212,9 +212,9 @@ _OPERATIONS: dict[str, Callable[..., Array]] = {
 # -- construction ------------------------------------------------------------------------------------------------------
 
 
-def unary(name: str, carrier: Callable[..., Any], says: str, example: tuple[str, str], **more: Any) -> Unary:
-    """A function of one array; `example` has arguments and result in bfloat16, as text; `more` has fields of `Row`."""
-    row = Row(name, ("x",), carrier, says=says, **more)
+def unary(name: str, carrier: Callable[..., Any], formula: str, example: tuple[str, str], **more: Any) -> Unary:
+    """A function of one array; `example` has arguments and result in bfloat16, as text; `more`: fields of `MathRow`."""
+    row = Row(name, ("x",), carrier, formula=formula, **more)
 
     def function(x: Any, spec: SpecLike, key: Array | None = None) -> Any:
         return call(row, (x,), spec, key)
@@ -222,9 +222,9 @@ def unary(name: str, carrier: Callable[..., Any], says: str, example: tuple[str,
     return documented(function, row, example)
 
 
-def binary(name: str, carrier: Callable[..., Any], says: str, example: tuple[str, str], **more: Any) -> Binary:
-    """A function of two arrays, otherwise as `unary`."""
-    row = Row(name, ("x", "y"), carrier, says=says, **more)
+def binary(name: str, carrier: Callable[..., Any], formula: str, example: tuple[str, str], **more: Any) -> Binary:
+    """A function of two arrays, otherwise as `unary_function`."""
+    row = Row(name, ("x", "y"), carrier, formula=formula, **more)
 
     def function(x: Any, y: Any, spec: SpecLike, key: Array | None = None) -> Any:
         return call(row, (x, y), spec, key)
@@ -232,9 +232,9 @@ def binary(name: str, carrier: Callable[..., Any], says: str, example: tuple[str
     return documented(function, row, example)
 
 
-def ternary(name: str, carrier: Callable[..., Any], says: str, example: tuple[str, str], **more: Any) -> Ternary:
-    """A function of three arrays, otherwise as `unary`."""
-    row = Row(name, ("x", "y", "z"), carrier, says=says, **more)
+def ternary(name: str, carrier: Callable[..., Any], formula: str, example: tuple[str, str], **more: Any) -> Ternary:
+    """A function of three arrays, otherwise as `unary_function`."""
+    row = Row(name, ("x", "y", "z"), carrier, formula=formula, **more)
 
     def function(x: Any, y: Any, z: Any, spec: SpecLike, key: Array | None = None) -> Any:
         return call(row, (x, y, z), spec, key)
@@ -248,7 +248,7 @@ def documented(function: Any, row: Row, example: tuple[str, str]) -> Any:
     function.__module__ = "jchop.math"
     function.row = row
     function.__doc__ = inspect.cleandoc(_DOC).format(
-        says=row.says,
+        formula=row.formula,
         how=_how(row),
         operands="\n".join(f"    {name}: {_kind(row)}." for name in row.operands),
         split=f"{len(row.operands) + 1}: {'the operand' if len(row.operands) == 1 else 'each operand'} and the result",
@@ -259,7 +259,7 @@ def documented(function: Any, row: Row, example: tuple[str, str]) -> Any:
 
 
 def _how(row: Row) -> str:
-    if row.exact is not None or row.holds:
+    if row.exact is not None or row.carrier_is_exact:
         return _EXACT
     if row.elementary is None:
         return _CARRIER
@@ -288,7 +288,7 @@ The operands are rounded to `spec`; then the carrier's result (float32, or float
 once more. The result can be wrong if the carrier's result is an ulp off, or if the device reads subnormal numbers of
 the carrier as zero."""
 _DOC = """\
-{says}, with `jax.numpy`'s name and meaning, in an emulated arithmetic.
+{formula}, with `jax.numpy`'s name and meaning, in an emulated arithmetic.
 
 {how}
 

@@ -118,8 +118,8 @@ def _of_any_shape(a: Array, b: Array, key: Array | None, *, spec: MatmulSpec, im
     left, right = (_operand(v, i, spec.operands, None if keys is None else keys[i]) for i, v in enumerate((x, y)))
 
     def product(left: Sequence[Array], right: Sequence[Array]) -> Array:
-        coded = tuple(v for pair in zip(left[1:], right[1:], strict=True) for v in pair)
-        return _product(spec, impl, a.dtype, left[0], right[0], seeds, coded)
+        scaled_parts = tuple(v for pair in zip(left[1:], right[1:], strict=True) for v in pair)
+        return _product(spec, impl, a.dtype, left[0], right[0], seeds, scaled_parts)
 
     if y.ndim == 2:  # one matrix for all rows of x
         # In two steps: explicit shardings support no other reshape.
@@ -151,9 +151,9 @@ def _operand(x: Array, side: int, spec: Spec | None, key: Array | None) -> tuple
     if spec is None or spec.scaled is None:
         return (wide if spec is None else round_to_format(wide, spec, key),)
     rows = wide if side == 0 else wide.swapaxes(-1, -2)
-    coded = quantize(rows, spec)
-    elements = decode_plain(coded.qvalue, spec.scaled.element, rows.shape[-1], CARRIERS["float32"])
-    scales, *whole = coded.scale if isinstance(coded.scale, tuple) else (coded.scale,)
+    qarray = quantize(rows, spec)
+    elements = decode_plain(qarray.qvalue, spec.scaled.element, rows.shape[-1], CARRIERS["float32"])
+    scales, *whole = qarray.scale if isinstance(qarray.scale, tuple) else (qarray.scale,)
     if not jnp.issubdtype(scales.dtype, jnp.floating):
         scales = decode_elements(scales, spec.scaled.scale_format, CARRIERS["float32"])
     tensor = jnp.broadcast_to(whole[0], (*rows.shape[:-1], 1)) if whole else None
@@ -174,25 +174,26 @@ def product_of_matrices(x: Array, y: Array, spec: MatmulSpec, dtype: Any, keys: 
 
 @partial(CustomJvp, nondiff_argnums=(0, 1, 2))
 def _product(
-    spec: MatmulSpec, impl: str, dtype: Any, x: Array, y: Array, seeds: Array | None, coded: tuple[Array, ...]
+    spec: MatmulSpec, impl: str, dtype: Any, x: Array, y: Array, seeds: Array | None, scaled_parts: tuple[Array, ...]
 ) -> Array:
     """The product of rounded arrays of shapes (batch, m, k) and (batch, k, n).
 
-    If they have a scaled format, `coded` has the elements, the scales and the scales of rows and columns, of each side.
+    If they have a scaled format, `scaled_parts` has the elements, the scales and the scales of rows and columns, of
+    each side.
     """
-    a, b, *scales = coded[:4] or (x, y)
+    a, b, *scales = scaled_parts[:4] or (x, y)
     result = matmul_op(a, b, *scales, *(() if seeds is None else (seeds,)), impl=impl, spec=spec)
-    if coded[4:]:
-        result = _times(result, _times(coded[4], coded[5]))
+    if scaled_parts[4:]:
+        result = _times(result, _times(scaled_parts[4], scaled_parts[5]))
     return to_dtype(result, spec, dtype)
 
 
 def _times(x: Array, y: Array) -> Array:
     """The float32 product, to nearest."""
     carrier = CARRIERS["float32"]
-    held = carrier_range(carrier)
+    full_range = carrier_range(carrier)
     x, y = jnp.broadcast_arrays(x, y)
-    return multiply(x, y, None, carrier, None, held, held)
+    return multiply(x, y, None, carrier, None, full_range, full_range)
 
 
 def to_dtype(result: Array, spec: MatmulSpec, dtype: Any) -> Array:

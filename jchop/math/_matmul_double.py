@@ -102,10 +102,10 @@ def slices_for(tolerance: float) -> int:
     """
     if isinstance(tolerance, bool) or not isinstance(tolerance, int | float | np.integer | np.floating):
         raise TypeError(f"tolerance={tolerance!r} must be a number")
-    found = next((s for s in range(1, _MOST + 1) if _FACTOR * 2.0 ** (-_BITS * s) <= tolerance), None)
-    if found is None or not tolerance <= 1:
+    count = next((s for s in range(1, _MOST + 1) if _FACTOR * 2.0 ** (-_BITS * s) <= tolerance), None)
+    if count is None or not tolerance <= 1:
         raise ValueError(f"tolerance={tolerance!r} must be from {_FACTOR * 2.0 ** (-_BITS * _MOST):.2g} to 1")
-    return found
+    return count
 
 
 def _pair(name: str, value: tuple) -> tuple[Any, Any]:
@@ -115,10 +115,10 @@ def _pair(name: str, value: tuple) -> tuple[Any, Any]:
     parts = []
     for part in value:
         part = part if isinstance(part, Array) else as_numpy(name, part)
-        is_given = isinstance(part, Array | np.ndarray) and part.dtype.name == "float32"
-        if not is_given and (isinstance(part, Array) or np.any(part != part.astype(np.float32))):
+        is_float32 = isinstance(part, Array | np.ndarray) and part.dtype.name == "float32"
+        if not is_float32 and (isinstance(part, Array) or np.any(part != part.astype(np.float32))):
             raise TypeError(f"{name} has a part of dtype {part.dtype}; the parts of a pair are float32 arrays")
-        parts.append(part if is_given else part.astype(np.float32))
+        parts.append(part if is_float32 else part.astype(np.float32))
     if parts[0].shape != parts[1].shape:
         raise ValueError(f"{name} has parts of the shapes {parts[0].shape} and {parts[1].shape}, which must be equal")
     return parts[0], parts[1]
@@ -158,8 +158,8 @@ def _jvp(count: int, primals: tuple, tangents: tuple) -> tuple[tuple[Array, ...]
     exact = partial(jnp.matmul, precision=lax.Precision.HIGHEST)
     terms = [exact(d, b[0]) for d in da if not isinstance(d, SymbolicZero)]
     terms += [exact(a[0], d) for d in db if not isinstance(d, SymbolicZero)]
-    moved = sum(terms[1:], terms[0]) if terms else jnp.zeros_like(out[0])
-    return out, (moved, *(jnp.zeros_like(part) for part in out[1:]))
+    tangent = sum(terms[1:], terms[0]) if terms else jnp.zeros_like(out[0])
+    return out, (tangent, *(jnp.zeros_like(part) for part in out[1:]))
 
 
 def _with_special(total: tuple[Array, ...], a: Array, b: Array) -> tuple[Array, ...]:
@@ -196,8 +196,8 @@ def _sliced(x: tuple[Array, ...], axis: int, count: int) -> tuple[Array, Array]:
     x = tuple(jnp.where(jnp.isfinite(part), part, 0) for part in x)
     magnitude = _bits.split(x[0], carrier)[1].max(axis, keepdims=True, initial=0)
     # The least e with |x| < (1 - 2^-8) 2^e, so that no first digit is 128.
-    lifted = magnitude + (1 << carrier.fraction - _BITS)
-    exponent = jnp.where(magnitude == 0, 0, (lifted >> carrier.fraction) - carrier.bias + 1).astype(jnp.int32)
+    upper = magnitude + (1 << (carrier.fraction - _BITS))
+    exponent = jnp.where(magnitude == 0, 0, (upper >> carrier.fraction) - carrier.bias + 1).astype(jnp.int32)
 
     def cut(rest: tuple[Array, ...], _: None) -> tuple[tuple[Array, ...], Array]:
         digit = jnp.round(rest[0])
@@ -247,10 +247,10 @@ def _sum_of_products(left: Array, right: Array, count: int, pair: bool) -> tuple
 def _products(a: Array, b: Array) -> Array:
     """The product of matrices of int8, exact in int32."""
 
-    def multiplied(a: Array, b: Array) -> Array:
+    def multiply_int8(a: Array, b: Array) -> Array:
         return jnp.matmul(a, b, preferred_element_type=jnp.int32)
 
-    return by_platform(lambda a, b: multiplied(in_whole_words(a), in_whole_words(b, -2)), a, b, cpu=multiplied)
+    return by_platform(lambda a, b: multiply_int8(in_whole_words(a), in_whole_words(b, -2)), a, b, cpu=multiply_int8)
 
 
 def _as_numbers(whole: Array, unit: Array, pair: bool) -> tuple[Array, ...]:

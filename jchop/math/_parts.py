@@ -31,8 +31,8 @@ Axis = int | Sequence[int] | None
 #: The same, counted from 0.
 Axes = tuple[int, ...]
 
-_FREXP = Row("frexp", ("x",), _carrier.frexp, "x = m 2^e", holds=True)
-_MODF = Row("modf", ("x",), _carrier.modf, "x = f + i", holds=True)
+_FREXP = Row("frexp", ("x",), _carrier.frexp, "x = m 2^e", carrier_is_exact=True)
+_MODF = Row("modf", ("x",), _carrier.modf, "x = f + i", carrier_is_exact=True)
 
 
 def frexp(x: Any, spec: SpecLike, key: Array | None = None) -> Any:
@@ -122,8 +122,8 @@ def ldexp(x: Any, n: Any, spec: SpecLike, key: Array | None = None) -> Any:
 @partial(compiled, static_argnums=0, inline=True)
 def _ldexp(spec: Spec, x: Array, n: Array, key: Array | None) -> Array:
     keys = [None] * 2 if key is None else list(split(key))
-    rounded = widened(round_to_format(jnp.asarray(x), spec, keys[0]))
-    return as_dtype(_scaled(spec, *jnp.broadcast_arrays(rounded, n), keys[1]), x.dtype)
+    values = widened(round_to_format(jnp.asarray(x), spec, keys[0]))
+    return as_dtype(_scaled(spec, *jnp.broadcast_arrays(values, n), keys[1]), x.dtype)
 
 
 @partial(CustomJvp, nondiff_argnums=(0,))
@@ -226,9 +226,9 @@ def as_initial(x: Any, initial: Any) -> list[Array | np.ndarray]:
 
 def as_rows(x: Array, axes: Axes) -> tuple[Array, tuple[int, ...]]:
     """A matrix with the elements of `axes` in each row, in C order, and the shape of the other axes."""
-    kept = [a for a in range(x.ndim) if a not in axes]
-    outer = tuple(x.shape[a] for a in kept)
-    return jnp.transpose(x, (*kept, *axes)).reshape(math.prod(outer), math.prod(x.shape[a] for a in axes)), outer
+    others = [a for a in range(x.ndim) if a not in axes]
+    outer = tuple(x.shape[a] for a in others)
+    return jnp.transpose(x, (*others, *axes)).reshape(math.prod(outer), math.prod(x.shape[a] for a in axes)), outer
 
 
 def from_rows(rows: Array, axes: Axes, shape: tuple[int, ...]) -> Array:

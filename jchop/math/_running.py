@@ -139,8 +139,8 @@ def _check(spec: Spec, array: Any) -> None:
 
 @partial(compiled, static_argnums=(0, 1, 2, 3), inline=True)
 def _reduce(spec: Spec, axes: Axes, keepdims: bool, starts: bool, *operands_and_key: Any) -> Array:
-    how = partial(_products, spec, axes, keepdims, starts)
-    return reduced_in_auto_mesh(how, axes, keepdims, *operands_and_key)
+    function = partial(_products, spec, axes, keepdims, starts)
+    return reduced_in_auto_mesh(function, axes, keepdims, *operands_and_key)
 
 
 def _products(spec: Spec, axes: Axes, keepdims: bool, starts: bool, *operands_and_key: Any) -> Array:
@@ -190,8 +190,8 @@ def _steps(kind: str, spec: Spec, axes: Axes | None, x: Array, key: Array | None
 
 def _stepped_in_order(kind: str, spec: Spec, axes: Axes | None, x: Array, key: Array | None) -> Array:
     keys = (None, None) if key is None else tuple(split(key))
-    rounded = widened(round_to_format(jnp.asarray(x), spec, keys[0]))
-    return _cumulative(kind, spec, axes, rounded, keys[1]).astype(x.dtype)
+    values = widened(round_to_format(jnp.asarray(x), spec, keys[0]))
+    return _cumulative(kind, spec, axes, values, keys[1]).astype(x.dtype)
 
 
 @partial(CustomJvp, nondiff_argnums=(0, 1, 2))

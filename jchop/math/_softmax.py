@@ -111,22 +111,22 @@ def logsumexp(
 def _reduced(
     function: Callable[..., Array], x: Any, spec: SumSpecLike, key: Any, axis: Axis, where: Any, keepdims: bool = False
 ) -> Any:
-    how = as_sum_spec(spec)
+    mspec = as_sum_spec(spec)
     (array,) = as_operands("x", (x,))
-    check_matmul(how, array.dtype)
-    check_operation(how.operands, array.dtype, "operands")
-    check_operation(how.accumulate, array.dtype, "accumulate")
+    check_matmul(mspec, array.dtype)
+    check_operation(mspec.operands, array.dtype, "operands")
+    check_operation(mspec.accumulate, array.dtype, "accumulate")
     axes, mask = as_axes(axis, array.ndim), as_mask(where, array.shape)
-    key = checked_key(key, how.stochastic, how)
-    return run(partial(_reduce, function, how, axes, keepdims), (array, *mask), key)
+    key = checked_key(key, mspec.stochastic, mspec)
+    return run(partial(_reduce, function, mspec, axes, keepdims), (array, *mask), key)
 
 
 @partial(compiled, static_argnums=(0, 1, 2, 3), inline=True)
 def _reduce(
     function: Callable[..., Array], spec: MatmulSpec, axes: Axes, keepdims: bool, *operands_and_key: Any
 ) -> Array:
-    how = partial(_over_rows, function, spec, axes, keepdims)
-    return reduced_in_auto_mesh(how, axes, None if function is _softmax else keepdims, *operands_and_key)
+    in_rows = partial(_over_rows, function, spec, axes, keepdims)
+    return reduced_in_auto_mesh(in_rows, axes, None if function is _softmax else keepdims, *operands_and_key)
 
 
 def _over_rows(
@@ -149,12 +149,12 @@ _Keys = tuple[Array | None, ...]
 
 def _exponentials(rows: Array, shift: Array, spec: MatmulSpec, keys: _Keys, mask: Array | None) -> Array:
     """e^(x - m), or +0 if the mask is False."""
-    drawn = draws(spec.operands)
+    stochastic = draws(spec.operands)
     shift = jnp.broadcast_to(shift[:, None], rows.shape)
     if mask is not None:
         rows = jnp.where(mask, rows, shift)
-    d = exactly("sub", (rows, shift), spec.operands, keys[1] if drawn else None)
-    e = evaluated(_elementwise.exp, d, spec.operands, keys[2] if drawn else None)
+    d = exactly("sub", (rows, shift), spec.operands, keys[1] if stochastic else None)
+    e = evaluated(_elementwise.exp, d, spec.operands, keys[2] if stochastic else None)
     return e if mask is None else jnp.where(mask, e, 0)
 
 

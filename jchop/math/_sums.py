@@ -269,16 +269,16 @@ def _reduced(
         check_operation(spec.accumulate, array.dtype, "accumulate")
     mask = as_mask(where, array.shape)
     key = checked_key(key, spec.stochastic, spec)
-    how = partial(_reduce, function, spec, as_axes(axis, array.ndim), keepdims, len(arrays) > 1)
-    return run(how, (*arrays, *mask), key)
+    reduction = partial(_reduce, function, spec, as_axes(axis, array.ndim), keepdims, len(arrays) > 1)
+    return run(reduction, (*arrays, *mask), key)
 
 
 @partial(compiled, static_argnums=(0, 1, 2, 3, 4), inline=True)
 def _reduce(
     function: Callable[..., Array], spec: MatmulSpec, axes: Axes, keepdims: bool, starts: bool, *operands_and_key: Any
 ) -> Array:
-    how = partial(_over_rows, function, spec, axes, keepdims, starts)
-    return reduced_in_auto_mesh(how, axes, keepdims, *operands_and_key)
+    in_rows = partial(_over_rows, function, spec, axes, keepdims, starts)
+    return reduced_in_auto_mesh(in_rows, axes, keepdims, *operands_and_key)
 
 
 def _over_rows(
@@ -347,7 +347,7 @@ def _divided(total: Array, count: int | Array, spec: MatmulSpec, keys: _Keys) ->
     carrier = CARRIERS[total.dtype.name]
     if isinstance(count, int):
         n = carrier.fraction + 1
-        if abs(count).bit_length() > n and count % (1 << abs(count).bit_length() - n):
+        if abs(count).bit_length() > n and count % (1 << (abs(count).bit_length() - n)):
             raise ValueError(f"the number of elements, {count}, is not held by {total.dtype}; cast x to float64")
     whole = jnp.broadcast_to(jnp.asarray(count, total.dtype), total.shape)
     key = fold(keys[3], 0) if draws(spec.accumulate) else None

@@ -31,13 +31,13 @@ NORMAL = Range("a number from 2^-126 to 2^127 (normal in float32)", lambda v: 2.
 GROWS = Range("a finite number larger than 1 (in float32)", lambda v: v <= 2.0**127 and bool(np.float32(v) > 1))
 
 
-def check_number(name: str, value: Any, allowed: Range, *, schedule: bool = False) -> Any:
+def check_number(name: str, value: Any, limits: Range, *, schedule: bool = False) -> Any:
     """`value`, checked to be one real number of a range. If it is traced, only dtype and shape are checked.
 
     Args:
         name: name of the argument.
         value: a number, an array without axes, or a schedule.
-        allowed: the range.
+        limits: the range.
         schedule: whether a function is allowed.
 
     Raises:
@@ -48,9 +48,9 @@ def check_number(name: str, value: Any, allowed: Range, *, schedule: bool = Fals
     dtype = np.result_type(value) if isinstance(value, int | float) else getattr(value, "dtype", np.dtype(object))
     real = jnp.issubdtype(dtype, jnp.floating) or jnp.issubdtype(dtype, jnp.integer)
     if not real or getattr(value, "shape", ()) != ():
-        raise TypeError(f"{name}={value!r} must be {allowed.text}{' or a schedule' if schedule else ''}")
-    if not is_traced(value) and not allowed.test(float(value)):
-        raise ValueError(f"{name}={value!r} must be {allowed.text}")
+        raise TypeError(f"{name}={value!r} must be {limits.text}{' or a schedule' if schedule else ''}")
+    if not is_traced(value) and not limits.test(float(value)):
+        raise ValueError(f"{name}={value!r} must be {limits.text}")
     return value
 
 

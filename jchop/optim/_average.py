@@ -90,15 +90,15 @@ def average_params(
             raise ValueError(NO_PARAMS)
         steps = jnp.asarray(optax.safe_increment(state.steps))
         due = (steps > start) & ((steps - start - 1) % every == 0)
-        taken = jnp.where(due, optax.safe_increment(state.taken), state.taken)
+        count = jnp.where(due, optax.safe_increment(state.taken), state.taken)
 
         def leaf(key: Array | None, average: Array, p: Any) -> Array:
-            moved = average + (p.astype(average.dtype) - average) / taken.astype(average.dtype)
-            return jnp.where(due, moved if of is None else round_leaf(key, moved, of), average)
+            mean = average + (p.astype(average.dtype) - average) / count.astype(average.dtype)
+            return jnp.where(due, mean if of is None else round_leaf(key, mean, of), average)
 
         after = optax.apply_updates(params, updates)
         following, average = map_drawing(leaf, state.key, state.average, after)
-        return updates, AverageState(average, steps, taken, following)
+        return updates, AverageState(average, steps, count, following)
 
     return transformation(init, update)
 
@@ -122,6 +122,8 @@ def averaged_params(state: Any, params: Any) -> Any:
         >>> jc.optim.averaged_params(tx.init(params), params).dtype
         dtype('float32')
     """
-    kept = the_state(state, AverageState, "average_params")
-    require_shapes("params", params, "the average", kept.average)
-    return jax.tree.map(lambda a, p: jnp.where(kept.taken > 0, a, p.astype(a.dtype)), kept.average, params)
+    average_state = the_state(state, AverageState, "average_params")
+    require_shapes("params", params, "the average", average_state.average)
+    return jax.tree.map(
+        lambda a, p: jnp.where(average_state.taken > 0, a, p.astype(a.dtype)), average_state.average, params
+    )

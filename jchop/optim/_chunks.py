@@ -32,19 +32,19 @@ class Chunks:
 
     Args:
         count: of chunks.
-        updates: for each leaf of the updates, whether it is cut.
-        state: for each leaf of the state (a packed array is one leaf), the index of its leaf of the updates; None if it
-            has none.
+        update_is_cut: for each leaf of the updates, whether it is cut.
+        owners: for each leaf of the state (a packed array is one leaf), the index of its leaf of the updates; None if
+            it has none.
     """
 
     count: int
-    updates: tuple[bool, ...]
-    state: tuple[int | None, ...]
+    update_is_cut: tuple[bool, ...]
+    owners: tuple[int | None, ...]
 
     @property
-    def cut(self) -> tuple[bool, ...]:
+    def state_is_cut(self) -> tuple[bool, ...]:
         """For each leaf of the state, whether it is cut."""
-        return tuple(owner is not None and self.updates[owner] for owner in self.state)
+        return tuple(owner is not None and self.update_is_cut[owner] for owner in self.owners)
 
     def rest(self, updates: Any, state: Any, params: Any) -> tuple[Any, Any, Any]:
         """Updates, state and parameters, with empty arrays for the leaves that are cut."""
@@ -56,8 +56,10 @@ class Chunks:
 
     def _each(self, updates: Any, state: Any, params: Any, change: Callable[[Any, bool], Any]) -> tuple[Any, Any, Any]:
         leaves, structure = jax.tree.flatten(state, is_leaf=is_packed)
-        owned = zip(leaves, self.state, self.cut, strict=True)
-        state = structure.unflatten([leaf if owner is None else change(leaf, cut) for leaf, owner, cut in owned])
+        leaves_and_owners = zip(leaves, self.owners, self.state_is_cut, strict=True)
+        state = structure.unflatten(
+            [leaf if owner is None else change(leaf, cut) for leaf, owner, cut in leaves_and_owners]
+        )
         updates, params = (self._map(change, tree) for tree in (updates, params))
         return updates, state, params
 
@@ -65,7 +67,7 @@ class Chunks:
         if tree is None:
             return None
         leaves, structure = jax.tree.flatten(tree)
-        return structure.unflatten([change(leaf, cut) for leaf, cut in zip(leaves, self.updates, strict=True)])
+        return structure.unflatten([change(leaf, cut) for leaf, cut in zip(leaves, self.update_is_cut, strict=True)])
 
     def _part(self, leaf: Any, i: Array) -> Any:
         if isinstance(leaf, QArray):
@@ -89,25 +91,25 @@ def chunks_of(updates: Any, state: Any, count: int) -> Chunks | None:
         state: the state of the wrapped transformation, with packed leaves.
         count: number of chunks, 2 or more.
     """
-    known = [(tuple(map(str, path)), leaf) for path, leaf in jax.tree_util.tree_flatten_with_path(updates)[0]]
-    held = [
+    update_leaves = [(tuple(map(str, path)), leaf) for path, leaf in jax.tree_util.tree_flatten_with_path(updates)[0]]
+    state_leaves = [
         (tuple(map(str, path)), leaf)
         for path, leaf in jax.tree_util.tree_flatten_with_path(state, is_leaf=is_packed)[0]
     ]
-    owners = [_owner(path, leaf, known) for path, leaf in held]
+    owners = [_owner(path, leaf, update_leaves) for path, leaf in state_leaves]
     cut = []
-    for place, (_, update) in enumerate(known):
-        own = [leaf for owner, (_, leaf) in zip(owners, held, strict=True) if owner == place]
-        able = is_float(update) and all(_is_divisible(leaf, count) for leaf in (update, *own))
-        cut.append(able and any(map(is_packed, own)))
+    for place, (_, update) in enumerate(update_leaves):
+        own = [leaf for owner, (_, leaf) in zip(owners, state_leaves, strict=True) if owner == place]
+        is_divisible = is_float(update) and all(_is_divisible(leaf, count) for leaf in (update, *own))
+        cut.append(is_divisible and any(map(is_packed, own)))
     return Chunks(count, tuple(cut), tuple(owners)) if any(cut) else None
 
 
-def _owner(path: tuple[str, ...], leaf: Any, known: list[tuple[tuple[str, ...], Any]]) -> int | None:
+def _owner(path: tuple[str, ...], leaf: Any, update_leaves: list[tuple[tuple[str, ...], Any]]) -> int | None:
     """The index of the leaf of the updates for a leaf of the state; of several, the one with the longest path."""
     fitting = [
         (len(name), place)
-        for place, (name, update) in enumerate(known)
+        for place, (name, update) in enumerate(update_leaves)
         if path[len(path) - len(name) :] == name and getattr(leaf, "shape", ()) == tuple(update.shape)
     ]
     return max(fitting)[1] if fitting else None
@@ -123,11 +125,11 @@ def _is_divisible(leaf: Any, count: int) -> bool:
         return False
     if leaf.spec.scaled is None:
         return len(shape) > 1
-    wanted = jax.tree.leaves(stored_shapes(leaf.spec, (shape[0] // count, *shape[1:]))[1:])
-    stored = jax.tree.leaves((leaf.scale, leaf.zero_point))
-    return leaf.qvalue.shape[0] % count == 0 and [part.shape for part in wanted] == [
+    chunk_parts = jax.tree.leaves(stored_shapes(leaf.spec, (shape[0] // count, *shape[1:]))[1:])
+    parts = jax.tree.leaves((leaf.scale, leaf.zero_point))
+    return leaf.qvalue.shape[0] % count == 0 and [part.shape for part in chunk_parts] == [
         (part.shape[0] // count, *part.shape[1:]) if part.shape and part.shape[0] % count == 0 else None
-        for part in stored
+        for part in parts
     ]
 
 
@@ -148,7 +150,7 @@ def _word(x: Array) -> Array:
 
 
 def _number(x: Array, dtype: Any) -> Array:
-    """The inverse of `_word`."""
+    """The inverse of `_short_floats_as_words`."""
     return x if x.dtype == dtype else lax.bitcast_convert_type(x, dtype)
 
 
@@ -159,29 +161,29 @@ def _folded(x: Array, count: int) -> Array:
 # -- the loop ----------------------------------------------------------------------------------------------------------
 
 
-def collect(one: Callable[[Array], tuple[Any, Any, Array]], count: int) -> tuple[Any, Any, Array]:
-    """The results of `one` for each chunk, joined along the first axis; and whether all chunks are sound.
+def collect(step_of_chunk: Callable[[Array], tuple[Any, Any, Array]], count: int) -> tuple[Any, Any, Array]:
+    """The results of `step_of_chunk` for each chunk, joined along the first axis; and whether all chunks are sound.
 
     Args:
-        one: maps the index of a chunk, an int32 scalar, to two pytrees of arrays and a bool scalar. The arrays of the
-            second pytree take long to compute, and are stored one turn later, because of the quirk
+        step_of_chunk: maps the index of a chunk, an int32 scalar, to two pytrees of arrays and a bool scalar. The
+            arrays of the second pytree take long to compute, and are stored one iteration later, because of the quirk
             `write_into_part_has_one_thread` (`_core/xla_cpu.py`).
         count: of chunks.
     """
-    first = jax.eval_shape(one, jax.ShapeDtypeStruct((), jnp.int32))
+    first = jax.eval_shape(step_of_chunk, jax.ShapeDtypeStruct((), jnp.int32))
     words = jax.eval_shape(lambda parts: jax.tree.map(_word, parts), first[:2])
     early, late = (jax.tree.map(lambda x: _zeros(count * x.shape[0], x), part) for part in words)
-    held = jax.tree.map(lambda x: _zeros(x.shape[0], x), words[1])
+    pending = jax.tree.map(lambda x: _zeros(x.shape[0], x), words[1])
 
-    def turn(i: Array, carry: Any) -> Any:
-        early, late, held, sound = carry
-        late = _put(late, held, jnp.maximum(i - 1, 0))
-        now, held, fine = one(i)
-        now, held = jax.tree.map(_word, (now, held))
-        return _put(early, now, i), late, held, sound & fine
+    def body(i: Array, carry: Any) -> Any:
+        early, late, pending, sound = carry
+        late = _put(late, pending, jnp.maximum(i - 1, 0))
+        now, pending, is_sound = step_of_chunk(i)
+        now, pending = jax.tree.map(_word, (now, pending))
+        return _put(early, now, i), late, pending, sound & is_sound
 
-    early, late, held, sound = lax.fori_loop(0, count, turn, (early, late, held, jnp.asarray(True)))
-    late = _put(late, held, jnp.asarray(count - 1))
+    early, late, pending, sound = lax.fori_loop(0, count, body, (early, late, pending, jnp.asarray(True)))
+    late = _put(late, pending, jnp.asarray(count - 1))
     return *jax.tree.map(lambda x, like: _number(x, like.dtype), (early, late), first[:2]), sound
 
 

@@ -78,14 +78,14 @@ def error_feedback(spec: _Spec, key: Array | None = None) -> optax.GradientTrans
             require_held("spec", spec, "updates", u)
             return round_leaf(key, c, spec)
 
-        wanted = jax.tree.map(lambda u, e: u.astype(e.dtype) + e, updates, state.error)
-        following, sent = map_drawing(leaf, state.key, updates, wanted)
+        sums = jax.tree.map(lambda u, e: u.astype(e.dtype) + e, updates, state.error)
+        following, outputs = map_drawing(leaf, state.key, updates, sums)
         # The barrier keeps the compiler from contracting a product in `q` with the subtraction.
         error = jax.tree.map(
-            lambda c, q, e: finite_or(c - jax.lax.optimization_barrier(q), e), wanted, sent, state.error
+            lambda c, q, e: finite_or(c - jax.lax.optimization_barrier(q), e), sums, outputs, state.error
         )
-        sent = jax.tree.map(lambda q, u: q.astype(u.dtype), sent, updates)
-        return sent, ErrorFeedbackState(error, following)
+        outputs = jax.tree.map(lambda q, u: q.astype(u.dtype), outputs, updates)
+        return outputs, ErrorFeedbackState(error, following)
 
     return transformation(init, update)
 
@@ -144,19 +144,19 @@ def compensate(
         if params is None:
             raise ValueError(NO_PARAMS)
 
-        def leaf(key: Array | None, u: Any, p: Any, lost: Any) -> tuple[Array, Array]:
-            _, (for_target, for_lost) = split_key(key, 2)
+        def leaf(key: Array | None, u: Any, p: Any, error: Any) -> tuple[Array, Array]:
+            _, (target_key, error_key) = split_key(key, 2)
             wide = sum_dtype(p, u)
-            wanted = u.astype(wide) + lost.astype(wide)
-            target = sum_rounded_like(for_target, p, wanted, spec)
-            kept = wanted - (jax.lax.optimization_barrier(target).astype(wide) - p.astype(wide))
+            change = u.astype(wide) + error.astype(wide)
+            target = sum_rounded_like(target_key, p, change, spec)
+            new_error = change - (jax.lax.optimization_barrier(target).astype(wide) - p.astype(wide))
             if rest is not None:
-                require_held("compensation", rest, "params", lost)
-                kept = round_leaf(for_lost, kept, rest)
-            return landing(p, target), finite_or(kept.astype(lost.dtype), lost)
+                require_held("compensation", rest, "params", error)
+                new_error = round_leaf(error_key, new_error, rest)
+            return landing(p, target), finite_or(new_error.astype(error.dtype), error)
 
         following, pairs = map_drawing(leaf, state.key, updates, params, state.lost)
-        emitted, lost = jax.tree.transpose(jax.tree.structure(updates), jax.tree.structure((0, 0)), pairs)
-        return emitted, CompensationState(lost, following)
+        outputs, errors = jax.tree.transpose(jax.tree.structure(updates), jax.tree.structure((0, 0)), pairs)
+        return outputs, CompensationState(errors, following)
 
     return transformation(init, update)

@@ -137,7 +137,7 @@ def widened(p: Any) -> Array:
 
 
 def sum_rounded_like(key: Array | None, p: Any, u: Any, spec: Spec) -> Array:
-    """`sum_rounded` in the dtype of `p`.
+    """`rounded_sum` in the dtype of `p`.
 
     Raises:
         ValueError: if that dtype cannot hold the results.
@@ -157,8 +157,12 @@ def require_held(name: str, spec: Spec, whose: str, x: Any) -> None:
     if carrier is None:
         raise TypeError(f"{whose} have a leaf of dtype {x.dtype}; allowed: {', '.join(CARRIERS)}")
     if carrier.width == 16 and spec.scaled is None:
-        own, held = range_of(spec, CARRIERS["float32"]), carrier_range(carrier)
-        if own.precision > held.precision or own.quantum < held.quantum or own.top > held.top:
+        spec_range, dtype_range = range_of(spec, CARRIERS["float32"]), carrier_range(carrier)
+        if (
+            spec_range.precision > dtype_range.precision
+            or spec_range.quantum < dtype_range.quantum
+            or spec_range.top > dtype_range.top
+        ):
             raise ValueError(f"{name}={str(spec)!r} has values that {whose} of dtype {carrier.name} cannot hold")
 
 
@@ -191,14 +195,14 @@ def all_finite(tree: Any) -> Array:
     return all_of(finite_leaves(tree))
 
 
-def finite_leaves(tree: Any, stored: bool = False) -> list[Array]:
+def finite_leaves(tree: Any, in_memory: bool = False) -> list[Array]:
     """For each floating-point leaf of a tree, whether all its numbers are finite; bool scalars.
 
     Args:
         tree: a pytree of arrays.
-        stored: whether its arrays are in memory already, and not computed here. It changes only the time.
+        in_memory: whether its arrays are in memory already, and not computed here. It changes only the time.
     """
-    of_leaf = _without_rest if stored else _is_finite
+    of_leaf = _without_rest if in_memory else _is_finite
     return [of_leaf(leaf) for leaf in jax.tree.leaves(tree) if is_float(leaf)]
 
 
@@ -208,18 +212,18 @@ def all_of(conditions: Iterable[Array]) -> Array:
     It is computed once. XLA would else compute the conjunction again for each array that is selected by it: as many
     conditions as a tree has leaves, for each leaf (`barriers_removed_before_fusion` in `_core/xla_cpu.py`).
     """
-    known = list(conditions)
-    return _conjunction(*known) if len(known) > 1 else (known or [jnp.asarray(True)])[0]
+    scalars = list(conditions)
+    return _conjunction(*scalars) if len(scalars) > 1 else (scalars or [jnp.asarray(True)])[0]
 
 
-def agreed(sound: Array, update: Callable[..., Any], *given: Any, **extra: Any) -> Array:
+def agreed(sound: Array, update: Callable[..., Any], *args: Any, **extra: Any) -> Array:
     """Whether `sound` holds on every rank that exchanges numbers with this one in ``update(*given, **extra)``.
 
     Ranks that decide alone would have different parameters after a step that only some of them skip.
     """
     if not nonempty_axis_env_DO_NOT_USE():
         return sound
-    effects = jax.make_jaxpr(lambda: update(*given, **extra))().effects
+    effects = jax.make_jaxpr(lambda: update(*args, **extra))().effects
     names = {name for effect in effects if (name := getattr(effect, "name", None)) is not None}
     return jax.lax.pmin(sound.astype(jnp.int32), tuple(sorted(names, key=str))) > 0 if names else sound
 
@@ -259,28 +263,28 @@ def finite_or(new: Array, old: Array) -> Array:
     return jnp.where(jnp.isfinite(new), new, old)
 
 
-def select(taken: Array, new: Any, old: Any) -> Any:
-    """The tree `new` if `taken` holds, else `old`, of the same structure."""
-    return jax.tree.map(lambda a, b: _where(taken, a, b), new, old)
+def select(condition: Array, new: Any, old: Any) -> Any:
+    """The tree `new` if `condition` holds, else `old`, of the same structure."""
+    return jax.tree.map(lambda a, b: _where(condition, a, b), new, old)
 
 
 @compiled
-def _where(taken: Array, new: Any, old: Any) -> Array:
+def _where(condition: Array, new: Any, old: Any) -> Array:
     """Floats of 8 bits are codes, and are selected as integers: `selected_float8_changes_nan` (`_core/xla_cpu.py`)."""
     if not (is_float(new) and new.dtype.itemsize == 1):
-        return jnp.where(taken, new, old)
+        return jnp.where(condition, new, old)
     bits = (jax.lax.bitcast_convert_type(x, jnp.uint8) for x in (new, old))
-    return jax.lax.bitcast_convert_type(jnp.where(taken, *bits), new.dtype)
+    return jax.lax.bitcast_convert_type(jnp.where(condition, *bits), new.dtype)
 
 
-def require_shapes(name: str, given: Any, whose: str, like: Any) -> None:
+def require_shapes(name: str, tree: Any, whose: str, like: Any) -> None:
     """Refuses arrays whose shapes differ from the arrays of another tree, because they would be broadcast.
 
     Raises:
         ValueError: names the first such array, as `name`, and the other tree, as `whose`.
     """
     leaves, structure = jax.tree_util.tree_flatten_with_path(like, is_leaf=lambda x: hasattr(x, "shape"))
-    for (path, leaf), other in zip(leaves, structure.flatten_up_to(given), strict=True):
+    for (path, leaf), other in zip(leaves, structure.flatten_up_to(tree), strict=True):
         if other is not None and jnp.shape(other) != tuple(leaf.shape):
             raise ValueError(
                 f"{name}: {path_text(path) or 'the array'} has shape {jnp.shape(other)}, and {whose} "
@@ -288,14 +292,14 @@ def require_shapes(name: str, given: Any, whose: str, like: Any) -> None:
             )
 
 
-def zeros_unless(taken: Array, updates: Any) -> Any:
-    """Updates if `taken` holds; else zeros, which do not change parameters."""
-    return jax.tree.map(lambda u: _or_zeros(taken, u), updates)
+def zeros_unless(condition: Array, updates: Any) -> Any:
+    """Updates if `condition` holds; else zeros, which do not change parameters."""
+    return jax.tree.map(lambda u: _or_zeros(condition, u), updates)
 
 
 @compiled
-def _or_zeros(taken: Array, update: Any) -> Array:
-    return _where(taken, update, jnp.zeros_like(update))
+def _or_zeros(condition: Array, update: Any) -> Array:
+    return _where(condition, update, jnp.zeros_like(update))
 
 
 def is_float(leaf: Any) -> bool:
@@ -310,8 +314,8 @@ def path_text(path: tuple[Any, ...]) -> str:
 
 def find_states(state: Any, kind: type) -> list[Any]:
     """Every state of a kind within the state of a chain or wrapper, the outer ones first."""
-    found = [leaf for leaf in jax.tree.leaves(state, is_leaf=lambda x: isinstance(x, kind)) if isinstance(leaf, kind)]
-    return found
+    states = [leaf for leaf in jax.tree.leaves(state, is_leaf=lambda x: isinstance(x, kind)) if isinstance(leaf, kind)]
+    return states
 
 
 def the_state(state: Any, kind: type, name: str) -> Any:
@@ -320,7 +324,7 @@ def the_state(state: Any, kind: type, name: str) -> Any:
     Raises:
         ValueError: if there is none, or several; `name` is the name of their transformation.
     """
-    found = find_states(state, kind)
-    if len(found) != 1:
-        raise ValueError(f"state holds {len(found)} states of jchop.optim.{name}; there must be one")
-    return found[0]
+    states = find_states(state, kind)
+    if len(states) != 1:
+        raise ValueError(f"state holds {len(states)} states of jchop.optim.{name}; there must be one")
+    return states[0]

@@ -88,30 +88,32 @@ def low_precision(
         [0.875, 1.25]
     """
     specs = {"gradient": gradient, "accumulator": accumulator, "weight": weight, "momentum": momentum}
-    parsed = {name: None if spec is None else as_spec(spec, name, scaled=True) for name, spec in specs.items()}
-    start = next((found for spec in parsed.values() if (found := first_key(spec, key)) is not None), None)
+    roundings = {name: None if spec is None else as_spec(spec, name, scaled=True) for name, spec in specs.items()}
+    start = next(
+        (drawing_key for spec in roundings.values() if (drawing_key := first_key(spec, key)) is not None), None
+    )
     check_number("gradient_scale", gradient_scale, ABOVE_ZERO)
     inner = as_transformation(inner)
-    to_gradient, to_accumulator, to_weight, to_momentum = parsed.values()
+    to_gradient, to_accumulator, to_weight, to_momentum = roundings.values()
 
     def init(params: Any) -> LowPrecisionState:
-        held = None if to_accumulator is None else jax.tree.map(widened, params)
-        inner_state = inner.init(params if held is None else held)  # `update` gives it the accumulator, too
+        master = None if to_accumulator is None else jax.tree.map(widened, params)
+        inner_state = inner.init(params if master is None else master)  # `update` gives it the accumulator, too
         if to_momentum is not None and _has_packed(inner_state):
             raise ValueError(f"momentum={str(to_momentum)!r} rounds arrays, and inner packs its state: leave one out")
-        return LowPrecisionState(inner_state, held, start)
+        return LowPrecisionState(inner_state, master, start)
 
     def rounded_gradient(key: Array | None, g: Any) -> Array:
-        scaled = (g * gradient_scale).astype(g.dtype)
-        return scaled if to_gradient is None else round_leaf(key, scaled, to_gradient)
+        product = (g * gradient_scale).astype(g.dtype)
+        return product if to_gradient is None else round_leaf(key, product, to_gradient)
 
-    def moved(key: Array | None, base: Any, u: Any, p: Any) -> tuple[Array, Array]:
+    def advance(key: Array | None, base: Any, u: Any, p: Any) -> tuple[Array, Array]:
         """The new accumulator and parameter."""
         _, (first, second) = split_key(key, 2)
         if to_accumulator is None:
             return base, (p + u).astype(p.dtype) if to_weight is None else sum_rounded_like(first, p, u, to_weight)
-        held = sum_rounded_like(first, base, u, to_accumulator)
-        return held, held.astype(p.dtype) if to_weight is None else _stored(second, held, p, to_weight)
+        master = sum_rounded_like(first, base, u, to_accumulator)
+        return master, master.astype(p.dtype) if to_weight is None else _stored(second, master, p, to_weight)
 
     def update(updates: Any, state: LowPrecisionState, params: Any = None, **extra: Any) -> Any:
         if params is None:
@@ -119,13 +121,13 @@ def low_precision(
         _, keys = split_key(state.key, 4)
         _, gradients = map_drawing(rounded_gradient, keys[0], updates)
         base = params if state.accumulator is None else state.accumulator
-        made, inner_state = inner.update(gradients, state.inner_state, base, **extra)
-        _, pairs = map_drawing(moved, keys[1], base, made, params)
-        held, targets = jax.tree.transpose(jax.tree.structure(params), jax.tree.structure((0, 0)), pairs)
+        inner_updates, inner_state = inner.update(gradients, state.inner_state, base, **extra)
+        _, pairs = map_drawing(advance, keys[1], base, inner_updates, params)
+        masters, targets = jax.tree.transpose(jax.tree.structure(params), jax.tree.structure((0, 0)), pairs)
         if to_momentum is not None:
             inner_state = _rounded_moments(inner, keys[2], inner_state, params, to_momentum)
-        kept = None if state.accumulator is None else held
-        return jax.tree.map(landing, params, targets), LowPrecisionState(inner_state, kept, keys[3])
+        new_accumulator = None if state.accumulator is None else masters
+        return jax.tree.map(landing, params, targets), LowPrecisionState(inner_state, new_accumulator, keys[3])
 
     return transformation(init, update)
 
@@ -135,23 +137,23 @@ def _has_packed(state: Any) -> bool:
     return any(isinstance(node, QuantizedState) and node.packing.entries for node in nodes)
 
 
-def _stored(key: Array | None, held: Array, p: Any, spec: Spec) -> Array:
+def _stored(key: Array | None, master: Array, p: Any, spec: Spec) -> Array:
     """The accumulator as a parameter: rounded once, in the dtype of the parameter, which must hold it."""
-    return sum_rounded_like(key, jnp.zeros_like(p), held, spec)
+    return sum_rounded_like(key, jnp.zeros_like(p), master, spec)
 
 
 def _rounded_moments(inner: Any, key: Array | None, state: Any, params: Any, spec: Spec) -> Any:
     """The state of `inner` with every float array that mirrors a parameter rounded."""
-    marked = optax.tree_map_params(
+    with_markers = optax.tree_map_params(
         inner, lambda leaf: _Moment(leaf), state, is_leaf=None, transform_non_params=lambda leaf: leaf
     )
-    _, rounded = map_drawing(
+    _, moments = map_drawing(
         lambda key, leaf: leaf if not isinstance(leaf, _Moment) else _round_moment(key, leaf.value, spec),
         key,
-        marked,
+        with_markers,
         is_leaf=lambda leaf: isinstance(leaf, _Moment),
     )
-    return rounded
+    return moments
 
 
 class _Moment:

@@ -52,9 +52,9 @@ def scale_gradients(factor: Any) -> optax.GradientTransformationExtraArgs:
     def update(updates: Any, state: Any, params: Any = None, **extra: Any) -> tuple[Any, Any]:
         del params, extra
         now = check_number("factor", factor(state.count), ABOVE_ZERO) if callable(factor) else factor
-        scaled = jax.tree.map(lambda u: (u * now).astype(u.dtype), updates)
+        gradients = jax.tree.map(lambda u: (u * now).astype(u.dtype), updates)
         following = optax.ScaleByScheduleState(optax.safe_increment(state.count)) if callable(factor) else state
-        return scaled, following
+        return gradients, following
 
     return transformation(init, update)
 
@@ -92,18 +92,18 @@ def skip_nonfinite(inner: optax.GradientTransformation) -> optax.GradientTransfo
         return SkipState(inner.init(params), jnp.zeros([], jnp.int32))
 
     def update(updates: Any, state: SkipState, params: Any = None, **extra: Any) -> tuple[Any, SkipState]:
-        made, inner_state = inner.update(updates, state.inner_state, params, **extra)
-        sound = all_finite((updates, made)) & stays_finite(inner_state, state.inner_state)
+        inner_updates, inner_state = inner.update(updates, state.inner_state, params, **extra)
+        sound = all_finite((updates, inner_updates)) & stays_finite(inner_state, state.inner_state)
         sound = agreed(sound, inner.update, updates, state.inner_state, params, **extra)
-        kept = SkipState(select(sound, inner_state, state.inner_state), counted(state.skipped, sound))
-        return zeros_unless(sound, made), kept
+        new_state = SkipState(select(sound, inner_state, state.inner_state), counted(state.skipped, sound))
+        return zeros_unless(sound, inner_updates), new_state
 
     return transformation(init, update)
 
 
-def counted(skipped: Array, sound: Array) -> Array:
+def counted(count: Array, sound: Array) -> Array:
     """The count of skipped steps after one more step."""
-    return jnp.where(sound, skipped, optax.safe_increment(skipped))
+    return jnp.where(sound, count, optax.safe_increment(count))
 
 
 class LossScaleState(NamedTuple):
@@ -177,20 +177,20 @@ def dynamic_loss_scale(
 
     def update(updates: Any, state: LossScaleState, params: Any = None, **extra: Any) -> tuple[Any, LossScaleState]:
         gradients = jax.tree.map(lambda g: g.astype(sum_dtype(g)) / state.scale, updates)
-        made, inner_state = inner.update(gradients, state.inner_state, params, **extra)
+        inner_updates, inner_state = inner.update(gradients, state.inner_state, params, **extra)
         usable = jnp.isfinite(state.scale) & (state.scale > 0)
-        sound = usable & all_finite((updates, made)) & stays_finite(inner_state, state.inner_state)
+        sound = usable & all_finite((updates, inner_updates)) & stays_finite(inner_state, state.inner_state)
         sound = agreed(sound, inner.update, gradients, state.inner_state, params, **extra)
         steady = jnp.where(sound, state.steady + 1, 0)
-        grown = steady >= growth_interval
-        scale = jnp.where(sound, jnp.where(grown, state.scale * factor, state.scale), state.scale / factor)
-        kept = LossScaleState(
+        grows = steady >= growth_interval
+        scale = jnp.where(sound, jnp.where(grows, state.scale * factor, state.scale), state.scale / factor)
+        new_state = LossScaleState(
             select(sound, inner_state, state.inner_state),
             jnp.clip(jnp.where(usable, scale, initial), smallest, largest).astype(jnp.float32),
-            jnp.where(grown, 0, steady),
+            jnp.where(grows, 0, steady),
             counted(state.skipped, sound),
         )
-        return zeros_unless(sound, made), kept
+        return zeros_unless(sound, inner_updates), new_state
 
     return transformation(init, update)
 

@@ -59,22 +59,22 @@ def codes_of(leaf: QArray | PackedRows) -> QArray:
     return leaf if isinstance(leaf, QArray) else leaf.rows
 
 
-def as_rules(given: Any) -> Rules:
+def as_rules(value: Any) -> Rules:
     """Rules from one spec for all leaves, or from a mapping of path patterns to specs.
 
     Raises:
         TypeError, ValueError: for a key that is not a pattern, or a value that is not a spec.
     """
-    if not isinstance(given, Mapping):
-        return (("*", _checked(as_spec(given, scaled=True))),)
-    if not given:
+    if not isinstance(value, Mapping):
+        return (("*", _checked(as_spec(value, scaled=True))),)
+    if not value:
         raise ValueError("rules={} has no rule; give a spec, or a mapping of path patterns to specs")
     return tuple(
         (
             check_pattern("rules: pattern", text, "'0/mu'"),
             None if s is None else _checked(as_spec(s, text, scaled=True)),
         )
-        for text, s in given.items()
+        for text, s in value.items()
     )
 
 
@@ -102,23 +102,23 @@ def plan(tree: Any, rules: Rules, min_size: int) -> Any:
         ValueError: for a rule whose pattern matches no floating-point leaf.
     """
     leaves, structure = jax.tree_util.tree_flatten_with_path(tree, is_leaf=is_packed)
-    unused = {pattern for pattern, _ in rules}
-    planned: list[Spec | None] = []
+    without_match = {pattern for pattern, _ in rules}
+    specs: list[Spec | None] = []
     for path, leaf in leaves:
         if not _holds_floats(leaf):
-            planned.append(None)
+            specs.append(None)
             continue
         matching = [(pattern, spec) for pattern, spec in rules if matches_path(pattern, path_text(path))]
-        unused -= {pattern for pattern, _ in matching}
+        without_match -= {pattern for pattern, _ in matching}
         large = is_packed(leaf) or math.prod(leaf.shape) >= min_size  # a shard of a packed leaf may be small
-        planned.append(matching[0][1] if matching and large else None)
-    if unused and any(_holds_floats(leaf) for _, leaf in leaves):
+        specs.append(matching[0][1] if matching and large else None)
+    if without_match and any(_holds_floats(leaf) for _, leaf in leaves):
         names = [path_text(path) for path, leaf in leaves if _holds_floats(leaf)]
         raise ValueError(
-            f"rules: {', '.join(map(repr, sorted(unused)))} matches none of the state's arrays"
-            f"{nearest_paths(unused, names)}"
+            f"rules: {', '.join(map(repr, sorted(without_match)))} matches none of the state's arrays"
+            f"{nearest_paths(without_match, names)}"
         )
-    return jax.tree.unflatten(structure, [_Plan(spec) for spec in planned])
+    return jax.tree.unflatten(structure, [_Plan(spec) for spec in specs])
 
 
 def _holds_floats(leaf: Any) -> bool:
@@ -132,13 +132,13 @@ class _Plan:
     spec: Spec | None
 
 
-def pack_as_planned(key: Array | None, leaf: Any, planned: _Plan) -> Any:
+def pack_as_planned(key: Array | None, leaf: Any, leaf_plan: _Plan) -> Any:
     """A leaf packed as its plan says.
 
     Because of the barrier, the first state is packed at run time, not by the compiler
     (`known_results_computed_by_compiler` in `_core/xla_cpu.py`).
     """
-    return leaf if planned.spec is None else pack(key, jax.lax.optimization_barrier(leaf), planned.spec)
+    return leaf if leaf_plan.spec is None else pack(key, jax.lax.optimization_barrier(leaf), leaf_plan.spec)
 
 
 def repack(key: Array | None, old: Any, leaf: Any, offset: Any = 0) -> Any:
@@ -235,13 +235,13 @@ class QuantizedState(NamedTuple):
     def inner_state(self) -> Any:
         """The state of the wrapped transformation, with a `QArray` for each packed array (or a `PackedRows`)."""
         leaves, structure = jax.tree.flatten(self.arrays)
-        for (place, spec, size, dtype, shape), scales in zip(self.packing.entries, self.scales, strict=True):
-            own, packed = leaves[place], as_spec(spec, scaled=True)
+        for (place, text, size, dtype, shape), scales in zip(self.packing.entries, self.scales, strict=True):
+            array, leaf_spec = leaves[place], as_spec(text, scaled=True)
             if shape is not None:
-                rows = _codes_of_rows(shape, packed)
-                stack = own.ndim - len(_codes_of_array(shape, rows))  # axes that vmap added
-                own = _in_shape(own, (*own.shape[:stack], *rows))
-            codes = QArray(own, *scales, packed, size, np.dtype(dtype))
+                rows = _codes_of_rows(shape, leaf_spec)
+                stack = array.ndim - len(_codes_of_array(shape, rows))  # axes that vmap added
+                array = _in_shape(array, (*array.shape[:stack], *rows))
+            codes = QArray(array, *scales, leaf_spec, size, np.dtype(dtype))
             leaves[place] = codes if shape is None else PackedRows(codes, shape)
         return jax.tree.unflatten(structure, leaves)
 
@@ -290,7 +290,7 @@ def _in_shape(x: Any, shape: tuple[int, ...]) -> Any:
 
 
 def require_plan(state: QuantizedState, rules: Rules, min_size: int) -> None:
-    """Refuses a state whose arrays are not packed as in `plan`.
+    """Refuses a state whose arrays are not packed as in `plan_packing`.
 
     Raises:
         ValueError: for the first array that is packed differently, or not at all; for a state mixed from two.
@@ -301,13 +301,15 @@ def require_plan(state: QuantizedState, rules: Rules, min_size: int) -> None:
         )
     inner_state = state.inner_state
     leaves, structure = jax.tree_util.tree_flatten_with_path(inner_state, is_leaf=is_packed)
-    for (path, leaf), planned in zip(leaves, structure.flatten_up_to(plan(inner_state, rules, min_size)), strict=True):
-        kept = codes_of(leaf).spec if is_packed(leaf) else None
-        wanted = None if planned.spec is None else _as_stored(planned.spec, leaf.shape)
-        if kept != wanted:
-            shown = ["as it is" if spec is None else f"as {_shown(spec)}" for spec in (kept, wanted)]
+    for (path, leaf), leaf_plan in zip(
+        leaves, structure.flatten_up_to(plan(inner_state, rules, min_size)), strict=True
+    ):
+        actual = codes_of(leaf).spec if is_packed(leaf) else None
+        target = None if leaf_plan.spec is None else _as_stored(leaf_plan.spec, leaf.shape)
+        if actual != target:
+            texts = ["as it is" if spec is None else f"as {_shown(spec)}" for spec in (actual, target)]
             raise ValueError(
-                f"state keeps {path_text(path)} {shown[0]}, and this transformation keeps it {shown[1]}: the state "
+                f"state keeps {path_text(path)} {texts[0]}, and this transformation keeps it {texts[1]}: the state "
                 "comes from a transformation with other rules"
             )
 
@@ -325,8 +327,8 @@ def fingerprint(inner_state: Any) -> str:
 
     It does not depend on paths, which change with the versions of other programs.
     """
-    packed = [leaf for leaf in jax.tree.leaves(inner_state, is_leaf=is_packed) if is_packed(leaf)]
-    facts = [(str(codes_of(x).spec), tuple(x.shape), np.dtype(codes_of(x).dtype).name) for x in packed]
+    leaves = [leaf for leaf in jax.tree.leaves(inner_state, is_leaf=is_packed) if is_packed(leaf)]
+    facts = [(str(codes_of(x).spec), tuple(x.shape), np.dtype(codes_of(x).dtype).name) for x in leaves]
     words = dict.fromkeys(re.sub(r"\W.*", "", text) for text, *_ in facts)
     return "_".join([*words, sha256(repr(facts).encode()).hexdigest()[:12]])
 
@@ -401,8 +403,8 @@ def state_report(state: Any) -> StateReport:
         >>> [row.path for row in report.packed], report.nbytes
         (['inner_state.0.mu.w', 'inner_state.0.nu.w'], 35336)
     """
-    seen = jax.tree.map(_seen, state, is_leaf=lambda x: isinstance(x, QuantizedState))
-    leaves, _ = jax.tree_util.tree_flatten_with_path(seen, is_leaf=is_packed)
+    tree = jax.tree.map(_seen, state, is_leaf=lambda x: isinstance(x, QuantizedState))
+    leaves, _ = jax.tree_util.tree_flatten_with_path(tree, is_leaf=is_packed)
     return StateReport(tuple(_row(path_text(path), leaf) for path, leaf in leaves))
 
 

@@ -54,9 +54,9 @@ def apply_updates(params: Any, updates: Any, key: Array | None = None) -> Any:
         return requantize(p, optax.apply_updates(dequantize(p), u), key)
 
     require_shapes("updates", updates, "params", params)
-    packed = [p for p in jax.tree.leaves(params, is_leaf=holds_codes) if holds_codes(p)]
-    drawn = [found for p in packed if (found := checked_keys(_codes(p).spec, key)[0]) is not None]
-    return map_drawing(leaf, drawn[0] if drawn else None, params, updates, is_leaf=holds_codes)[1]
+    packed_leaves = [p for p in jax.tree.leaves(params, is_leaf=holds_codes) if holds_codes(p)]
+    keys = [drawing_key for p in packed_leaves if (drawing_key := checked_keys(_codes(p).spec, key)[0]) is not None]
+    return map_drawing(leaf, keys[0] if keys else None, params, updates, is_leaf=holds_codes)[1]
 
 
 def _codes(leaf: QArray | Rearranged) -> QArray:

@@ -85,7 +85,7 @@ def round_updates(spec: _Spec, key: Array | None = None) -> optax.GradientTransf
 def _round_passing(spec: Spec, key: Array | None, scale: Any) -> optax.GradientTransformationExtraArgs:
     start = first_key(spec, key)
     check_number("scale", scale, ABOVE_ZERO)
-    unscaled = isinstance(scale, int | float) and scale == 1
+    is_one = isinstance(scale, int | float) and scale == 1
 
     def init(params: Any) -> RoundState:
         del params
@@ -93,10 +93,10 @@ def _round_passing(spec: Spec, key: Array | None, scale: Any) -> optax.GradientT
 
     def update(updates: Any, state: RoundState, params: Any = None, **extra: Any) -> tuple[Any, RoundState]:
         del params, extra
-        following, rounded = map_drawing(
-            lambda key, u: round_leaf(key, u if unscaled else (u * scale).astype(u.dtype), spec), state.key, updates
+        following, outputs = map_drawing(
+            lambda key, u: round_leaf(key, u if is_one else (u * scale).astype(u.dtype), spec), state.key, updates
         )
-        return rounded, RoundState(following)
+        return outputs, RoundState(following)
 
     return transformation(init, update)
 
@@ -153,7 +153,7 @@ def round_params(spec: _Spec, key: Array | None = None, *, dtype: Any = None) ->
         def leaf(key: Array | None, u: Any, p: Any) -> Array:
             return landing(p, sum_rounded_like(key, p, u, spec), dtype)
 
-        following, emitted = map_drawing(leaf, state.key, updates, params)
-        return emitted, RoundState(following)
+        following, outputs = map_drawing(leaf, state.key, updates, params)
+        return outputs, RoundState(following)
 
     return transformation(init, update)

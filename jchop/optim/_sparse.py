@@ -87,29 +87,29 @@ def sparse_params(
         raise ValueError(f"decay={decay!r} is that of dense parameters, which are kept with every=; leave it out")
     decay = check_number("decay", _DECAY if decay is None else decay, BELOW_ONE)
 
-    def pruned(p: Any) -> bool:
+    def is_prunable(p: Any) -> bool:
         if jnp.ndim(p) < 2 or not is_float(p):
             return False
         axis_indexes("axis", axes[0] if len(axes) == 1 else axes, jnp.shape(p))
         return True
 
     def init(params: Any) -> SparseState:
-        masks = jax.tree.map(lambda p: jnp.ones(jnp.shape(p) if pruned(p) else (), bool), params)
+        masks = jax.tree.map(lambda p: jnp.ones(jnp.shape(p) if is_prunable(p) else (), bool), params)
         dense = None
         if every is not None:
-            dense = jax.tree.map(lambda p: jnp.array(p, sum_dtype(p)) if pruned(p) else jnp.zeros([]), params)
+            dense = jax.tree.map(lambda p: jnp.array(p, sum_dtype(p)) if is_prunable(p) else jnp.zeros([]), params)
         return SparseState(jnp.zeros([], jnp.int32), masks, dense)
 
     def update(updates: Any, state: SparseState, params: Any = None, **extra: Any) -> tuple[Any, SparseState]:
         del extra
         if params is None:
             raise ValueError(NO_PARAMS)
-        require_shapes("params", _shaped(params, pruned), "the masks", state.masks)
+        require_shapes("params", _shaped(params, is_prunable), "the masks", state.masks)
         steps = jnp.asarray(optax.safe_increment(state.steps))
         due = steps == start + 1 if every is None else (steps > start) & ((steps - start - 1) % every == 0)
 
         def leaf(u: Any, p: Any, mask: Array, dense: Any = None) -> tuple[Any, Array, Any]:
-            if not pruned(p):
+            if not is_prunable(p):
                 return u, mask, dense
             p, u = jnp.asarray(p), jnp.asarray(u)
             if dense is None:
@@ -125,12 +125,12 @@ def sparse_params(
         leaves, structure = jax.tree.flatten(updates)
         others = [params, state.masks, *(() if state.dense is None else (state.dense,))]
         each = [leaf(*parts) for parts in zip(leaves, *map(structure.flatten_up_to, others), strict=True)]
-        emitted, masks, dense = (structure.unflatten([one[i] for one in each]) for i in range(3))
-        return emitted, SparseState(steps, masks, None if state.dense is None else dense)
+        outputs, masks, dense = (structure.unflatten([one[i] for one in each]) for i in range(3))
+        return outputs, SparseState(steps, masks, None if state.dense is None else dense)
 
     return transformation(init, update)
 
 
-def _shaped(params: Any, pruned: Any) -> Any:
+def _shaped(params: Any, is_prunable: Any) -> Any:
     """What has the shapes of the masks of parameters."""
-    return jax.tree.map(lambda p: jax.ShapeDtypeStruct(jnp.shape(p) if pruned(p) else (), bool), params)
+    return jax.tree.map(lambda p: jax.ShapeDtypeStruct(jnp.shape(p) if is_prunable(p) else (), bool), params)

@@ -121,34 +121,38 @@ def quantize_state(
 
     def init(params: Any) -> QuantizedState:
         inner_state = inner.init(params)
-        following, packed = map_drawing(pack_as_planned, start, inner_state, plan(inner_state, rules, least))
-        return bundle(packed, following, {fingerprint(packed): jnp.zeros([], jnp.int32)}, inner_state)
+        following, packed_leaves = map_drawing(pack_as_planned, start, inner_state, plan(inner_state, rules, least))
+        return bundle(packed_leaves, following, {fingerprint(packed_leaves): jnp.zeros([], jnp.int32)}, inner_state)
 
     def update(updates: Any, state: QuantizedState, params: Any = None, **extra: Any) -> tuple[Any, QuantizedState]:
         require_plan(state, rules, least)
-        before, structure = jax.tree.flatten(state.inner_state, is_leaf=is_packed)
-        following, keys = split_key(state.key, len(before))
+        old_leaves, structure = jax.tree.flatten(state.inner_state, is_leaf=is_packed)
+        following, keys = split_key(state.key, len(old_leaves))
 
         def advance(updates: Any, inner_state: Any, params: Any) -> tuple[Any, list[Any]]:
-            made, new = inner.update(updates, unpack_tree(inner_state), params, **extra)
-            return made, list(map(_as_held, structure.flatten_up_to(inner_state), structure.flatten_up_to(new)))
+            inner_updates, new = inner.update(updates, unpack_tree(inner_state), params, **extra)
+            return inner_updates, list(
+                map(_as_held, structure.flatten_up_to(inner_state), structure.flatten_up_to(new))
+            )
 
         leaves_out = nonfinite == "skip"
-        cut = chunks_of(updates, state.inner_state, count) if count > 1 else None
-        if cut is None:
-            made, packed, sound = _step(advance, keys, (updates, state.inner_state, params), leaves_out)
+        cuts = chunks_of(updates, state.inner_state, count) if count > 1 else None
+        if cuts is None:
+            inner_updates, packed_leaves, sound = _step(advance, keys, (updates, state.inner_state, params), leaves_out)
         else:
-            made, packed, sound = _step_in_chunks(advance, keys, (updates, state.inner_state, params), leaves_out, cut)
+            inner_updates, packed_leaves, sound = _step_in_chunks(
+                advance, keys, (updates, state.inner_state, params), leaves_out, cuts
+            )
         if leaves_out:
             sound = agreed(sound, advance, updates, state.inner_state, params)
-        skips = {name: counted(skipped, sound) for name, skipped in state.skips.items()} if leaves_out else state.skips
-        after = bundle(structure.unflatten(packed), following, skips, state.arrays)
+        skips = {name: counted(total, sound) for name, total in state.skips.items()} if leaves_out else state.skips
+        after = bundle(structure.unflatten(packed_leaves), following, skips, state.arrays)
         if not leaves_out:
-            return made, after
+            return inner_updates, after
         # A choice between codes in the shape of their array keeps the sharding that the old ones have.
         codes, treedef = jax.tree.flatten((after.arrays, after.scales))
         arrays, scales = treedef.unflatten(select(sound, codes, jax.tree.leaves((state.arrays, state.scales))))
-        return zeros_unless(sound, made), after._replace(arrays=arrays, scales=scales)
+        return zeros_unless(sound, inner_updates), after._replace(arrays=arrays, scales=scales)
 
     return transformation(init, update)
 
@@ -157,55 +161,62 @@ _Advance = Callable[[Any, Any, Any], tuple[Any, list[Any]]]
 
 
 def _step(
-    advance: _Advance, keys: list[Array | None], given: tuple[Any, Any, Any], skips: bool
+    advance: _Advance, keys: list[Array | None], operands: tuple[Any, Any, Any], skips: bool
 ) -> tuple[Any, list[Any], Array]:
     """The updates, the packed leaves of the new state, and whether all numbers are sound.
 
     Args:
         advance: computes the updates and the unpacked leaves of the new state.
         keys: a key or None for each leaf.
-        given: updates, state and parameters.
+        operands: updates, state and parameters.
         skips: whether unsound steps are skipped, so that soundness is computed.
     """
-    made, new = advance(*given)
-    before = jax.tree.leaves(given[1], is_leaf=is_packed)
+    inner_updates, new = advance(*operands)
+    old_leaves = jax.tree.leaves(operands[1], is_leaf=is_packed)
     if not skips:
-        return made, list(map(repack, keys, before, new)), jnp.asarray(True)
-    stays = list(map(_stays_finite, before, new))
-    packed = list(map(_repack_if, keys, before, new, stays))
-    return made, packed, _is_sound(given[0], made, stays)
+        return inner_updates, list(map(repack, keys, old_leaves, new)), jnp.asarray(True)
+    stays = list(map(_stays_finite, old_leaves, new))
+    packed_leaves = list(map(_repack_if, keys, old_leaves, new, stays))
+    return inner_updates, packed_leaves, _is_sound(operands[0], inner_updates, stays)
 
 
 def _step_in_chunks(
-    advance: _Advance, keys: list[Array | None], given: tuple[Any, Any, Any], skips: bool, cut: Chunks
+    advance: _Advance, keys: list[Array | None], operands: tuple[Any, Any, Any], skips: bool, cuts: Chunks
 ) -> tuple[Any, list[Any], Array]:
-    """`_step` with the leaves that can be cut computed chunk by chunk."""
-    whole, packed, sound = _step(advance, keys, cut.rest(*given), skips)
-    leaves = jax.tree.leaves(given[1], is_leaf=is_packed)
+    """`_step_whole` with the leaves that can be cut computed chunk by chunk."""
+    whole, packed_leaves, sound = _step(advance, keys, cuts.rest(*operands), skips)
+    leaves = jax.tree.leaves(operands[1], is_leaf=is_packed)
 
-    def one(i: Array) -> tuple[Any, Any, Array]:
-        part = cut.chunk(*given, i)
+    def step_of_chunk(i: Array) -> tuple[Any, Any, Array]:
+        part = cuts.chunk(*operands, i)
         # The barrier keeps the compiler from fusing the computation of new moments with their uses.
-        made, new = jax.lax.optimization_barrier(advance(*part))
-        before = jax.tree.leaves(part[1], is_leaf=is_packed)
-        chosen = [place for place, is_cut in enumerate(cut.cut) if is_cut]
-        codes = [repack(keys[at], before[at], new[at], cut.start(leaves[at], i)) for at in chosen]
-        made = [u for u, is_cut in zip(jax.tree.leaves(made), cut.updates, strict=True) if is_cut]
-        fine = (
-            _is_sound(part[0], made, [_stays_finite(before[at], new[at]) for at in chosen], stored=True)
+        inner_updates, new = jax.lax.optimization_barrier(advance(*part))
+        old_leaves = jax.tree.leaves(part[1], is_leaf=is_packed)
+        places = [place for place, is_cut in enumerate(cuts.state_is_cut) if is_cut]
+        codes = [repack(keys[place], old_leaves[place], new[place], cuts.start(leaves[place], i)) for place in places]
+        inner_updates = [
+            u for u, is_cut in zip(jax.tree.leaves(inner_updates), cuts.update_is_cut, strict=True) if is_cut
+        ]
+        is_sound = (
+            _is_sound(
+                part[0],
+                inner_updates,
+                [_stays_finite(old_leaves[place], new[place]) for place in places],
+                in_memory=True,
+            )
             if skips
             else True
         )
-        return made, codes, jnp.asarray(fine)
+        return inner_updates, codes, jnp.asarray(is_sound)
 
-    made, codes, fine = collect(one, cut.count)
-    leaves_made, structure = jax.tree.flatten(whole)
-    whole = structure.unflatten(joined(leaves_made, made, cut.updates))
-    like = [leaf for leaf, is_cut in zip(leaves, cut.cut, strict=True) if is_cut]
+    inner_updates, codes, chunks_sound = collect(step_of_chunk, cuts.count)
+    update_leaves, structure = jax.tree.flatten(whole)
+    whole = structure.unflatten(joined(update_leaves, inner_updates, cuts.update_is_cut))
+    like = [leaf for leaf, is_cut in zip(leaves, cuts.state_is_cut, strict=True) if is_cut]
     codes = [
         jax.tree.unflatten(jax.tree.structure(old), jax.tree.leaves(new)) for old, new in zip(like, codes, strict=True)
     ]
-    return whole, joined(packed, codes, cut.cut), sound & fine
+    return whole, joined(packed_leaves, codes, cuts.state_is_cut), sound & chunks_sound
 
 
 def _as_held(old: Any, new: Any) -> Any:
@@ -213,8 +224,8 @@ def _as_held(old: Any, new: Any) -> Any:
     return jnp.asarray(new, old.dtype) if is_float(old) and not is_packed(old) else new
 
 
-def _is_sound(updates: Any, made: Any, stays: list[Array], stored: bool = False) -> Array:
-    return all_of([*finite_leaves(updates, stored=True), *finite_leaves(made, stored), *stays])
+def _is_sound(updates: Any, inner_updates: Any, stays: list[Array], in_memory: bool = False) -> Array:
+    return all_of([*finite_leaves(updates, in_memory=True), *finite_leaves(inner_updates, in_memory), *stays])
 
 
 @compiled
@@ -223,7 +234,7 @@ def _stays_finite(old: Any, new: Any) -> Array:
     if not is_packed(old):
         return stays_finite(new, old)
     new = new.astype(codes_of(old).dtype)  # as the next step unpacks it
-    finite = all_of(finite_leaves(new, stored=True))
+    finite = all_of(finite_leaves(new, in_memory=True))
     if not _may_hold_nan(codes_of(old).spec):
         return finite
     of_both = partial(_varying_as, new, old)
@@ -299,19 +310,19 @@ def state_shardings(tx: optax.GradientTransformation, params: Any) -> Any:
         >>> state.inner_state[0].mu["w"].qvalue.sharding.spec[0]
         'a'
     """
-    known = [(tuple(map(str, path)), leaf) for path, leaf in jax.tree_util.tree_flatten_with_path(params)[0]]
-    if not known:
+    param_leaves = [(tuple(map(str, path)), leaf) for path, leaf in jax.tree_util.tree_flatten_with_path(params)[0]]
+    if not param_leaves:
         raise ValueError("params hold no array, so there is no sharding to follow")
-    for path, leaf in known:
+    for path, leaf in param_leaves:
         if not isinstance(getattr(leaf, "sharding", None), NamedSharding):
             raise ValueError(f"params{''.join(path)} has the sharding {getattr(leaf, 'sharding', None)}, which must be "
                              "a NamedSharding")  # fmt: skip
-    replicated = NamedSharding(known[0][1].sharding.mesh, P())
+    default = NamedSharding(param_leaves[0][1].sharding.mesh, P())
 
     def place_of(path: tuple[Any, ...], leaf: Any) -> NamedSharding:
         keys = tuple(map(str, path))
-        owners = (p for name, p in known if _ends(keys, name) and tuple(leaf.shape) == tuple(p.shape))
-        return next((owner.sharding for owner in owners), replicated)
+        owners = (p for name, p in param_leaves if _ends(keys, name) and tuple(leaf.shape) == tuple(p.shape))
+        return next((owner.sharding for owner in owners), default)
 
     def of_state(path: tuple[Any, ...], leaf: Any) -> Any:
         if not isinstance(leaf, QuantizedState):
@@ -322,7 +333,7 @@ def state_shardings(tx: optax.GradientTransformation, params: Any) -> Any:
         of_arrays = list(map(_fitting_part, places, arrays))
         of_rows = [rows_sharding(inner[place][1], places[place]) for place, *_ in leaf.packing.entries]
         of_scales = [jax.tree.map(partial(_fitting_part, at), s) for at, s in zip(of_rows, leaf.scales, strict=True)]
-        key, skips = jax.tree.map(lambda _: replicated, (leaf.key, leaf.skips))
+        key, skips = jax.tree.map(lambda _: default, (leaf.key, leaf.skips))
         return QuantizedState(skips, structure.unflatten(of_arrays), tuple(of_scales), leaf.packing, key)
 
     state = jax.eval_shape(tx.init, params)
@@ -367,16 +378,16 @@ def offload_state(
     least = check_size("min_size", min_size, MIN_SIZE)
     inner = as_transformation(inner)
 
-    def moved(tree: Any, memory: Any) -> Any:
+    def move(tree: Any, memory: Any) -> Any:
         large = jax.tree.map(lambda x: math.prod(getattr(x, "shape", ())) >= least, tree)
         return jax.tree.map(lambda x, far: jax.device_put(x, memory) if far else x, tree, large)
 
     def init(params: Any) -> Any:
-        return moved(inner.init(params), _MEMORIES[memory_kind])
+        return move(inner.init(params), _MEMORIES[memory_kind])
 
     def update(updates: Any, state: Any, params: Any = None, **extra: Any) -> tuple[Any, Any]:
-        made, inner_state = inner.update(updates, moved(state, _MEMORIES["device"]), params, **extra)
-        return made, moved(inner_state, _MEMORIES[memory_kind])
+        inner_updates, inner_state = inner.update(updates, move(state, _MEMORIES["device"]), params, **extra)
+        return inner_updates, move(inner_state, _MEMORIES[memory_kind])
 
     return transformation(init, update)
 

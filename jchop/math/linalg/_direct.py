@@ -107,12 +107,12 @@ def lu_solve(factors: tuple[Any, Any], b: Any, spec: SpecLike, key: Array | None
     """
     if not isinstance(factors, Sequence) or len(factors) != 2:
         raise TypeError("factors must be the two arrays that jchop.math.linalg.lu gave")
-    packed, p = (as_array(f"factors[{i}]", factors[i]) for i in (0, 1))
+    lu_matrix, p = (as_array(f"factors[{i}]", factors[i]) for i in (0, 1))
     b = as_array("b", b)
-    n = square(packed, "factors[0]")
+    n = square(lu_matrix, "factors[0]")
     cores = (2, right_side(b, n))
     permutation(p, n, "factors[1]")
-    return evaluate(through_factors, ("factors[0]", "b"), (packed, _in_order(b, p)), cores, spec, key)
+    return evaluate(through_factors, ("factors[0]", "b"), (lu_matrix, _in_order(b, p)), cores, spec, key)
 
 
 def _in_order(b: Any, p: Any) -> Any:

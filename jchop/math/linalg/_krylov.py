@@ -38,11 +38,11 @@ class _Plan:
 
     def __call__(self, steps: Steps, *operands: Array) -> tuple[Array, Array]:
         """The operands that are rounded, the two tolerances, and the constants of operators."""
-        given = dict(zip(self.names, operands, strict=False))
+        arrays = dict(zip(self.names, operands, strict=False))
         tol, atol, *constants = operands[len(self.names) :]
-        images: dict[str, _Image] = {name: _of_matrix(given[name]) for name in ("a", "M") if name in given}
-        images |= {name: _of_operator(how, constants[i:j]) for name, how, i, j in self.operators}
-        b, x0 = given["b"], given.get("x0")
+        images: dict[str, _Image] = {name: _of_matrix(arrays[name]) for name in ("a", "M") if name in arrays}
+        images |= {name: _of_operator(operator, constants[i:j]) for name, operator, i, j in self.operators}
+        b, x0 = arrays["b"], arrays.get("x0")
         if not b.size:
             return jnp.zeros_like(b), jnp.zeros((*b.shape[1:], self.maxiter * self.restart + 1), b.dtype)
         tol, atol = tol.astype(b.dtype), atol.astype(b.dtype)
@@ -74,7 +74,7 @@ class _System:
         """The norm of the residual at which to stop, for a given norm of b; computed without rounding to the spec."""
         return jnp.maximum(self.tol * norm, self.atol)
 
-    def conditioned(self, now: Steps, r: Array) -> Array:
+    def precondition(self, now: Steps, r: Array) -> Array:
         """A residual times M."""
         return r if self.inverse is None else self.inverse(now, r)
 
@@ -97,10 +97,10 @@ def _solve(
     maxiter: int | None,
     restart: int | None = None,
 ) -> Any:
-    given = {name: value for name, value in operands.items() if value is not None}
-    functions = {name: value for name, value in given.items() if name in ("a", "M") and callable(value)}
-    names = [name for name in given if name not in functions]
-    arrays = dict(zip(names, as_operands(names, [given[name] for name in names]), strict=True))
+    arguments = {name: value for name, value in operands.items() if value is not None}
+    functions = {name: value for name, value in arguments.items() if name in ("a", "M") and callable(value)}
+    names = [name for name in arguments if name not in functions]
+    arrays = dict(zip(names, as_operands(names, [arguments[name] for name in names]), strict=True))
     b = arrays["b"]
     if not b.ndim:
         raise ValueError("b is a scalar; it must be (n,), or (..., n, k) for k columns")
@@ -110,7 +110,7 @@ def _solve(
         raise ValueError(f"x0 has shape {arrays['x0'].shape}; it must be that of b, {b.shape}")
     if "M" in arrays and square(arrays["M"], "M") != n:
         raise ValueError(f"M has shape {arrays['M'].shape}; it must be that of a, {(n, n)}")
-    turns = 10 * n if maxiter is None else check_int("maxiter", maxiter, 1, (1 << 31) - 1)
+    iterations = 10 * n if maxiter is None else check_int("maxiter", maxiter, 1, (1 << 31) - 1)
     cycle = 1 if restart is None else min(check_int("restart", restart, 1), n)
     constants: list[Any] = [_tolerance("tol", tol), _tolerance("atol", atol)]
     operators = []
@@ -118,7 +118,7 @@ def _solve(
         operator, more = as_operator(name, function, n, operation_carrier(b.dtype).name)
         operators.append((name, operator, len(constants) - 2, len(constants) - 2 + len(more)))
         constants += more
-    plan = _Plan(method, tuple(names), tuple(operators), turns, cycle)
+    plan = _Plan(method, tuple(names), tuple(operators), iterations, cycle)
     cores = [2 if name in ("a", "M") else core for name in names]
     return evaluate(plan, names, list(arrays.values()), cores, spec, key, constants)
 
@@ -189,29 +189,29 @@ def cg(
 def _cg(system: _System, steps: Steps) -> tuple[Array, Array]:
     b, x0, inverse = system.b, system.x0, system.inverse
 
-    def turn(state: tuple[Array, ...]) -> tuple[Array, ...]:
+    def body(state: tuple[Array, ...]) -> tuple[Array, ...]:
         k, x, r, p, product, _, history = state
         now = steps.at(k)
         image = system.image(now, p)
         length = now.div(product, now.dot(p, image))
         x, r = now.add(x, now.mul(length, p)), now.sub(r, now.mul(length, image))
         squares = now.dot(r, r)
-        z = system.conditioned(now, r)
+        z = system.precondition(now, r)
         following = squares if inverse is None else now.dot(r, z)
         p = now.add(z, now.mul(now.div(following, product), p))
         return k + 1, x, r, p, following, squares, history.at[k + 1].set(squares)
 
-    def goes_on(state: tuple[Array, ...]) -> Array:
+    def cond(state: tuple[Array, ...]) -> Array:
         return (state[0] < system.maxiter) & ~(state[5] <= limit)
 
     r = b if x0 is None else steps.sub(b, system.image(steps, x0))
     squares = steps.dot(r, r)
     limit = system.limit(jnp.sqrt(squares if x0 is None else steps.dot(b, b))) ** 2
-    z = system.conditioned(steps, r)
+    z = system.precondition(steps, r)
     product = squares if inverse is None else steps.dot(r, z)
     history = jnp.zeros(system.maxiter + 1, b.dtype).at[0].set(squares)
     x = jnp.zeros_like(b) if x0 is None else x0
-    k, x, *_, squares, history = lax.while_loop(goes_on, turn, (jnp.int32(0), x, r, z, product, squares, history))
+    k, x, *_, squares, history = lax.while_loop(cond, body, (jnp.int32(0), x, r, z, product, squares, history))
     return x, jnp.where(jnp.arange(system.maxiter + 1) > k, squares, history)
 
 
@@ -267,10 +267,10 @@ def _gmres(system: _System, steps: Steps) -> tuple[Array, Array]:
     b, x0, size = system.b, system.x0, system.restart
 
     def image(now: Steps, v: Array) -> Array:
-        return system.conditioned(now, system.image(now, v))
+        return system.precondition(now, system.image(now, v))
 
     def residual(now: Steps, x: Array) -> Array:
-        return system.conditioned(now, now.sub(b, system.image(now, x)))
+        return system.precondition(now, now.sub(b, system.image(now, x)))
 
     def cycle(state: tuple[Array, ...]) -> tuple[Array, ...]:
         k, x, r, _, history = state
@@ -280,10 +280,10 @@ def _gmres(system: _System, steps: Steps) -> tuple[Array, Array]:
         r = residual(now, x)
         return k + 1, x, r, now.norm(r), lax.dynamic_update_slice(history, norms[1:], (k * size + 1,))
 
-    def goes_on(state: tuple[Array, ...]) -> Array:
+    def cond(state: tuple[Array, ...]) -> Array:
         return (state[0] < system.maxiter) & ~(state[3] <= limit)
 
-    r = system.conditioned(steps, b) if x0 is None else residual(steps, x0)
+    r = system.precondition(steps, b) if x0 is None else residual(steps, x0)
     change, norms = minimal_residual(steps, image, r, size)
     limit = system.limit(norms[0] if x0 is None and system.inverse is None else steps.norm(b))
     stays = norms[0] <= limit
@@ -292,8 +292,8 @@ def _gmres(system: _System, steps: Steps) -> tuple[Array, Array]:
     k = jnp.int32(1)
     if system.maxiter > 1:
         r = residual(steps, x)
-        left = jnp.where(stays, norms[0], steps.norm(r))
-        k, x, _, _, history = lax.while_loop(goes_on, cycle, (k, x, r, left, history))
+        norm = jnp.where(stays, norms[0], steps.norm(r))
+        k, x, _, _, history = lax.while_loop(cond, cycle, (k, x, r, norm, history))
     last = jnp.where(stays, 0, k) * size
     return x, jnp.where(jnp.arange(system.maxiter * size + 1) > last, history[last], history)
 
@@ -305,7 +305,7 @@ def minimal_residual(steps: Steps, image: Callable[[Steps, Array], Array], b: Ar
     basis = jnp.zeros((count + 1, b.shape[0]), dtype).at[0].set(jnp.where(empty, 0, steps.div(b, length)))
     small = jnp.zeros(count + 1, dtype).at[0].set(length)
 
-    def turn(j: Array, state: tuple[Array, ...]) -> tuple[Array, ...]:
+    def body(j: Array, state: tuple[Array, ...]) -> tuple[Array, ...]:
         basis, triangle, cosines, sines, small, norms = state
         now = steps.at(j)
         w, h = _orthogonalized(now, basis, image(now, basis[j]), j)
@@ -314,10 +314,10 @@ def minimal_residual(steps: Steps, image: Callable[[Steps, Array], Array], b: Ar
         c, s, top = _rotation(now, h[j], following)
         basis = basis.at[j + 1].set(jnp.where(following == 0, 0, now.div(w, following)))
         # A basis that cannot grow gives a column of zeros, which the column of the identity replaces.
-        stuck = top == 0
-        h = h.at[j].set(jnp.where(stuck, 1, top))
+        breakdown = top == 0
+        h = h.at[j].set(jnp.where(breakdown, 1, top))
         left, right = now.mul(c, small[j]), now.mul(-s, small[j])
-        small = small.at[j].set(jnp.where(stuck, 0, left)).at[j + 1].set(jnp.where(stuck, small[j], right))
+        small = small.at[j].set(jnp.where(breakdown, 0, left)).at[j + 1].set(jnp.where(breakdown, small[j], right))
         return (
             basis, triangle.at[:, j].set(h), cosines.at[j].set(c), sines.at[j].set(s), small,
             norms.at[j + 1].set(jnp.abs(small[j + 1])),
@@ -326,7 +326,7 @@ def minimal_residual(steps: Steps, image: Callable[[Steps, Array], Array], b: Ar
     zeros = jnp.zeros(count, dtype)
     norms = jnp.zeros(count + 1, dtype).at[0].set(length)
     start = (basis, jnp.zeros((count, count), dtype), zeros, zeros, small, norms)
-    basis, triangle, _, _, small, norms = lax.fori_loop(0, count, turn, start)
+    basis, triangle, _, _, small, norms = lax.fori_loop(0, count, body, start)
     y = substitute(steps.at(count), triangle, small[:count], lower=False, unit=False)
     return steps.matmul(basis[:count].T, y), norms
 
@@ -335,24 +335,24 @@ def _orthogonalized(steps: Steps, basis: Array, w: Array, last: Array) -> tuple[
     """`w` without its parts along the first vectors of the basis, up to the last one, and these parts."""
     count = basis.shape[0] - 1
 
-    def turn(i: Array, state: tuple[Array, Array]) -> tuple[Array, Array]:
+    def body(i: Array, state: tuple[Array, Array]) -> tuple[Array, Array]:
         w, h = state
         now = steps.at(i)
         part = now.dot(basis[i], w)
         return now.sub(w, now.mul(part, basis[i])), h.at[i].set(part)
 
-    return lax.fori_loop(0, last + 1, turn, (w, jnp.zeros(count, w.dtype)))
+    return lax.fori_loop(0, last + 1, body, (w, jnp.zeros(count, w.dtype)))
 
 
 def _rotated(steps: Steps, h: Array, cosines: Array, sines: Array, last: Array) -> Array:
     """The rotations of the earlier columns, one after the other, on a new one."""
 
-    def turn(i: Array, h: Array) -> Array:
+    def body(i: Array, h: Array) -> Array:
         now = steps.at(i)
         a, b, c, s = h[i], h[i + 1], cosines[i], sines[i]
         return h.at[i].set(now.add(now.mul(c, a), now.mul(s, b))).at[i + 1].set(now.sub(now.mul(c, b), now.mul(s, a)))
 
-    return lax.fori_loop(0, last, turn, h)
+    return lax.fori_loop(0, last, body, h)
 
 
 def _rotation(steps: Steps, a: Array, b: Array) -> tuple[Array, Array, Array]:

@@ -24,13 +24,13 @@ class Operator:
 
     Args:
         text: the program as text.
-        held: the parts that the text does not show: the numbers in the program, and the arrays, by their identity.
+        values: the parts that the text does not show: the numbers in the program, and the arrays, by their identity.
         program: the program itself.
         constants: the number of arrays that are constants of the trace; the others are arguments before the vector.
     """
 
     text: str
-    held: tuple[Hashable, ...]
+    values: tuple[Hashable, ...]
     program: Any = field(compare=False)
     constants: int
 
@@ -54,13 +54,15 @@ def as_operator(name: str, function: Callable[..., Any], n: int, dtype: Any) -> 
         return (jax.tree.unflatten(tree, leaves) if leaves else function)(v)
 
     with types_for(dtype):
-        closed, result = jax.make_jaxpr(apply, return_shape=True)(leaves, jax.ShapeDtypeStruct((n,), dtype))
-    images, alone = closed.out_avals, jax.tree_util.treedef_is_leaf(jax.tree.structure(result))
+        program, result = jax.make_jaxpr(apply, return_shape=True)(leaves, jax.ShapeDtypeStruct((n,), dtype))
+    images, alone = program.out_avals, jax.tree_util.treedef_is_leaf(jax.tree.structure(result))
     if not alone or len(images) != 1 or images[0].shape != (n,) or not jnp.issubdtype(images[0].dtype, jnp.floating):
         got = ("" if alone else f"a {type(result).__name__} of ") + (", ".join(map(str, images)) or "nothing")
         raise ValueError(f"{name} gives {got} for a vector of shape {(n,)}; it must give one such vector, of floats")
-    operator = Operator(str(closed.jaxpr), tuple(_held(closed.jaxpr, whole=False)), closed.jaxpr, len(closed.consts))
-    return operator, [*closed.consts, *leaves]
+    operator = Operator(
+        str(program.jaxpr), tuple(_held(program.jaxpr, whole=False)), program.jaxpr, len(program.consts)
+    )
+    return operator, [*program.consts, *leaves]
 
 
 def _held(value: Any, *, whole: bool = True) -> Iterator[Hashable]:

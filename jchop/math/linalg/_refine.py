@@ -114,8 +114,8 @@ def _refine(plan: _Plan, core: int, batch: tuple[int, ...], a: Array, b: Array, 
 
 def _system(plan: _Plan, a: Array, b: Array, key: Array | None) -> Array:
     keys = [None] * 5 if key is None else list(split(key, 5))
-    rounded = [widened(round_to_format(x, plan.working, k)) for x, k in zip((a, b), keys, strict=False)]
-    return as_dtype(without_derivative(partial(_iterates, plan), rounded, keys[2:]), a.dtype)
+    operands = [widened(round_to_format(x, plan.working, k)) for x, k in zip((a, b), keys, strict=False)]
+    return as_dtype(without_derivative(partial(_iterates, plan), operands, keys[2:]), a.dtype)
 
 
 def _iterates(plan: _Plan, operands: list[Array], keys: list[Array | None]) -> Array:
@@ -126,12 +126,12 @@ def _iterates(plan: _Plan, operands: list[Array], keys: list[Array | None]) -> A
         Steps(spec, None if k is None or not draws(spec) else seed_words(k), a.dtype)
         for spec, k in zip((plan.factor, plan.working, plan.residual), keys, strict=True)
     )
-    packed, p, _ = eliminate(factor, factor.rounded(a))
+    lu_matrix, p, _ = eliminate(factor, factor.rounded(a))
     if b.ndim == 1:
-        return _of_column(plan, (a, packed, p), b, factor, working, residual)
+        return _of_column(plan, (a, lu_matrix, p), b, factor, working, residual)
 
     def column(j: Array, b: Array) -> Array:
-        return _of_column(plan, (a, packed, p), b, factor.at(j), working.at(j), residual.at(j))
+        return _of_column(plan, (a, lu_matrix, p), b, factor.at(j), working.at(j), residual.at(j))
 
     return jax.vmap(column, (0, 1), 2)(jnp.arange(b.shape[1], dtype=jnp.uint32), b)
 
@@ -140,12 +140,12 @@ def _of_column(
     plan: _Plan, matrix: tuple[Array, Array, Array], b: Array, factor: Steps, working: Steps, residual: Steps
 ) -> Array:
     """The iterates of one right-hand side, with the matrix, its factors and its rows in pivot order."""
-    a, packed, p = matrix
+    a, lu_matrix, p = matrix
 
     def from_factors(now: Steps, r: Array) -> Array:
         """(l u)⁻¹ r by the given factors, with `r` of any size."""
         scale = _power_above(r)
-        return through_factors(now, packed, now.rounded(r[p] / scale)) * scale
+        return through_factors(now, lu_matrix, now.rounded(r[p] / scale)) * scale
 
     def update(now_f: Steps, now: Steps, now_r: Steps, r: Array) -> Array:
         if plan.method == "lu":
@@ -154,12 +154,12 @@ def _of_column(
 
         def image(inner: Steps, v: Array) -> Array:
             high = now_r.at(inner.turn)
-            return inner.rounded(through_factors(high, packed, high.matmul(a, v)[p]))
+            return inner.rounded(through_factors(high, lu_matrix, high.matmul(a, v)[p]))
 
-        first = now.rounded(through_factors(now_r, packed, (r / scale)[p]))
+        first = now.rounded(through_factors(now_r, lu_matrix, (r / scale)[p]))
         return now.rounded(minimal_residual(now, image, first, plan.inner)[0] * scale)
 
-    def turn(x: Array, i: Array) -> tuple[Array, Array]:
+    def body(x: Array, i: Array) -> tuple[Array, Array]:
         now_f, now, now_r = factor.at(i), working.at(i), residual.at(i)
         r = now.rounded(now_r.sub(b, now_r.matmul(a, x)))
         x = now.add(x, update(now_f, now, now_r, r))
@@ -167,7 +167,7 @@ def _of_column(
 
     first = from_factors(factor, b)
     x = working.rounded(jnp.where(jnp.isfinite(first).all(), first, 0))
-    _, later = lax.scan(turn, x, jnp.arange(plan.steps, dtype=jnp.uint32))
+    _, later = lax.scan(body, x, jnp.arange(plan.steps, dtype=jnp.uint32))
     return jnp.concatenate([x[None], later])
 
 

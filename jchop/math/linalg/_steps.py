@@ -82,8 +82,8 @@ def batch_of(names: Sequence[str], arrays: Sequence[Any], cores: Sequence[int]) 
 def _evaluate(
     system: Callable[..., Any], cores: tuple[int, ...], batch: tuple[int, ...], *operands_and_key: Any
 ) -> Any:
-    *given, key = operands_and_key
-    return in_batches(system, cores, batch, list(map(jnp.asarray, given)), key)
+    *arrays, key = operands_and_key
+    return in_batches(system, cores, batch, list(map(jnp.asarray, arrays)), key)
 
 
 def in_batches(
@@ -105,11 +105,11 @@ def in_batches(
 
 
 def _system(function: Callable[..., Any], spec: Spec, count: int, *operands_and_key: Any) -> Any:
-    *given, key = operands_and_key
-    operands, constants = given[:count], given[count:]
+    *arrays, key = operands_and_key
+    operands, constants = arrays[:count], arrays[count:]
     keys = [None] * (count + 1) if key is None else list(split(key, count + 1))
-    rounded = [widened(round_to_format(x, spec, k)) for x, k in zip(operands, keys, strict=False)]
-    result = without_derivative(partial(_in_steps, function, spec), [*rounded, *constants], keys[-1])
+    values = [widened(round_to_format(x, spec, k)) for x, k in zip(operands, keys, strict=False)]
+    result = without_derivative(partial(_in_steps, function, spec), [*values, *constants], keys[-1])
     return as_dtype(result, operands[0].dtype)
 
 
