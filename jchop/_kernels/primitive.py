@@ -361,7 +361,7 @@ def _functions_of(table: Any, name: str, functions: dict[str, Any]) -> Iterable[
 
 @lru_cache(maxsize=4096)
 def _compiled(op: _Op, fun: Callable[..., Any], wide: bool, vmaps: _Vmaps, static: _Static) -> Callable[..., Any]:
-    """`_flat`, compiled. One object for equal arguments: JAX lowers it once for each shape."""
+    """`_results_under_vmaps`, compiled. One object for equal arguments: JAX lowers it once for each shape."""
     return compiled(_flat(op, fun, wide, vmaps, static))
 
 

@@ -1,7 +1,7 @@
 """Rounding of elements for TPU (Mosaic): each block is read, rounded a few registers at a time, and written.
 
 Bits of the TPU's own generator are cheaper than bits of the counter-based stream, but not reproducible:
-`round_with_hardware_bits`.
+`tpu_round_with_hardware_bits`.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ def round_with_hardware_bits(
     Args:
         x: float32 or bfloat16, any shape.
         seeds: the six uint32 words of `seed_words`.
-        spec: a specification with a stochastic mode, as for `round_elements`.
+        spec: a specification with a stochastic mode, as for `tpu_round_elements`.
         tiling: the tiles. Default: the heuristic's.
         interpret: as in `pallas_call`; only the interpreter of `pltpu.InterpretParams` has the generator.
     """

@@ -407,7 +407,7 @@ def round_scaled(
     Args:
         x: a carrier.
         stream_words: for a stochastic spec, the words of `seed_words`, then the traced starts of `place`.
-        spec: a spec of a scaled format that `require_scaled` accepts.
+        spec: a spec of a scaled format that `require_scaled_plan` accepts.
         place: the position of `x` in the random stream.
         impl: "auto", "xla" or "pallas".
     """

@@ -207,7 +207,7 @@ class _Tile:
         return (whole, part) if self.problem.last else (part, whole)
 
     def _load(self, words: Any, x: Any, i: Array, origin: _Origin) -> tuple[Array, Array | None, Array | None]:
-        """The blocks of an iteration (step, block, lanes), their random words, and a mask of packed codes (None: all)."""
+        """The blocks of an iteration (step, block, lanes), random words, and a mask of packed codes (None: all)."""
         problem, lanes = self.problem, self.tiling.lanes
         values = widen(x[self._place(i, self.strip)], problem.plan.carrier)
         values = values.T if problem.last else values
@@ -276,7 +276,7 @@ def _as_integers(scales: Array) -> Array:
 
 
 def _as_stored(bits: Array, dtype: jnp.dtype) -> Array:
-    """The inverse of `_as_integers`."""
+    """The inverse of `_bits_of_scales`."""
     if not jnp.issubdtype(dtype, jnp.floating):
         return bits.astype(dtype)
     if dtype.itemsize < 4:

@@ -279,7 +279,7 @@ def _parts(x: Array) -> Array:
 
 
 def _joined(parts: Array, dtype: Any) -> Array:
-    """The inverse of `_parts`."""
+    """The inverse of `_real_view`."""
     return lax.complex(parts[..., 0], parts[..., 1]) if jnp.issubdtype(dtype, jnp.complexfloating) else parts
 
 

@@ -17,7 +17,6 @@ from jchop._core.rounding.random_bits import seed_words
 from jchop._kernels.products.matmul import matmul_op
 from jchop._round.round_to_format import round_to_format
 from jchop.accumulation import MatmulSpec
-from jchop.distributed._axes import Axes, vary
 from jchop.spec import Spec
 from jchop.storage import QArray, dequantize, quantize
 
@@ -129,8 +128,3 @@ def sum_in_order(messages: Array, accumulate: MatmulSpec | None, key: Array | No
         return sum_along(rows, 0, accumulate, seeds, matmul=matmul_op)
 
     return jax.vmap(sum_rows, in_axes=(1, 0))(messages, jnp.asarray(places, jnp.uint32))
-
-
-def stacked(x: Array, axes: Axes) -> Array:
-    """`x` with a first axis of length one, and a type that differs between ranks."""
-    return vary(x, axes)[None]

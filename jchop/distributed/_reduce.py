@@ -75,7 +75,7 @@ def _exchange(wire: Wire, stages: tuple[Axes, ...], pieces: Array, key: Array | 
 
 
 def _ring(wire: Wire, pieces: Array, key: Array | None) -> Array:
-    """The partial sum of piece p starts at rank p + 1, and each rank adds its numbers; rank p has the last word."""
+    """The partial sum of piece p starts at rank p + 1, and each rank adds its numbers; rank p adds last."""
     axes, count = wire.axes, wire.axes.size
     wide = operation_carrier(pieces.dtype).name
     following = tuple((rank, (rank + 1) % count) for rank in range(count))
