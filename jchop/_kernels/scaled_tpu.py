@@ -276,7 +276,7 @@ def _as_integers(scales: Array) -> Array:
 
 
 def _as_stored(bits: Array, dtype: jnp.dtype) -> Array:
-    """The inverse of `_bits_of_scales`."""
+    """The inverse of `_integers_of_scales`."""
     if not jnp.issubdtype(dtype, jnp.floating):
         return bits.astype(dtype)
     if dtype.itemsize < 4:
