@@ -45,7 +45,7 @@ def gpu_round_elements(
     return run(x, seeds) if start is None else run(x, seeds, start)
 
 
-def _call(x: Array, *stream_words: Array, spec: Spec, tiling: RoundGpuTiling | None, interpret: Any) -> Array:
+def _call(x: Array, *seeds_and_starts: Array, spec: Spec, tiling: RoundGpuTiling | None, interpret: Any) -> Array:
     if not x.size:
         return x
     tiling = tiling or RoundGpuTiling.for_size(x.size, x.dtype.itemsize)
@@ -54,12 +54,12 @@ def _call(x: Array, *stream_words: Array, spec: Spec, tiling: RoundGpuTiling | N
         flat = x.reshape(x.size)
         out = pl.pallas_call(
             _Stretch(spec, tiling, x.size, x.dtype.itemsize).kernel,
-            out_shape=result_like(flat, stream_words),
+            out_shape=result_like(flat, seeds_and_starts),
             grid=(pl.cdiv(x.size, tiling.block),),
             compiler_params=plt.CompilerParams(num_warps=tiling.num_warps),
             interpret=interpret,
             name="round",
-        )(*stream_words, flat)
+        )(*seeds_and_starts, flat)
         return out.reshape(x.shape)
 
 

@@ -108,13 +108,13 @@ class _Elementwise:
     tiling: RoundTpuTiling | None
     interpret: Any
 
-    def __call__(self, x: Array, *stream_words: Array) -> Array:
+    def __call__(self, x: Array, *seeds_and_starts: Array) -> Array:
         if not x.size:
             return x
         # Without 64-bit types; otherwise some Python numbers would become 64-bit numbers.
         with jax.enable_x64(False):
             # A row of scalars; vmap then makes rows, which can be addressed one at a time.
-            rows = [part[None] for part in stream_words]
+            rows = [part[None] for part in seeds_and_starts]
             slabs = as_slabs(x)
             call = self._flat if slabs.ndim == 1 else self._call
             return call(slabs, *rows).reshape(x.shape)

@@ -80,13 +80,13 @@ def _run_gpu_quantize_blocks(x: Array, words: Array, *, plan: Plan) -> tuple[Arr
     return scaled_gpu.gpu_quantize_blocks(x, words, plan=plan)
 
 
-def kernel_words(tensor: Array | None, stream_words: Sequence[Array], place: StreamOffset) -> Array:
+def kernel_words(tensor: Array | None, seeds_and_starts: Sequence[Array], place: StreamOffset) -> Array:
     """The tensor's scale, the seeds and the start of an array for kernels: nine words, zero if unused.
 
     They are a row, not a vector: an axis that vmap adds to the blocks of a vector breaks their tiling on TPU.
     """
     scale = jnp.zeros(1, jnp.uint32) if tensor is None else lax.bitcast_convert_type(tensor, jnp.uint32)[None]
-    words = jnp.concatenate([scale, *chunk_arguments(tuple(stream_words), place)])
+    words = jnp.concatenate([scale, *chunk_arguments(tuple(seeds_and_starts), place)])
     return jnp.pad(words, (0, WORDS - words.size))[None]
 
 
@@ -98,8 +98,8 @@ def _tensor(x: Array, plan: Plan) -> Array | None:
 def _rounds(kernel: Callable[..., Array]) -> Callable[..., Array]:
     """A kernel with the arguments of `round_body`."""
 
-    def run(x: Array, *stream_words: Array, plan: Plan, place: StreamOffset = AT_START) -> Array:
-        return kernel(x, kernel_words(_tensor(x, plan), stream_words, place), plan=plan)
+    def run(x: Array, *seeds_and_starts: Array, plan: Plan, place: StreamOffset = AT_START) -> Array:
+        return kernel(x, kernel_words(_tensor(x, plan), seeds_and_starts, place), plan=plan)
 
     return run
 
@@ -109,14 +109,14 @@ def _quantizes(kernel: Callable[..., tuple[Array, Array]]) -> Callable[..., tupl
 
     def run(
         x: Array,
-        *stream_words: Array,
+        *seeds_and_starts: Array,
         plan: Plan,
         given: int = 0,
         place: StreamOffset = AT_START,
         as_dtype: Any = "uint8",
     ) -> tuple[Array, ...]:
         tensor = _tensor(x, plan)
-        codes, scales = kernel(x, kernel_words(tensor, stream_words, place), plan=plan)
+        codes, scales = kernel(x, kernel_words(tensor, seeds_and_starts, place), plan=plan)
         return lax.bitcast_convert_type(codes, as_dtype), scales, *(() if tensor is None else (tensor,))
 
     return run
@@ -255,11 +255,11 @@ def _plain(plan: Plan, shape: Sequence[int]) -> tuple[tuple[int, ...], Plan] | N
 
 
 def _plain_round(
-    shape: tuple[int, ...], *stream_words: tuple[int, ...], plan: Plan, place: StreamOffset = AT_START
+    shape: tuple[int, ...], *seeds_and_starts: tuple[int, ...], plan: Plan, place: StreamOffset = AT_START
 ) -> Any:
     """The arguments of `round_body` with joined axes."""
     form = _plain(plan, shape) if place.whole is None else None
-    return None if form is None else ((form[0], *stream_words), {"plan": form[1], "place": place})
+    return None if form is None else ((form[0], *seeds_and_starts), {"plan": form[1], "place": place})
 
 
 def _plain_quantize(
@@ -400,13 +400,13 @@ def _zeros(shapes: Any) -> Any:
 
 
 def round_scaled(
-    x: Array, *stream_words: Array, spec: Spec, place: StreamOffset = AT_START, impl: str = "auto"
+    x: Array, *seeds_and_starts: Array, spec: Spec, place: StreamOffset = AT_START, impl: str = "auto"
 ) -> Array:
     """`x` rounded to a scaled format: `dequantize_scaled` of `quantize_scaled`, bit for bit.
 
     Args:
         x: a carrier.
-        stream_words: for a stochastic spec, the words of `seed_words`, then the traced starts of `place`.
+        seeds_and_starts: for a stochastic spec, the words of `seed_words`, then the traced starts of `place`.
         spec: a spec of a scaled format that `require_scaled_plan` accepts.
         place: the position of `x` in the random stream.
         impl: "auto", "xla" or "pallas".
@@ -416,23 +416,23 @@ def round_scaled(
     dense, number, mask = dense_of(spec, x)
     plan = make_plan(dense, CARRIERS[x.dtype.name])
     run = partial(round_scaled_op, impl=impl, plan=plan, place=place)
-    result = _across_parts(run, plan.fmt, x, number, *stream_words)
+    result = _across_parts(run, plan.fmt, x, number, *seeds_and_starts)
     return result if mask is None else jnp.where(mask, result, 0)
 
 
-def overflowed_scaled(x: Array, *stream_words: Array, spec: Spec, place: StreamOffset = AT_START) -> Array:
+def overflowed_scaled(x: Array, *seeds_and_starts: Array, spec: Spec, place: StreamOffset = AT_START) -> Array:
     """Whether the rounded x / s + z is beyond the ends of the element format; arguments as for `round_scaled`."""
     if _empty(x.shape):
         return jnp.zeros_like(x, bool)
     dense, number, mask = dense_of(spec, x)
     plan = make_plan(dense, CARRIERS[x.dtype.name])
-    overflow = _across_parts(partial(overflowed_body, plan=plan, place=place), plan.fmt, x, number, *stream_words)
+    overflow = _across_parts(partial(overflowed_body, plan=plan, place=place), plan.fmt, x, number, *seeds_and_starts)
     return overflow if mask is None else mask & overflow
 
 
 def quantize_scaled(
     x: Array,
-    *stream_words: Array,
+    *seeds_and_starts: Array,
     spec: Spec,
     place: StreamOffset = AT_START,
     scale: Stored = None,
@@ -444,7 +444,7 @@ def quantize_scaled(
 
     Args:
         x: a carrier.
-        stream_words: as for `round_scaled`.
+        seeds_and_starts: as for `round_scaled`.
         spec: a spec of a scaled format with elements of at most 8 bits, and without `sparse` (`dense_of`).
         place: as for `round_scaled`.
         scale: the scales, in the form of `fit_scaled`. Default: fitted to `x`.
@@ -470,7 +470,9 @@ def quantize_scaled(
         codes, *rest = _zeros(stored_shapes(spec, x.shape))
         return codes.astype(as_dtype), *rest
     with types_for(x.dtype):
-        codes, *rest = _quantize(x, fixed_scales, stream_words, plan=plan, place=place, impl=impl, as_dtype=as_dtype)
+        codes, *rest = _quantize(
+            x, fixed_scales, seeds_and_starts, plan=plan, place=place, impl=impl, as_dtype=as_dtype
+        )
         return codes, *unflat(rest, fmt)
 
 
@@ -538,13 +540,13 @@ def _given(spec: Spec, shape: Sequence[int], scale: Stored, zero_point: Array | 
 
 @partial(compiled, static_argnames=("plan", "place", "impl", "as_dtype"), inline=True)
 def _quantize(
-    x: Array, fixed_scales: tuple, stream_words: tuple, *, plan: Plan, place: StreamOffset, impl: str, as_dtype: Any
+    x: Array, fixed_scales: tuple, seeds_and_starts: tuple, *, plan: Plan, place: StreamOffset, impl: str, as_dtype: Any
 ) -> tuple:
     static = {"plan": plan, "given": len(fixed_scales), "place": place, "as_dtype": as_dtype}
     codes, *scale_structs = stored_shapes(Spec(plan.fmt), x.shape)
     like = (*([] if as_dtype is None else [codes]), *flat(*scale_structs))
     return _across_parts(
-        partial(quantize_scaled_op, impl=impl, **static), plan.fmt, like, x, *fixed_scales, *stream_words
+        partial(quantize_scaled_op, impl=impl, **static), plan.fmt, like, x, *fixed_scales, *seeds_and_starts
     )
 
 

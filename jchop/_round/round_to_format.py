@@ -269,8 +269,10 @@ def _forward(
     return op(parts, *seeds, *starts, spec=spec, place=place)
 
 
-def _overflowed(x: Array, *stream_words: Array, spec: Spec, place: StreamOffset = AT_START) -> Array:
-    return overflowed(x, spec, carrier_of(x.dtype), words_like(x, stream_words, place) if stream_words else None)
+def _overflowed(x: Array, *seeds_and_starts: Array, spec: Spec, place: StreamOffset = AT_START) -> Array:
+    return overflowed(
+        x, spec, carrier_of(x.dtype), words_like(x, seeds_and_starts, place) if seeds_and_starts else None
+    )
 
 
 def _parts(x: Array) -> Array:
