@@ -104,17 +104,17 @@ def dot_product_attention(
     page = cache.slot_positions.shape[1] if cache.table is not None else 1
     block = min(max(check_int("block_size", block_size, 1) // page, 1) * page, slots)
     scale = size**-0.5 if scale is None else scale
-    where = cache.query_positions(positions, tokens)
+    query_positions = cache.query_positions(positions, tokens)
     options = {"is_causal": is_causal, "window": window, "block": block, "precision": precision}
     with types_for(query.dtype), jax.named_scope(OWN_SCOPE), jax.named_scope("dot_product_attention"):
-        return own_results(_attend(query, cache, where, scale, **options))
+        return own_results(_attend(query, cache, query_positions, scale, **options))
 
 
 @partial(compiled, static_argnames=("is_causal", "window", "block", "precision"), inline=True)
 def _attend(
     query: Array,
     cache: KVCache,
-    where: Array,
+    query_positions: Array,
     scale: Any,
     *,
     is_causal: bool,
@@ -128,50 +128,52 @@ def _attend(
     q = jnp.moveaxis(query.astype(dtype).reshape(batch, tokens, kv_heads, heads // kv_heads, size), 1, 3)
     product = partial(jnp.einsum, precision=precision, preferred_element_type=dtype)
 
-    def begins(i: Array) -> Array:
+    def block_start(i: Array) -> Array:
         return jnp.minimum(i * block, slots - block)  # the last block ends with the cache
 
-    def taken(i: Array) -> tuple[Rows, Rows, Array]:
-        keys, values, stored = cache.part(begins(i), block)
+    def load_block(i: Array) -> tuple[Rows, Rows, Array]:
+        keys, values, positions = cache.part(block_start(i), block)
         # Heads are moved before numbers are unpacked: fewer bytes, and unpacking is not fused with the move.
-        return keys.heads_first(), values.heads_first(), stored
+        return keys.heads_first(), values.heads_first(), positions
 
     def step(i: Array, state: Any) -> Any:
-        # The next block is taken here and unpacked in its turn: `slice_fused_into_loop` in `_core/xla_cpu.py`.
-        (keys, values, stored), (largest, total, summed) = state
+        # The next block is loaded here and unpacked in its iteration: `slice_fused_into_loop` in `_core/xla_cpu.py`.
+        (keys, values, positions), (largest, total, weighted_sum) = state
         # The last block may begin with slots of the block before.
-        stored = jnp.where(begins(i) + jnp.arange(block) < i * block, -1, stored)
-        seen = visible(where, stored, is_causal, window)[:, None, None]
-        k, v = (numbers_there(rows, stored[:, None]).astype(dtype) for rows in (keys, values))
+        positions = jnp.where(block_start(i) + jnp.arange(block) < i * block, -1, positions)
+        mask = visible(query_positions, positions, is_causal, window)[:, None, None]
+        k, v = (numbers_there(rows, positions[:, None]).astype(dtype) for rows in (keys, values))
         scores = product("bngth,bnsh->bngts", q, k) * jnp.asarray(scale, dtype)
-        scores = jnp.where(seen, scores, -jnp.inf)
+        scores = jnp.where(mask, scores, -jnp.inf)
         after = jnp.maximum(largest, jnp.max(scores, axis=-1, keepdims=True))
         base = jnp.where(after == -jnp.inf, 0, after)  # nothing seen yet
-        weights, kept = jnp.exp(scores - base), jnp.exp(largest - base)
-        total = total * kept + jnp.sum(weights, axis=-1, keepdims=True)
-        summed = summed * kept + product("bngts,bnsh->bngth", weights, v)
-        return taken(i + 1), (after, total, summed)
+        weights, correction = jnp.exp(scores - base), jnp.exp(largest - base)
+        total = total * correction + jnp.sum(weights, axis=-1, keepdims=True)
+        weighted_sum = weighted_sum * correction + product("bngts,bnsh->bngth", weights, v)
+        return load_block(i + 1), (after, total, weighted_sum)
 
     shape = (batch, kv_heads, heads // kv_heads, tokens)
     zeros = (jnp.full((*shape, 1), -jnp.inf, dtype), jnp.zeros((*shape, 1), dtype), jnp.zeros((*shape, size), dtype))
-    zeros = tuple(varying_like(v, *jax.tree.leaves((q, cache, where))) for v in zeros)
-    first, end = _blocks(cache, where, is_causal, window, block)
-    start = taken(first), zeros
-    _, (_, total, summed) = lax.fori_loop(first, end, step, start)
-    y = jnp.where(total == 0, 0, summed / jnp.where(total == 0, 1, total))
+    zeros = tuple(varying_like(v, *jax.tree.leaves((q, cache, query_positions))) for v in zeros)
+    first, end = _blocks(cache, query_positions, is_causal, window, block)
+    start = load_block(first), zeros
+    _, (_, total, weighted_sum) = lax.fori_loop(first, end, step, start)
+    y = jnp.where(total == 0, 0, weighted_sum / jnp.where(total == 0, 1, total))
     y = jnp.moveaxis(y, 3, 1).reshape(query.shape)
-    return jnp.where(cache.incomplete(where, window)[:, :, None, None], jnp.nan, y).astype(query.dtype)
+    return jnp.where(cache.incomplete(query_positions, window)[:, :, None, None], jnp.nan, y).astype(query.dtype)
 
 
-def _blocks(cache: KVCache, where: Array, is_causal: bool, window: int | None, block: int) -> tuple[Array, Array]:
+def _blocks(
+    cache: KVCache, query_positions: Array, is_causal: bool, window: int | None, block: int
+) -> tuple[Array, Array]:
     """The first block that a query attends to, and the one after the last."""
     slots = cache.shape[1]
     longest = jnp.max(cache.lengths)
     if cache.window is not None:
         return jnp.int32(0), -(-jnp.minimum(longest, slots) // block)
-    end = jnp.minimum(longest, jnp.max(where) + 1) if is_causal else longest
+    end = jnp.minimum(longest, jnp.max(query_positions) + 1) if is_causal else longest
     end = jnp.clip(end, 0, slots)
     if window is None:
         return jnp.int32(0), -(-end // block)
-    oldest = jnp.min(jnp.where(where >= 0, where, slots))
+    oldest = jnp.min(jnp.where(query_positions >= 0, query_positions, slots))
     return jnp.maximum(oldest - window + 1, 0) // block, -(-end // block)

@@ -233,36 +233,36 @@ class KVCache:
             raise ValueError(f"k has {count} tokens, and the cache {capacity} slots for a sequence")
         if positions is None:
             position = self.lengths[:, None] + jnp.arange(count, dtype=jnp.int32)
-            self._check_known(position)
+            self._check_positions(position)
         else:
-            self._check_known(positions)
+            self._check_positions(positions)
             position = self._as_positions(positions, count)
-        return self._with(k, v, position)
+        return self._write_tokens(k, v, position)
 
-    def _with(self, k: Array, v: Array, position: Array) -> KVCache:
+    def _write_tokens(self, k: Array, v: Array, position: Array) -> KVCache:
         batch, capacity, _, _ = self.shape
         rows, slots = self.slot_positions.shape
-        given = position >= 0
+        is_token = position >= 0
         lengths = jnp.maximum(self.lengths, jnp.max(position, axis=1, initial=NO_TOKEN) + 1)
         row, slot, table = jnp.broadcast_to(jnp.arange(batch)[:, None], position.shape), position, self.table
         if self.window is not None:
-            slot, there, lost = position % slots, given & (position >= lengths[:, None] - slots), None
+            slot, fits, overflow = position % slots, is_token & (position >= lengths[:, None] - slots), None
         else:
-            there = given & (position < capacity)
+            fits = is_token & (position < capacity)
             if table is not None:
                 page = position // slots
-                table = with_pages(table, rows, page, there, min(table.size, position.size))
-                row = jnp.take_along_axis(table, jnp.where(there, page, 0), axis=1)
-                slot, there = position % slots, there & (row != NO_PAGE)
-            lost = given & ~there
-        row = jnp.where(there, row, rows)  # a row that does not exist: nothing is written
+                table = with_pages(table, rows, page, fits, min(table.size, position.size))
+                row = jnp.take_along_axis(table, jnp.where(fits, page, 0), axis=1)
+                slot, fits = position % slots, fits & (row != NO_PAGE)
+            overflow = is_token & ~fits
+        row = jnp.where(fits, row, rows)  # a row that does not exist: nothing is written
         return replace(
             self,
-            key_slots=self.key_slots.written(k, row, slot),
-            value_slots=self.value_slots.written(v, row, slot),
+            key_slots=self.key_slots.write(k, row, slot),
+            value_slots=self.value_slots.write(v, row, slot),
             slot_positions=self.slot_positions.at[row, slot].set(position, mode="drop"),
             lengths=lengths,
-            overflowed=self.overflowed if lost is None else self.overflowed | lost.any(axis=1),
+            overflowed=self.overflowed if overflow is None else self.overflowed | overflow.any(axis=1),
             table=table,
         )
 
@@ -316,13 +316,13 @@ class KVCache:
         rows, slots = self.slot_positions.shape
         positions, table, after = self.slot_positions, self.table, limit[:, None]
         if table is not None:
-            owned = jnp.where(table == NO_PAGE, rows, table)
-            after = jnp.zeros(rows, jnp.int32).at[owned].set(after, mode="drop")[:, None]
+            page_rows = jnp.where(table == NO_PAGE, rows, table)
+            after = jnp.zeros(rows, jnp.int32).at[page_rows].set(after, mode="drop")[:, None]
             table = jnp.where(jnp.arange(table.shape[1]) * slots < limit[:, None], table, NO_PAGE)
-        gone, left = jnp.maximum(positions, _lost(positions)) >= after, NO_TOKEN
+        drops, mark = jnp.maximum(positions, _lost(positions)) >= after, NO_TOKEN
         if self.window is not None:
-            left = jnp.minimum(_lost(after - 1 - (after - 1 - jnp.arange(slots)) % slots), NO_TOKEN)
-        return replace(self, slot_positions=jnp.where(gone, left, positions), lengths=limit, table=table)
+            mark = jnp.minimum(_lost(after - 1 - (after - 1 - jnp.arange(slots)) % slots), NO_TOKEN)
+        return replace(self, slot_positions=jnp.where(drops, mark, positions), lengths=limit, table=table)
 
     def take(self, sequences: Any) -> KVCache:
         """A cache of some of the sequences, each as often as it is named: the survivors of a beam search.
@@ -356,21 +356,21 @@ class KVCache:
         index = jnp.clip(index, 0, last)
         if self.table is None:
             return jax.tree.map(lambda leaf: leaf[index], self)
-        rows, wanted = self.slot_positions.shape[0], self.table[index]
+        rows, source_pages = self.slot_positions.shape[0], self.table[index]
         first = jnp.argmax(index[:, None] == index, axis=1) == jnp.arange(index.size)
-        table, there = jnp.where(first[:, None], wanted, NO_PAGE), wanted != NO_PAGE
+        table, has_page = jnp.where(first[:, None], source_pages, NO_PAGE), source_pages != NO_PAGE
         page = jnp.broadcast_to(jnp.arange(table.shape[1]), table.shape)
-        table = with_pages(table, rows, page, there, table.size)
-        owned = jnp.where(table == NO_PAGE, rows, table)
-        origin = jnp.full(rows, NO_PAGE).at[owned].set(wanted, mode="drop")
-        taken = partial(jnp.take, indices=jnp.maximum(origin, 0), axis=0)
+        table = with_pages(table, rows, page, has_page, table.size)
+        page_rows = jnp.where(table == NO_PAGE, rows, table)
+        origin = jnp.full(rows, NO_PAGE).at[page_rows].set(source_pages, mode="drop")
+        take_rows = partial(jnp.take, indices=jnp.maximum(origin, 0), axis=0)
         return replace(
             self,
-            key_slots=self.key_slots.part(taken),
-            value_slots=self.value_slots.part(taken),
-            slot_positions=jnp.where((origin == NO_PAGE)[:, None], NO_TOKEN, taken(self.slot_positions)),
+            key_slots=self.key_slots.part(take_rows),
+            value_slots=self.value_slots.part(take_rows),
+            slot_positions=jnp.where((origin == NO_PAGE)[:, None], NO_TOKEN, take_rows(self.slot_positions)),
             lengths=self.lengths[index],
-            overflowed=self.overflowed[index] | (there & (table == NO_PAGE)).any(axis=1),
+            overflowed=self.overflowed[index] | (has_page & (table == NO_PAGE)).any(axis=1),
             table=table,
         )
 
@@ -396,12 +396,12 @@ class KVCache:
 
     def incomplete(self, query: Array, window: int | None) -> Array:
         """Whether a query would attend to tokens that are not stored, in the shape of `query`."""
-        lost = jnp.broadcast_to(self.overflowed[:, None], query.shape)
+        lacks_tokens = jnp.broadcast_to(self.overflowed[:, None], query.shape)
         if self.window is None or window is None:
-            return lost
+            return lacks_tokens
         oldest = jnp.maximum(self.lengths[:, None] - self.slot_positions.shape[1], 0)
-        lost |= (query >= 0) & (jnp.maximum(query - window + 1, 0) < oldest)
-        return lost | visible(query, _lost(self.slot_positions), True, window).any(axis=2)
+        lacks_tokens |= (query >= 0) & (jnp.maximum(query - window + 1, 0) < oldest)
+        return lacks_tokens | visible(query, _lost(self.slot_positions), True, window).any(axis=2)
 
     def _as_positions(self, positions: Any, tokens: int | None) -> Array:
         array = positions if isinstance(positions, Array) else jnp.asarray(np.asarray(positions))
@@ -413,13 +413,13 @@ class KVCache:
             raise ValueError(f"positions have the shape {array.shape}; it must be ({count},) or ({batch}, {count})")
         return jnp.broadcast_to(array.astype(jnp.int32), (batch, count))
 
-    def _check_known(self, positions: Any) -> None:
+    def _check_positions(self, positions: Any) -> None:
         """Refuse positions that have no slot, if their values are known."""
         if has_tracer(positions):
             return
-        known = np.asarray(positions)
+        values = np.asarray(positions)
         capacity = self.shape[1]
-        wrong = known[(known < NO_TOKEN) | ((known >= capacity) & (self.window is None))]
+        wrong = values[(values < NO_TOKEN) | ((values >= capacity) & (self.window is None))]
         if wrong.size:
             raise ValueError(
                 f"positions hold {wrong.flat[0]}; the cache has slots for 0 to {capacity - 1}, and -1 is padding"
@@ -438,10 +438,10 @@ class KVCache:
 def visible(query: Array, slots: Array, is_causal: bool, window: int | None) -> Array:
     """Whether queries at some positions attend to slots with some positions, shape (batch, queries, slots)."""
     query, slots = query[:, :, None], slots[:, None, :]
-    seen = (query >= 0) & (slots >= 0)
+    mask = (query >= 0) & (slots >= 0)
     if is_causal:
-        seen &= slots <= query
-    return seen if window is None else seen & (slots > query - window)
+        mask &= slots <= query
+    return mask if window is None else mask & (slots > query - window)
 
 
 def _lost(positions: Array) -> Array:
@@ -451,8 +451,8 @@ def _lost(positions: Array) -> Array:
 
 def _of_pages(leaf: Array, table: Array) -> Array:
     """The slots on some pages of each sequence, in order; of pages that a sequence has not, another's."""
-    found = leaf[jnp.maximum(table, 0)]
-    return found.reshape(table.shape[0], -1, *leaf.shape[2:])
+    slots = leaf[jnp.maximum(table, 0)]
+    return slots.reshape(table.shape[0], -1, *leaf.shape[2:])
 
 
 def _shape(shape: Sequence[int]) -> tuple[int, ...]:

@@ -62,16 +62,16 @@ class Rows:
         """With the axis of heads before that of slots."""
         return self.part(lambda word: jnp.swapaxes(word, 1, 2))
 
-    def written(self, new: Array, row: Array, slot: Array) -> Rows:
+    def write(self, new: Array, row: Array, slot: Array) -> Rows:
         """With new tokens in their slots; those whose row does not exist are not written."""
-        packed = jax.tree.leaves(_packed(new.astype(self.dtype), self.spec))
+        leaves = jax.tree.leaves(_packed(new.astype(self.dtype), self.spec))
         words = (
             old.at[row, slot].set(lax.bitcast_convert_type(leaf, old.dtype), mode="drop")
-            for old, leaf in zip(self.words, packed, strict=True)
+            for old, leaf in zip(self.words, leaves, strict=True)
         )
         return replace(self, words=tuple(words))
 
-    def stored(self) -> QArray | Array:
+    def tokens(self) -> QArray | Array:
         """The tokens as a QArray or an array."""
         tree, dtypes = _form(self.spec, self.size, self.dtype)
         leaves = (lax.bitcast_convert_type(w, dtype) for w, dtype in zip(self.words, dtypes, strict=True))
@@ -79,8 +79,8 @@ class Rows:
 
     def numbers(self) -> Array:
         """The tokens as numbers."""
-        stored = self.stored()
-        return dequantize(stored) if isinstance(stored, QArray) else stored
+        tokens = self.tokens()
+        return dequantize(tokens) if isinstance(tokens, QArray) else tokens
 
 
 def numbers_there(rows: Rows, positions: Array) -> Array:
@@ -118,8 +118,8 @@ def _packed(x: Array, spec: Spec | None) -> QArray | Array:
 @lru_cache(maxsize=64)
 def _form(spec: Spec | None, size: int, dtype: np.dtype) -> tuple[Any, tuple[np.dtype, ...]]:
     """The structure of stored tokens, and the dtypes of its leaves."""
-    one = jax.eval_shape(partial(_packed, spec=spec), jax.ShapeDtypeStruct((1,) * (NDIM - 1) + (size,), dtype))
-    leaves, tree = jax.tree.flatten(one)
+    token = jax.eval_shape(partial(_packed, spec=spec), jax.ShapeDtypeStruct((1,) * (NDIM - 1) + (size,), dtype))
+    leaves, tree = jax.tree.flatten(token)
     return tree, tuple(leaf.dtype for leaf in leaves)
 
 

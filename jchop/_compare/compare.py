@@ -131,11 +131,11 @@ class Comparison(Tables):
     _align = "<" + ">" * 8
 
     def _parts(self) -> list[Part]:
-        scaled = self.scale == "fit"
+        fits_scale = self.scale == "fit"
         head = ("format", "bits", "SNR dB", "worst abs.", "worst rel.", "overflow", "clipped", "to zero", "largest")
         body = [
             (
-                row.format + (f" · 2^{-row.exponent}" if scaled and row.exponent else ""),
+                row.format + (f" · 2^{-row.exponent}" if fits_scale and row.exponent else ""),
                 f"{row.bits:.4g}",
                 "exact" if row.snr == math.inf else f"{row.snr:.1f}",
                 f"{row.worst_absolute:.3g}",
@@ -240,13 +240,13 @@ def _row(array: np.ndarray, finite: np.ndarray, spec: Spec, key: Any, fit: bool)
     if fmt is None and not holds(spec, CARRIERS[array.dtype.name]):
         array = array.astype(np.float64)
     exponent = _exponent(float(np.abs(array[finite]).max()), spec.format) if fit and fmt is None else 0
-    given = array if not exponent else np.ldexp(array.astype(np.float64), exponent)
-    rounded = round_to_format(given, replace(spec, gradient=Gradient()), key)
-    beyond = _beyond(given, rounded, spec, key)
-    x, y = given[finite].astype(np.float64), rounded[finite].astype(np.float64)
-    lost, nonzero = ~np.isfinite(y), x != 0
+    scaled_array = array if not exponent else np.ldexp(array.astype(np.float64), exponent)
+    rounded_array = round_to_format(scaled_array, replace(spec, gradient=Gradient()), key)
+    clips = _beyond(scaled_array, rounded_array, spec, key)
+    x, y = scaled_array[finite].astype(np.float64), rounded_array[finite].astype(np.float64)
+    nonfinite, nonzero = ~np.isfinite(y), x != 0
     with np.errstate(invalid="ignore", over="ignore"):
-        error = np.where(lost, np.inf, np.abs(x - y))
+        error = np.where(nonfinite, np.inf, np.abs(x - y))
         relative = float((error[nonzero] / np.abs(x[nonzero])).max(initial=0.0))
         worst = float(np.ldexp(error.max(), -exponent))
     return ComparisonRow(
@@ -255,8 +255,8 @@ def _row(array: np.ndarray, finite: np.ndarray, spec: Spec, key: Any, fit: bool)
         _decibels(x, error),
         worst,
         relative,
-        float(lost.mean()),
-        math.nan if beyond is None else float(beyond[finite].mean()),
+        float(nonfinite.mean()),
+        math.nan if clips is None else float(clips[finite].mean()),
         float((nonzero & (y == 0)).mean()),
         math.nan if fmt is not None else _as_float(spec.format.max),
         exponent,

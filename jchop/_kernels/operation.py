@@ -25,11 +25,11 @@ def operation_on_device(
     carrier = operation_carrier(args[0].dtype)
     if spec is None or carrier.name != "float32":
         return operation(name, args, spec, word, ranges=ranges)
-    known = tuple(ranges) or (range_of(spec, carrier),) * len(args)
-    if not float64.computes(name, spec, known):
+    operand_ranges = tuple(ranges) or (range_of(spec, carrier),) * len(args)
+    if not float64.computes(name, spec, operand_ranges):
         return operation(name, args, spec, word, ranges=ranges)
     arrays = [widened(x) for x in jnp.broadcast_arrays(*args)]
-    out = _short_op(*arrays, *(() if word is None else (word,)), name=name, spec=spec, ranges=known)
+    out = _short_op(*arrays, *(() if word is None else (word,)), name=name, spec=spec, ranges=operand_ranges)
     return out.astype(args[0].dtype)
 
 

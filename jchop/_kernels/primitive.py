@@ -125,7 +125,7 @@ def make_op(
     like_first: bool = False,
     single_cpu: Callable[..., Any] | None = None,
     apart: bool = False,
-    plain: Callable[..., Plain | None] | None = None,
+    canonical: Callable[..., Plain | None] | None = None,
     stores: bool = False,
 ) -> Callable[..., Any]:
     """An operation with several implementations, as one JAX primitive.
@@ -144,8 +144,8 @@ def make_op(
             be partitioned or run under vmap, and so should not.
         apart: in programs for one CPU, neither body is fused with the operations around it. This is for bodies that
             read an array more than once, or whose results are read more than once.
-        plain: of the shapes of the arrays and the static keywords, other shapes and keywords that give the same numbers
-            in the same order, or None. A program for one CPU then has one body for all that have the same plain ones.
+        canonical: of the shapes of the arrays and the static keywords, other shapes and keywords that give the same
+            numbers in the same order, or None. A program for one CPU then has one body for all that share them.
         stores: the results are codes and scales, which `emulate` does not round.
 
     Returns:
@@ -161,10 +161,10 @@ def make_op(
         >>> int(double(jnp.int32(4), times=2))
         8
     """
-    given = (("tpu", tpu), ("cuda", gpu))
+    platform_kernels = (("tpu", tpu), ("cuda", gpu))
     kernels = tuple(
         (platform, (kernel,) if isinstance(kernel, Kernel) else tuple(kernel))
-        for platform, kernel in given
+        for platform, kernel in platform_kernels
         if kernel is not None
     )
     op = _Op(name, body, kernels, single, like_first)
@@ -172,8 +172,8 @@ def make_op(
     primitive.def_impl(partial(_eager, op, primitive))
     primitive.def_abstract_eval(partial(_abstract, op))
     mlir.register_lowering(primitive, partial(_lower_portable, op))
-    if apart or single_cpu is not None or plain is not None:
-        lower = partial(_lower_single_cpu, op, single_cpu or body, apart, plain)
+    if apart or single_cpu is not None or canonical is not None:
+        lower = partial(_lower_single_cpu, op, single_cpu or body, apart, canonical)
         mlir.register_lowering(primitive, lower, platform="cpu")
     for platform, several in kernels:
         mlir.register_lowering(primitive, partial(_lower_kernel, op, platform, several), platform=platform)
@@ -195,14 +195,14 @@ def make_op(
 @lru_cache(maxsize=4096)
 def _flat(op: _Op, fun: Callable[..., Any], wide: bool, vmaps: _Vmaps, static: _Static) -> Callable[..., list]:
     """`fun` under the vmaps, its results as a list. One object for equal arguments, so that JAX's caches find it."""
-    mapped = partial(fun, **dict(static))
+    function = partial(fun, **dict(static))
     for axes in vmaps:
-        mapped = jax.vmap(mapped, in_axes=axes)
+        function = jax.vmap(function, in_axes=axes)
 
     def flat(*args: Any) -> list:
         # A lowering may come after the context in which 64-bit data was traced.
         with own_settings(), jax.enable_x64(wide or jax.config.jax_enable_x64):  # type: ignore[attr-defined]
-            out = mapped(*args)
+            out = function(*args)
         if op.like_first and out.shape == args[0].shape:
             out = sharded_like(out, args[0])
         return [out] if op.single else list(out)
@@ -244,7 +244,7 @@ def _lower_single_cpu(
     op: _Op,
     single_cpu: Callable[..., Any],
     apart: bool,
-    plain: Callable[..., Plain | None] | None,
+    canonical: Callable[..., Plain | None] | None,
     ctx: Any,
     *args: Any,
     impl: str,
@@ -255,12 +255,12 @@ def _lower_single_cpu(
     if params["vmaps"]:  # both sides of a branch would be computed
         return _lower(ctx, op, op.body, args, apart, **params)
     shapes = tuple(aval.shape for aval in ctx.avals_in)
-    found = None if plain is None else plain(*shapes, **dict(params["static"]))
-    if found is None:
+    form = None if canonical is None else canonical(*shapes, **dict(params["static"]))
+    if form is None:
         return _lower(ctx, op, single_cpu, args, apart, **params)
-    shapes, static = found
-    reshaped = shapes, tuple(aval.shape for aval in ctx.avals_out)
-    return _lower(ctx, op, single_cpu, args, apart, reshaped, **{**params, "static": tuple(sorted(static.items()))})
+    shapes, static = form
+    reshapes = shapes, tuple(aval.shape for aval in ctx.avals_out)
+    return _lower(ctx, op, single_cpu, args, apart, reshapes, **{**params, "static": tuple(sorted(static.items()))})
 
 
 def _lower_kernel(
@@ -299,13 +299,13 @@ def _lower(
     fun: Callable[..., Any],
     args: tuple,
     apart: bool = False,
-    reshaped: _Reshaped | None = None,
+    reshapes: _Reshaped | None = None,
     **params: Any,
 ) -> Any:
     module = ctx.module_context
-    known = len(module.cached_primitive_lowerings)
-    out = mlir.lower_fun(_called(op, fun, apart, reshaped, **params), multiple_results=True)(ctx, *args)
-    new = len(module.cached_primitive_lowerings) > known
+    cache_size = len(module.cached_primitive_lowerings)
+    out = mlir.lower_fun(_called(op, fun, apart, reshapes, **params), multiple_results=True)(ctx, *args)
+    new = len(module.cached_primitive_lowerings) > cache_size
     call = out[0].owner
     if call.name == "stablehlo.reshape":
         call = call.operands[0].owner
@@ -345,23 +345,23 @@ def _write_arrays(function: Any) -> None:
             operation.erase()
 
 
-def _functions_of(table: Any, name: str, found: dict[str, Any]) -> Iterable[Any]:
+def _functions_of(table: Any, name: str, functions: dict[str, Any]) -> Iterable[Any]:
     """A function of a module, and the functions that it calls."""
-    if name not in found:
-        found[name] = table[name]
+    if name not in functions:
+        functions[name] = table[name]
 
-        def called(operation: Any) -> Any:
+        def collect_calls(operation: Any) -> Any:
             if operation.name == "func.call":
-                _functions_of(table, ir.FlatSymbolRefAttr(operation.attributes["callee"]).value, found)
+                _functions_of(table, ir.FlatSymbolRefAttr(operation.attributes["callee"]).value, functions)
             return ir.WalkResult.ADVANCE
 
-        found[name].operation.walk(called)
-    return found.values()
+        functions[name].operation.walk(collect_calls)
+    return functions.values()
 
 
 @lru_cache(maxsize=4096)
 def _compiled(op: _Op, fun: Callable[..., Any], wide: bool, vmaps: _Vmaps, static: _Static) -> Callable[..., Any]:
-    """`_flat`, compiled. One object for equal arguments: JAX lowers it once for each shape."""
+    """`_results_under_vmaps`, compiled. One object for equal arguments: JAX lowers it once for each shape."""
     return compiled(_flat(op, fun, wide, vmaps, static))
 
 
@@ -370,25 +370,25 @@ def _called(
     op: _Op,
     fun: Callable[..., Any],
     apart: bool,
-    reshaped: _Reshaped | None,
+    reshapes: _Reshaped | None,
     wide: bool,
     vmaps: _Vmaps,
     static: _Static,
 ) -> Any:
     """`fun` as a call of a function that a program has once for each shape; with `apart`, XLA does not inline it.
 
-    If there is `reshaped`, the arrays have these shapes in the function, and the results these shapes after it.
+    If there is `reshapes`, the arrays have these shapes in the function, and the results these shapes after it.
     """
     function = _compiled(op, fun, wide, vmaps, static)
 
-    def called(*args: Any) -> Any:
+    def call(*args: Any) -> Any:
         # A lowering may come after the context in which 64-bit data was traced.
         with jax.enable_x64(wide or jax.config.jax_enable_x64):  # type: ignore[attr-defined]
-            out: Any = function(*(args if reshaped is None else _in_shapes(args, reshaped[0])))
+            out: Any = function(*(args if reshapes is None else _in_shapes(args, reshapes[0])))
             out = set_xla_metadata(out, inlineable="false") if apart else out
-            return out if reshaped is None else _in_shapes(out, reshaped[1])
+            return out if reshapes is None else _in_shapes(out, reshapes[1])
 
-    return called
+    return call
 
 
 def _in_shapes(arrays: Iterable[Any], shapes: Iterable[tuple[int, ...]]) -> list[Any]:
@@ -404,8 +404,8 @@ def _batch(primitive: Primitive, args: Any, dims: Any, *, vmaps: _Vmaps, **param
 
 def _within(avals: Any, vmaps: _Vmaps) -> list[jax.ShapeDtypeStruct]:
     """The arguments of the innermost function, without the axes of vmaps."""
-    mapped = [sum(axes[i] is not None for axes in vmaps) for i in range(len(avals))]
-    return [jax.ShapeDtypeStruct(aval.shape[n:], aval.dtype) for aval, n in zip(avals, mapped, strict=True)]
+    vmap_counts = [sum(axes[i] is not None for axes in vmaps) for i in range(len(avals))]
+    return [jax.ShapeDtypeStruct(aval.shape[n:], aval.dtype) for aval, n in zip(avals, vmap_counts, strict=True)]
 
 
 # -- obstacles to a kernel ---------------------------------------------------------------------------------------------
@@ -471,12 +471,12 @@ def devices_at_hand() -> dict[tuple[str, str, bool], int]:
     Raises:
         RuntimeError: if a backend does not start.
     """
-    found: dict[tuple[str, str, bool], int] = {}
+    counts: dict[tuple[str, str, bool], int] = {}
     for device in jax.devices():
         capable = device.platform == "gpu" and (_capability_of(device) or 0) >= _LEAST_CAPABILITY
         key = device.device_kind, device.platform, device.platform == "tpu" or capable
-        found[key] = found.get(key, 0) + 1
-    return found
+        counts[key] = counts.get(key, 0) + 1
+    return counts
 
 
 def by_platform(otherwise: Callable[..., Any], *arrays: Any, **on: Callable[..., Any]) -> Any:

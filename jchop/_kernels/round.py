@@ -21,25 +21,27 @@ __all__ = ["round_op", "round_with_hardware_bits_op"]
 Array = jax.Array
 
 
-def body(x: Array, *drawn: Array, spec: Spec, place: StreamOffset = AT_START, tiling: Any = None) -> Array:
+def body(x: Array, *seeds_and_starts: Array, spec: Spec, place: StreamOffset = AT_START, tiling: Any = None) -> Array:
     """`x` rounded under `spec`.
 
     Args:
         x: values of a carrier, any shape.
-        drawn: for the stochastic modes, the words of `seed_words`, then the traced starts of `place`.
+        seeds_and_starts: for the stochastic modes, the words of `seed_words`, then the traced starts of `place`.
         spec: a specification that the carrier holds.
         place: the position of `x` in the random stream.
         tiling: a tiling, used by kernels only.
     """
     del tiling
-    return round_elements(x, spec, CARRIERS[x.dtype.name], words_like(x, drawn, place) if drawn else None)
+    return round_elements(
+        x, spec, CARRIERS[x.dtype.name], words_like(x, seeds_and_starts, place) if seeds_and_starts else None
+    )
 
 
-def chunk_arguments(drawn: tuple[Array, ...], place: StreamOffset) -> tuple[Array, ...]:
+def chunk_arguments(seeds_and_starts: tuple[Array, ...], place: StreamOffset) -> tuple[Array, ...]:
     """Seeds and start for the kernels, if any: one array each, the start as low and high word."""
-    if not drawn:
+    if not seeds_and_starts:
         return ()
-    starts = drawn[SEEDS:]
+    starts = seeds_and_starts[SEEDS:]
     low, high = starts[0] if starts else jnp.uint32(0), jnp.uint32(0)
     if low.dtype.itemsize == 8:
         high = (low >> 32).astype(jnp.uint32)
@@ -47,23 +49,23 @@ def chunk_arguments(drawn: tuple[Array, ...], place: StreamOffset) -> tuple[Arra
     base = jnp.uint32(place.base & 0xFFFF_FFFF), jnp.uint32(place.base >> 32)
     total = low + base[0]
     carry = ((low & base[0]) | ((low | base[0]) & ~total)) >> 31
-    return jnp.stack(drawn[:SEEDS]), jnp.stack([total, high + base[1] + carry])
+    return jnp.stack(seeds_and_starts[:SEEDS]), jnp.stack([total, high + base[1] + carry])
 
 
-def _tpu(x: Array, *drawn: Array, spec: Spec, place: StreamOffset = AT_START, tiling: Any = None) -> Array:
+def _tpu(x: Array, *seeds_and_starts: Array, spec: Spec, place: StreamOffset = AT_START, tiling: Any = None) -> Array:
     from jchop._kernels import round_tpu
 
-    return round_tpu.round_elements(x, *chunk_arguments(drawn, place), spec=spec, tiling=tiling)
+    return round_tpu.tpu_round_elements(x, *chunk_arguments(seeds_and_starts, place), spec=spec, tiling=tiling)
 
 
-def _gpu(x: Array, *drawn: Array, spec: Spec, place: StreamOffset = AT_START, tiling: Any = None) -> Array:
+def _gpu(x: Array, *seeds_and_starts: Array, spec: Spec, place: StreamOffset = AT_START, tiling: Any = None) -> Array:
     from jchop._kernels import round_gpu
 
-    return round_gpu.round_elements(x, *chunk_arguments(drawn, place), spec=spec, tiling=tiling)
+    return round_gpu.gpu_round_elements(x, *chunk_arguments(seeds_and_starts, place), spec=spec, tiling=tiling)
 
 
 def _refuse(
-    x: jax.ShapeDtypeStruct, *drawn: Any, spec: Spec, place: StreamOffset = AT_START, tiling: Any = None
+    x: jax.ShapeDtypeStruct, *seeds_and_starts: Any, spec: Spec, place: StreamOffset = AT_START, tiling: Any = None
 ) -> str | None:
     if (reason := refuse_table(spec.format)) is not None:
         return reason
@@ -76,10 +78,10 @@ def _refuse(
     return None
 
 
-def _refuse_tpu(x: jax.ShapeDtypeStruct, *drawn: Any, **static: Any) -> str | None:
+def _refuse_tpu(x: jax.ShapeDtypeStruct, *seeds_and_starts: Any, **static: Any) -> str | None:
     if x.dtype.name in _NOT_ON_TPU:
         return f"x has dtype {x.dtype.name}, which TPU kernels do not take"
-    return _refuse(x, *drawn, **static)
+    return _refuse(x, *seeds_and_starts, **static)
 
 
 #: Dtypes that the TPU's vector unit does not have.
@@ -100,10 +102,12 @@ round_op = make_op(
 )
 
 
-def _hardware(x: Array, *drawn: Array, spec: Spec, place: StreamOffset = AT_START, tiling: Any = None) -> Array:
+def _hardware(
+    x: Array, *seeds_and_starts: Array, spec: Spec, place: StreamOffset = AT_START, tiling: Any = None
+) -> Array:
     from jchop._kernels import round_tpu
 
-    return round_tpu.round_with_hardware_bits(x, jnp.stack(drawn[:SEEDS]), spec=spec, tiling=tiling)
+    return round_tpu.round_with_hardware_bits(x, jnp.stack(seeds_and_starts[:SEEDS]), spec=spec, tiling=tiling)
 
 
 #: Rounding with bits of the TPU's own generator; the body only defines the type of the result.

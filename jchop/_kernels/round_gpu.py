@@ -20,7 +20,7 @@ from jchop.spec import Spec
 Array = jax.Array
 
 
-def round_elements(
+def gpu_round_elements(
     x: Array,
     seeds: Array | None = None,
     start: Array | None = None,
@@ -45,7 +45,7 @@ def round_elements(
     return run(x, seeds) if start is None else run(x, seeds, start)
 
 
-def _call(x: Array, *drawn: Array, spec: Spec, tiling: RoundGpuTiling | None, interpret: Any) -> Array:
+def _call(x: Array, *seeds_and_starts: Array, spec: Spec, tiling: RoundGpuTiling | None, interpret: Any) -> Array:
     if not x.size:
         return x
     tiling = tiling or RoundGpuTiling.for_size(x.size, x.dtype.itemsize)
@@ -54,12 +54,12 @@ def _call(x: Array, *drawn: Array, spec: Spec, tiling: RoundGpuTiling | None, in
         flat = x.reshape(x.size)
         out = pl.pallas_call(
             _Stretch(spec, tiling, x.size, x.dtype.itemsize).kernel,
-            out_shape=result_like(flat, drawn),
+            out_shape=result_like(flat, seeds_and_starts),
             grid=(pl.cdiv(x.size, tiling.block),),
             compiler_params=plt.CompilerParams(num_warps=tiling.num_warps),
             interpret=interpret,
             name="round",
-        )(*drawn, flat)
+        )(*seeds_and_starts, flat)
         return out.reshape(x.shape)
 
 
@@ -77,16 +77,18 @@ class _Stretch:
     itemsize: int
 
     def kernel(self, *refs: Any) -> None:
-        *drawn, x, out = refs
+        *stream_refs, x, out = refs
         block = self.tiling.block
         first = pl.program_id(0) * np.int32(block)
         local = lax.iota(jnp.int32, block)
-        place, rest = pl.ds(first, block), np.int32(self.size) - first
-        tile = self._masked(rest, local, lambda mask: plt.load(x.at[place], mask=mask, other=0))
-        rounded = round_tile(tile, self.spec, Stream.read(drawn), first.astype(jnp.uint32), local.astype(jnp.uint32))
-        self._masked(rest, local, lambda mask: plt.store(out.at[place], rounded, mask=mask))
+        index, rest = pl.ds(first, block), np.int32(self.size) - first
+        tile = self._with_mask(rest, local, lambda mask: plt.load(x.at[index], mask=mask, other=0))
+        rounded_tile = round_tile(
+            tile, self.spec, Stream.read(stream_refs), first.astype(jnp.uint32), local.astype(jnp.uint32)
+        )
+        self._with_mask(rest, local, lambda mask: plt.store(out.at[index], rounded_tile, mask=mask))
 
-    def _masked(self, rest: Array, local: Array, access: Callable[[Array], Any]) -> Any:
+    def _with_mask(self, rest: Array, local: Array, access: Callable[[Array], Any]) -> Any:
         """`access` to the existing elements of the stretch: `rest` of them, or all.
 
         If the array ends within a vector, a mask of elements would prevent vector access in every program; so only the

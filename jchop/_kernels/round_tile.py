@@ -107,8 +107,8 @@ class RoundGpuTiling:
         With 8 KiB for each program, a thread has four vectors of 16 bytes in flight. A smaller array is spread over the
         multiprocessors, with at least one vector for each thread.
         """
-        wanted = 1 << max(size // _PROGRAMS, 1).bit_length()
-        return cls(min(max(wanted, 2048 // itemsize), 8192 // itemsize))
+        block = 1 << max(size // _PROGRAMS, 1).bit_length()
+        return cls(min(max(block, 2048 // itemsize), 8192 // itemsize))
 
 
 _PROGRAMS = 256  # about two for each multiprocessor of a large GPU
@@ -118,16 +118,16 @@ def _up(value: int, unit: int) -> int:
     return -(-value // unit) * unit
 
 
-def result_like(x: Array, drawn: Sequence[Array]) -> jax.ShapeDtypeStruct:
+def result_like(x: Array, words: Sequence[Array]) -> jax.ShapeDtypeStruct:
     """Shape and dtype of `x`, and the mesh axes along which `x` or the drawn words vary."""
-    like = jax.eval_shape(lambda x, *rest: x + sum(jnp.sum(part).astype(x.dtype) for part in rest), x, *drawn)
+    like = jax.eval_shape(lambda x, *rest: x + sum(jnp.sum(part).astype(x.dtype) for part in rest), x, *words)
     return jax.ShapeDtypeStruct(x.shape, x.dtype, manual_axis_type=like.manual_axis_type)
 
 
 def of_whole(fun: Callable[[Array], Array]) -> Callable[[Array], Array]:
     """An elementwise function of one array; under vmap it gets the whole array."""
     call = jax.custom_batching.custom_vmap(fun)
-    call.def_vmap(lambda size, mapped, x: (call(x), True))
+    call.def_vmap(lambda size, batch_flags, x: (call(x), True))
     return call
 
 
@@ -147,11 +147,11 @@ class Stream:
     start: tuple[Array, Array] | None = None
 
     @classmethod
-    def read(cls, drawn: Sequence[Any]) -> Stream | None:
+    def read(cls, refs: Sequence[Any]) -> Stream | None:
         """The stream from references of the seeds, or of the seeds and the start; None without references."""
-        if not drawn:
+        if not refs:
             return None
-        seeds, *start = drawn
+        seeds, *start = refs
         return cls([seeds[i] for i in range(SEEDS)], (start[0][0], start[0][1]) if start else None)
 
     def words(self, first: Array, local: Array, width: int) -> Array:
@@ -160,7 +160,7 @@ class Stream:
         word = random_words(self.seeds, low, high)
         if width == 32:
             return word
-        return word.astype(jnp.uint64) << 32 | random_words(self.seeds, low, high, lane=1).astype(jnp.uint64)
+        return (word.astype(jnp.uint64) << 32) | random_words(self.seeds, low, high, lane=1).astype(jnp.uint64)
 
     def _index(self, first: Array, local: Array) -> tuple[Array, Any]:
         if self.start is None:

@@ -1,7 +1,7 @@
 """Rounding of elements for TPU (Mosaic): each block is read, rounded a few registers at a time, and written.
 
 Bits of the TPU's own generator are cheaper than bits of the counter-based stream, but not reproducible:
-`round_with_hardware_bits`.
+`tpu_round_with_hardware_bits`.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from jchop.spec import Spec
 Array = jax.Array
 
 
-def round_elements(
+def tpu_round_elements(
     x: Array,
     seeds: Array | None = None,
     start: Array | None = None,
@@ -47,10 +47,10 @@ def round_elements(
         interpret: as in `pallas_call`, to run it on any device.
     """
 
-    def rounded(tile: Array, drawn: list[Any], first: Array, local: Array) -> Array:
-        return round_tile(tile, spec, Stream.read([ref.at[0] for ref in drawn]), first, local)
+    def round_chunk(tile: Array, stream_refs: list[Any], first: Array, local: Array) -> Array:
+        return round_tile(tile, spec, Stream.read([ref.at[0] for ref in stream_refs]), first, local)
 
-    run = _Elementwise(rounded, None, "round", tiling, interpret)
+    run = _Elementwise(round_chunk, None, "round", tiling, interpret)
     if seeds is None:
         return of_whole(run)(x)
     return run(x, seeds) if start is None else run(x, seeds, start)
@@ -67,21 +67,21 @@ def round_with_hardware_bits(
     Args:
         x: float32 or bfloat16, any shape.
         seeds: the six uint32 words of `seed_words`.
-        spec: a specification with a stochastic mode, as for `round_elements`.
+        spec: a specification with a stochastic mode, as for `tpu_round_elements`.
         tiling: the tiles. Default: the heuristic's.
         interpret: as in `pallas_call`; only the interpreter of `pltpu.InterpretParams` has the generator.
     """
     carrier = CARRIERS[x.dtype.name]
 
-    def seed(drawn: list[Any], number: Array) -> None:
-        words = [drawn[0][0, i] for i in range(SEEDS)]
+    def seed(stream_refs: list[Any], number: Array) -> None:
+        words = [stream_refs[0][0, i] for i in range(SEEDS)]
         pltpu.prng_seed(*(random_words(words, number, lane=lane).astype(jnp.int32) for lane in (0, 1)))
 
-    def rounded(tile: Array, drawn: list[Any], first: Array, local: Array) -> Array:
+    def round_chunk(tile: Array, stream_refs: list[Any], first: Array, local: Array) -> Array:
         word = lax.bitcast_convert_type(pltpu.prng_random_bits(tile.shape), jnp.uint32)
         return elements.round_elements(tile, spec, carrier, word)
 
-    return _Elementwise(rounded, seed, "round_with_hardware_bits", tiling, interpret)(x, seeds)
+    return _Elementwise(round_chunk, seed, "round_with_hardware_bits", tiling, interpret)(x, seeds)
 
 
 # -- blocks and chunks -------------------------------------------------------------------------------------------------
@@ -95,26 +95,26 @@ class _Elementwise:
     """A function of every element of an array and of its place.
 
     Args:
-        rounded: the function of a chunk, the references of the drawn words, and the places of the chunk's elements.
+        round_chunk: the function of a chunk, the references of the drawn words, and the places of the chunk's elements.
         seed: called once in each block, with the block's number.
         name: the name of the kernel.
         tiling: the tiling of the call.
         interpret: as in `pallas_call`.
     """
 
-    rounded: _Rounded
+    round_chunk: _Rounded
     seed: _Seed | None
     name: str
     tiling: RoundTpuTiling | None
     interpret: Any
 
-    def __call__(self, x: Array, *drawn: Array) -> Array:
+    def __call__(self, x: Array, *seeds_and_starts: Array) -> Array:
         if not x.size:
             return x
         # Without 64-bit types; otherwise some Python numbers would become 64-bit numbers.
         with jax.enable_x64(False):
             # A row of scalars; vmap then makes rows, which can be addressed one at a time.
-            rows = [part[None] for part in drawn]
+            rows = [part[None] for part in seeds_and_starts]
             slabs = as_slabs(x)
             call = self._flat if slabs.ndim == 1 else self._call
             return call(slabs, *rows).reshape(x.shape)
@@ -125,11 +125,11 @@ class _Elementwise:
         call = jax.custom_batching.custom_vmap(self._call)
 
         @call.def_vmap
-        def batched(size: int, mapped: list[bool], x: Array, *rows: Array) -> tuple[Array, bool]:
+        def vmap_rule(size: int, batch_flags: list[bool], x: Array, *rows: Array) -> tuple[Array, bool]:
             def row_of_matrix(x: Array, *rows: Array) -> Array:
                 return self._call(x[None, None], *rows)[0, 0]
 
-            axes = [0 if one else None for one in mapped]
+            axes = [0 if flag else None for flag in batch_flags]
             return jax.vmap(row_of_matrix, axes, axis_size=size)(x, *rows), True
 
         return call
@@ -139,7 +139,7 @@ class _Elementwise:
         shape = slabs.shape if slabs.ndim == 3 else (1, pl.cdiv(slabs.size, LANES), LANES)
         tiling = self.tiling or RoundTpuTiling.for_shape(shape, itemsize)
         _check(tiling, itemsize, slabs.ndim)
-        blocks = _Blocks(tiling, shape, slabs.ndim == 1, self.rounded, self.seed)
+        blocks = _Blocks(tiling, shape, slabs.ndim == 1, self.round_chunk, self.seed)
         block = pl.BlockSpec(blocks.shape, blocks.index)
         return pl.pallas_call(
             blocks.kernel,
@@ -189,7 +189,7 @@ class _Blocks:
     tiling: RoundTpuTiling
     whole: tuple[int, ...]
     flat: bool
-    rounded: _Rounded
+    round_chunk: _Rounded
     seed: _Seed | None
 
     @property
@@ -208,11 +208,11 @@ class _Blocks:
         return (j,) if self.flat else (i, j, k)
 
     def kernel(self, *refs: Any) -> None:
-        *drawn, x, out = refs
+        *stream_refs, x, out = refs
         block = [pl.program_id(axis) for axis in range(3)]
         if self.seed is not None:
             _, down, across = self.grid
-            self.seed(drawn, ((block[0] * down + block[1]) * across + block[2]).astype(jnp.uint32))
+            self.seed(stream_refs, ((block[0] * down + block[1]) * across + block[2]).astype(jnp.uint32))
         chunk, (_, rows, columns) = self.tiling.chunk, self.whole
         local = _places((chunk, self.tiling.columns), columns)
         corner = [number * size for number, size in zip(block, self.size, strict=True)]
@@ -223,8 +223,8 @@ class _Blocks:
             first = ((corner[0] + slab) * rows + corner[1] + row) * columns + corner[2]
             place = self._place(slab, row)
             tile = x[place]
-            rounded = self.rounded(tile.reshape(local.shape), drawn, first.astype(jnp.uint32), local)
-            out[place] = rounded.reshape(tile.shape)
+            rounded_tile = self.round_chunk(tile.reshape(local.shape), stream_refs, first.astype(jnp.uint32), local)
+            out[place] = rounded_tile.reshape(tile.shape)
 
         lax.fori_loop(0, self.tiling.slabs * chunks, step, None)
 

@@ -7,7 +7,6 @@ import operator
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
-from types import ModuleType
 from typing import Any
 
 import jax
@@ -57,25 +56,37 @@ Array = jax.Array
 # -- kernels -----------------------------------------------------------------------------------------------------------
 
 
-def _tpu() -> ModuleType:
+def _run_tpu_round_blocks(x: Array, words: Array, *, plan: Plan) -> Array:
     from jchop._kernels import scaled_tpu
 
-    return scaled_tpu
+    return scaled_tpu.tpu_round_blocks(x, words, plan=plan)
 
 
-def _gpu() -> ModuleType:
+def _run_gpu_round_blocks(x: Array, words: Array, *, plan: Plan) -> Array:
     from jchop._kernels import scaled_gpu
 
-    return scaled_gpu
+    return scaled_gpu.gpu_round_blocks(x, words, plan=plan)
 
 
-def kernel_words(tensor: Array | None, drawn: Sequence[Array], place: StreamOffset) -> Array:
+def _run_tpu_quantize_blocks(x: Array, words: Array, *, plan: Plan) -> tuple[Array, Array]:
+    from jchop._kernels import scaled_tpu
+
+    return scaled_tpu.tpu_quantize_blocks(x, words, plan=plan)
+
+
+def _run_gpu_quantize_blocks(x: Array, words: Array, *, plan: Plan) -> tuple[Array, Array]:
+    from jchop._kernels import scaled_gpu
+
+    return scaled_gpu.gpu_quantize_blocks(x, words, plan=plan)
+
+
+def kernel_words(tensor: Array | None, seeds_and_starts: Sequence[Array], place: StreamOffset) -> Array:
     """The tensor's scale, the seeds and the start of an array for kernels: nine words, zero if unused.
 
     They are a row, not a vector: an axis that vmap adds to the blocks of a vector breaks their tiling on TPU.
     """
     scale = jnp.zeros(1, jnp.uint32) if tensor is None else lax.bitcast_convert_type(tensor, jnp.uint32)[None]
-    words = jnp.concatenate([scale, *chunk_arguments(tuple(drawn), place)])
+    words = jnp.concatenate([scale, *chunk_arguments(tuple(seeds_and_starts), place)])
     return jnp.pad(words, (0, WORDS - words.size))[None]
 
 
@@ -84,23 +95,28 @@ def _tensor(x: Array, plan: Plan) -> Array | None:
     return tensor_scale(widen(x, plan.carrier), plan) if plan.rule.tensor_scale else None
 
 
-def _rounds(module: Callable[[], ModuleType]) -> Callable[..., Array]:
-    """A kernel with the arguments of `round_body`; its module is imported when it runs."""
+def _rounds(kernel: Callable[..., Array]) -> Callable[..., Array]:
+    """A kernel with the arguments of `round_body`."""
 
-    def run(x: Array, *drawn: Array, plan: Plan, place: StreamOffset = AT_START) -> Array:
-        return module().round_blocks(x, kernel_words(_tensor(x, plan), drawn, place), plan=plan)
+    def run(x: Array, *seeds_and_starts: Array, plan: Plan, place: StreamOffset = AT_START) -> Array:
+        return kernel(x, kernel_words(_tensor(x, plan), seeds_and_starts, place), plan=plan)
 
     return run
 
 
-def _quantizes(module: Callable[[], ModuleType]) -> Callable[..., tuple[Array, ...]]:
+def _quantizes(kernel: Callable[..., tuple[Array, Array]]) -> Callable[..., tuple[Array, ...]]:
     """A kernel with the arguments of `quantize_body`."""
 
     def run(
-        x: Array, *drawn: Array, plan: Plan, given: int = 0, place: StreamOffset = AT_START, as_dtype: Any = "uint8"
+        x: Array,
+        *seeds_and_starts: Array,
+        plan: Plan,
+        given: int = 0,
+        place: StreamOffset = AT_START,
+        as_dtype: Any = "uint8",
     ) -> tuple[Array, ...]:
         tensor = _tensor(x, plan)
-        codes, scales = module().quantize_blocks(x, kernel_words(tensor, drawn, place), plan=plan)
+        codes, scales = kernel(x, kernel_words(tensor, seeds_and_starts, place), plan=plan)
         return lax.bitcast_convert_type(codes, as_dtype), scales, *(() if tensor is None else (tensor,))
 
     return run
@@ -168,7 +184,7 @@ def refuse_codes_gpu(
     problem = Problem.of(x, plan)
     if problem.bits in (5, 7):
         return f"codes of {problem.bits} bits have no kernel; 1, 2, 3, 4, 6 and 8 have"
-    if problem.last and problem.block % problem.codes_together:
+    if problem.last and problem.block % problem.codes_of_whole_bytes:
         return f"a block of {problem.block} codes of {problem.bits} bits does not fill whole bytes"
     return _refuse_codes(x, plan, given, as_dtype)
 
@@ -230,18 +246,20 @@ def _plain(plan: Plan, shape: Sequence[int]) -> tuple[tuple[int, ...], Plan] | N
     rows = isinstance(plan.fmt.group, int) and len(axes) == 2 and axes[0][1] == 1
     if rows and axes[1][0] % axes[1][1] == 0 and math.prod(shape) <= _FEW:
         axes = [(axes[0][0] * axes[1][0], axes[1][1])]
-    named = tuple(axis for axis, (_, size) in enumerate(axes) if size > 1)
-    if not named:
+    group_axes = tuple(axis for axis, (_, size) in enumerate(axes) if size > 1)
+    if not group_axes:
         return None
-    groups = tuple("all" if axes[axis][0] == axes[axis][1] else axes[axis][1] for axis in named)
-    fmt = replace(plan.fmt, group=groups, axis=named, channel=None)
+    groups = tuple("all" if axes[axis][0] == axes[axis][1] else axes[axis][1] for axis in group_axes)
+    fmt = replace(plan.fmt, group=groups, axis=group_axes, channel=None)
     return tuple(length for length, _ in axes), replace(plan, fmt=fmt)
 
 
-def _plain_round(shape: tuple[int, ...], *drawn: tuple[int, ...], plan: Plan, place: StreamOffset = AT_START) -> Any:
+def _plain_round(
+    shape: tuple[int, ...], *seeds_and_starts: tuple[int, ...], plan: Plan, place: StreamOffset = AT_START
+) -> Any:
     """The arguments of `round_body` with joined axes."""
-    found = _plain(plan, shape) if place.whole is None else None
-    return None if found is None else ((found[0], *drawn), {"plan": found[1], "place": place})
+    form = _plain(plan, shape) if place.whole is None else None
+    return None if form is None else ((form[0], *seeds_and_starts), {"plan": form[1], "place": place})
 
 
 def _plain_quantize(
@@ -253,22 +271,24 @@ def _plain_quantize(
     as_dtype: Any = "uint8",
 ) -> Any:
     """The arguments of `quantize_body` with joined axes, if it fits scales and codes fill whole bytes."""
-    found = _plain(plan, shape) if place.whole is None and not given else None
-    if found is None or found[0][-1] * plan.fmt.bits % 8 or shape[-1] * plan.fmt.bits % 8:
+    form = _plain(plan, shape) if place.whole is None and not given else None
+    if form is None or form[0][-1] * plan.fmt.bits % 8 or shape[-1] * plan.fmt.bits % 8:
         return None
-    more = {"given": given, "place": place, "as_dtype": as_dtype}
-    return (found[0], *arrays), {"plan": found[1], **more}
+    static = {"given": given, "place": place, "as_dtype": as_dtype}
+    return (form[0], *arrays), {"plan": form[1], **static}
 
 
-def _plain_dequantize(codes: tuple[int, ...], *stored: tuple[int, ...], plan: Plan, shape: tuple[int, ...]) -> Any:
+def _plain_dequantize(
+    codes: tuple[int, ...], *scale_shapes: tuple[int, ...], plan: Plan, shape: tuple[int, ...]
+) -> Any:
     """The arguments of `dequantize_body` with joined axes, if codes fill whole bytes."""
-    found, bits = _plain(plan, shape), plan.fmt.bits
-    if found is None or found[0][-1] * bits % 8 or shape[-1] * bits % 8:
+    form, bits = _plain(plan, shape), plan.fmt.bits
+    if form is None or form[0][-1] * bits % 8 or shape[-1] * bits % 8:
         return None
-    joined, plain = found
-    counts = plain.fmt.scale_shape(joined)
-    scales = tuple(counts if part == plan.fmt.scale_shape(shape) else part for part in stored)
-    return ((*joined[:-1], joined[-1] * bits // 8), *scales), {"plan": plain, "shape": joined}
+    new_shape, new_plan = form
+    counts = new_plan.fmt.scale_shape(new_shape)
+    scales = tuple(counts if part == plan.fmt.scale_shape(shape) else part for part in scale_shapes)
+    return ((*new_shape[:-1], new_shape[-1] * bits // 8), *scales), {"plan": new_plan, "shape": new_shape}
 
 
 # -- operations --------------------------------------------------------------------------------------------------------
@@ -276,22 +296,22 @@ def _plain_dequantize(codes: tuple[int, ...], *stored: tuple[int, ...], plan: Pl
 round_scaled_op = make_op(
     "jchop_round_scaled",
     round_body,
-    tpu=Kernel(_rounds(_tpu), blocks_only(refuse_tpu)),
-    gpu=Kernel(_rounds(_gpu), blocks_only(refuse_gpu, rows=True), _round_pays_on_gpu),
+    tpu=Kernel(_rounds(_run_tpu_round_blocks), blocks_only(refuse_tpu)),
+    gpu=Kernel(_rounds(_run_gpu_round_blocks), blocks_only(refuse_gpu, rows=True), _round_pays_on_gpu),
     like_first=True,
     single_cpu=partial(round_body, branch_allowed=True),
     apart=True,
-    plain=_plain_round,
+    canonical=_plain_round,
 )
 #: Codes, scales and zero points; without codes, only fits.
 quantize_scaled_op = make_op(
     "jchop_quantize_scaled",
     quantize_body,
-    tpu=Kernel(_quantizes(_tpu), blocks_only(refuse_codes_tpu)),
-    gpu=Kernel(_quantizes(_gpu), blocks_only(refuse_codes_gpu, rows=True), _quantize_pays_on_gpu),
+    tpu=Kernel(_quantizes(_run_tpu_quantize_blocks), blocks_only(refuse_codes_tpu)),
+    gpu=Kernel(_quantizes(_run_gpu_quantize_blocks), blocks_only(refuse_codes_gpu, rows=True), _quantize_pays_on_gpu),
     single=False,
     single_cpu=partial(quantize_body, branch_allowed=True),
-    plain=_plain_quantize,
+    canonical=_plain_quantize,
     stores=True,
 )
 #: No kernel is needed: XLA reads codes and scales once, writes once, and fuses with uses of the result.
@@ -299,7 +319,7 @@ dequantize_scaled_op = make_op(
     "jchop_dequantize_scaled",
     dequantize_body,
     single_cpu=partial(dequantize_body, branch_allowed=True),
-    plain=_plain_dequantize,
+    canonical=_plain_dequantize,
 )
 
 
@@ -330,8 +350,8 @@ def dense_of(spec: Spec, x: Array) -> tuple[Spec, Array, Array | None]:
     fmt = _format(spec)
     if fmt.sparse is None or _empty(x.shape):
         return spec if fmt.sparse is None else replace(spec, format=fmt.dense), x, None
-    kept = kept_of(x, fmt)
-    return replace(spec, format=fmt.dense), without(x, kept, fmt), kept
+    mask = kept_of(x, fmt)
+    return replace(spec, format=fmt.dense), without(x, mask, fmt), mask
 
 
 def stored_shapes(spec: Spec, shape: Sequence[int]) -> tuple[Any, Stored, Any]:
@@ -346,8 +366,8 @@ def stored_shapes(spec: Spec, shape: Sequence[int]) -> tuple[Any, Stored, Any]:
     own = scale_dtype(fmt.scale_format)
     zero_point = jax.ShapeDtypeStruct(counts, own if fmt.zero_point == "float" else jnp.int32)
     if isinstance(fmt.scale, ScaledFormat):
-        codes_of_scales, *more = stored_shapes(Spec(fmt.scale), counts)
-        scale: Stored = (codes_of_scales, *jax.tree.leaves(more))
+        codes_of_scales, *rest = stored_shapes(Spec(fmt.scale), counts)
+        scale: Stored = (codes_of_scales, *jax.tree.leaves(rest))
     else:
         scale = jax.ShapeDtypeStruct(counts, own)
         if fmt.scale_rule.tensor_scale:
@@ -379,38 +399,40 @@ def _zeros(shapes: Any) -> Any:
 # -- functions ---------------------------------------------------------------------------------------------------------
 
 
-def round_scaled(x: Array, *drawn: Array, spec: Spec, place: StreamOffset = AT_START, impl: str = "auto") -> Array:
+def round_scaled(
+    x: Array, *seeds_and_starts: Array, spec: Spec, place: StreamOffset = AT_START, impl: str = "auto"
+) -> Array:
     """`x` rounded to a scaled format: `dequantize_scaled` of `quantize_scaled`, bit for bit.
 
     Args:
         x: a carrier.
-        drawn: for a stochastic spec, the words of `seed_words`, then the traced starts of `place`.
-        spec: a spec of a scaled format that `require_scaled` accepts.
+        seeds_and_starts: for a stochastic spec, the words of `seed_words`, then the traced starts of `place`.
+        spec: a spec of a scaled format that `require_scaled_plan` accepts.
         place: the position of `x` in the random stream.
         impl: "auto", "xla" or "pallas".
     """
     if _empty(x.shape):
         return x
-    dense, number, kept = dense_of(spec, x)
+    dense, number, mask = dense_of(spec, x)
     plan = make_plan(dense, CARRIERS[x.dtype.name])
     run = partial(round_scaled_op, impl=impl, plan=plan, place=place)
-    result = _across_parts(run, plan.fmt, x, number, *drawn)
-    return result if kept is None else jnp.where(kept, result, 0)
+    result = _across_parts(run, plan.fmt, x, number, *seeds_and_starts)
+    return result if mask is None else jnp.where(mask, result, 0)
 
 
-def overflowed_scaled(x: Array, *drawn: Array, spec: Spec, place: StreamOffset = AT_START) -> Array:
+def overflowed_scaled(x: Array, *seeds_and_starts: Array, spec: Spec, place: StreamOffset = AT_START) -> Array:
     """Whether the rounded x / s + z is beyond the ends of the element format; arguments as for `round_scaled`."""
     if _empty(x.shape):
         return jnp.zeros_like(x, bool)
-    dense, number, kept = dense_of(spec, x)
+    dense, number, mask = dense_of(spec, x)
     plan = make_plan(dense, CARRIERS[x.dtype.name])
-    beyond = _across_parts(partial(overflowed_body, plan=plan, place=place), plan.fmt, x, number, *drawn)
-    return beyond if kept is None else kept & beyond
+    overflow = _across_parts(partial(overflowed_body, plan=plan, place=place), plan.fmt, x, number, *seeds_and_starts)
+    return overflow if mask is None else mask & overflow
 
 
 def quantize_scaled(
     x: Array,
-    *drawn: Array,
+    *seeds_and_starts: Array,
     spec: Spec,
     place: StreamOffset = AT_START,
     scale: Stored = None,
@@ -422,7 +444,7 @@ def quantize_scaled(
 
     Args:
         x: a carrier.
-        drawn: as for `round_scaled`.
+        seeds_and_starts: as for `round_scaled`.
         spec: a spec of a scaled format with elements of at most 8 bits, and without `sparse` (`dense_of`).
         place: as for `round_scaled`.
         scale: the scales, in the form of `fit_scaled`. Default: fitted to `x`.
@@ -443,12 +465,14 @@ def quantize_scaled(
     """
     fmt = _storable(spec)
     plan = require_scaled(spec, x.shape, x.dtype.name)
-    given = _given(spec, x.shape, scale, zero_point)
+    fixed_scales = _given(spec, x.shape, scale, zero_point)
     if _empty(x.shape):
         codes, *rest = _zeros(stored_shapes(spec, x.shape))
         return codes.astype(as_dtype), *rest
     with types_for(x.dtype):
-        codes, *rest = _quantize(x, given, drawn, plan=plan, place=place, impl=impl, as_dtype=as_dtype)
+        codes, *rest = _quantize(
+            x, fixed_scales, seeds_and_starts, plan=plan, place=place, impl=impl, as_dtype=as_dtype
+        )
         return codes, *unflat(rest, fmt)
 
 
@@ -473,13 +497,13 @@ def dequantize_scaled(
     codes = stored_shapes(spec, shape)[0]
     if qvalue.shape != codes.shape or qvalue.dtype != codes.dtype:
         raise ValueError(f"qvalue is {qvalue.dtype}{qvalue.shape}; for {spec} and {shape} it is uint8{codes.shape}")
-    stored = _given(spec, shape, scale, zero_point)
-    if not stored:
+    all_scales = _given(spec, shape, scale, zero_point)
+    if not all_scales:
         raise ValueError(f"scale=None: {spec} needs the scales that the array was quantized under")
     with types_for(dtype):
         if _empty(shape):
             return jnp.zeros(shape, dtype)
-        return _dequantize(qvalue, stored, plan=plan, shape=shape)
+        return _dequantize(qvalue, all_scales, plan=plan, shape=shape)
 
 
 def fit_scaled(x: Array, *, spec: Spec) -> tuple[Stored, Array | None]:
@@ -499,13 +523,15 @@ def _given(spec: Spec, shape: Sequence[int], scale: Stored, zero_point: Array | 
         if zero_point is not None:
             raise ValueError("zero_point is given without scale; the two are fitted together")
         return ()
-    _, *expected = stored_shapes(spec, shape)
+    _, *structs = stored_shapes(spec, shape)
     names = ("scale", "zero_point")
-    for name, value, wanted in zip(names, (scale, zero_point), expected, strict=True):
+    for name, value, struct in zip(names, (scale, zero_point), structs, strict=True):
         leaves = jax.tree.map(lambda leaf: (leaf.shape, jnp.dtype(leaf.dtype).name), value)
-        needed = jax.tree.map(lambda leaf: (leaf.shape, jnp.dtype(leaf.dtype).name), wanted)
-        if leaves != needed:
-            raise ValueError(f"{name} has shape and dtype {leaves}; for {spec} and {tuple(shape)} it is {needed}")
+        expected_leaves = jax.tree.map(lambda leaf: (leaf.shape, jnp.dtype(leaf.dtype).name), struct)
+        if leaves != expected_leaves:
+            raise ValueError(
+                f"{name} has shape and dtype {leaves}; for {spec} and {tuple(shape)} it is {expected_leaves}"
+            )
     return flat(scale, zero_point)
 
 
@@ -514,19 +540,21 @@ def _given(spec: Spec, shape: Sequence[int], scale: Stored, zero_point: Array | 
 
 @partial(compiled, static_argnames=("plan", "place", "impl", "as_dtype"), inline=True)
 def _quantize(
-    x: Array, given: tuple, drawn: tuple, *, plan: Plan, place: StreamOffset, impl: str, as_dtype: Any
+    x: Array, fixed_scales: tuple, seeds_and_starts: tuple, *, plan: Plan, place: StreamOffset, impl: str, as_dtype: Any
 ) -> tuple:
-    more = {"plan": plan, "given": len(given), "place": place, "as_dtype": as_dtype}
-    codes, *stored = stored_shapes(Spec(plan.fmt), x.shape)
-    like = (*([] if as_dtype is None else [codes]), *flat(*stored))
-    return _across_parts(partial(quantize_scaled_op, impl=impl, **more), plan.fmt, like, x, *given, *drawn)
+    static = {"plan": plan, "given": len(fixed_scales), "place": place, "as_dtype": as_dtype}
+    codes, *scale_structs = stored_shapes(Spec(plan.fmt), x.shape)
+    like = (*([] if as_dtype is None else [codes]), *flat(*scale_structs))
+    return _across_parts(
+        partial(quantize_scaled_op, impl=impl, **static), plan.fmt, like, x, *fixed_scales, *seeds_and_starts
+    )
 
 
 @partial(compiled, static_argnames=("plan", "shape"), inline=True)
-def _dequantize(codes: Array, stored: tuple, *, plan: Plan, shape: tuple[int, ...]) -> Array:
+def _dequantize(codes: Array, all_scales: tuple, *, plan: Plan, shape: tuple[int, ...]) -> Array:
     like = jax.ShapeDtypeStruct(shape, plan.carrier.name)
     run = partial(dequantize_scaled_op, plan=plan, shape=shape)
-    return _across_parts(run, plan.fmt, like, codes, *stored, bits=plan.fmt.bits)
+    return _across_parts(run, plan.fmt, like, codes, *all_scales, bits=plan.fmt.bits)
 
 
 # -- explicit shardings ------------------------------------------------------------------------------------------------

@@ -27,7 +27,7 @@ from jchop._kernels.scaled_tile import TENSOR, Problem, ScaledGpuTiling, stream
 Array = jax.Array
 
 
-def round_blocks(
+def gpu_round_blocks(
     x: Array, words: Array, *, plan: Plan, tiling: ScaledGpuTiling | None = None, interpret: Any = False
 ) -> Array:
     """The result of `round_body`.
@@ -46,15 +46,15 @@ def round_blocks(
     return result
 
 
-def quantize_blocks(
+def gpu_quantize_blocks(
     x: Array, words: Array, *, plan: Plan, tiling: ScaledGpuTiling | None = None, interpret: Any = False
 ) -> tuple[Array, Array]:
-    """The codes and scales of `quantize_body`; arguments as for `round_blocks`."""
+    """The codes and scales of `quantize_body`; arguments as for `gpu_round_blocks`."""
     problem = Problem.of(x, plan)
     if not x.size:
         return jnp.zeros(problem.packed_shape, jnp.uint8), jnp.zeros(problem.scales_shape, problem.scale_dtype)
     tile = _Tile.of(x, plan, tiling)
-    outputs = [(tile.stored_shape, tile.stored_dtype), (problem.scales_shape, problem.scale_dtype)]
+    outputs = [(tile.codes_shape, tile.codes_dtype), (problem.scales_shape, problem.scale_dtype)]
     codes, scales = tile.call(tile.quantize, x, words, outputs, interpret)
     return lax.bitcast_convert_type(codes, jnp.uint8).reshape(problem.packed_shape), scales
 
@@ -86,7 +86,7 @@ class _Tile:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        length = self.length or self.tiling.padded(self.problem)
+        length = self.length or self.tiling.padded_length(self.problem)
         return (self.tiling.blocks, length) if self.problem.last else (length, self.tiling.lanes)
 
     @property
@@ -131,42 +131,42 @@ class _Tile:
         place = _Place.of(self, program)
         values, word = self._load(words, x, place)
         if not tiles.has_short_way(plan):
-            coded, stored = quantize_tile(values, self.axis, plan, word, self._tensor(words))
-            plt.store(scales.at[place.block], stored, mask=place.block_valid)
-            return self._store(codes, coded, place)
+            tile_codes, tile_scales = quantize_tile(values, self.axis, plan, word, self._tensor(words))
+            plt.store(scales.at[place.block], tile_scales, mask=place.block_valid)
+            return self._store(codes, tile_codes, place)
         tensor = self._tensor(words)
-        found, largest, plain = tiles.short_scales(values, self.axis, plan, tensor)
+        quick_scales, largest, is_plain = tiles.short_scales(values, self.axis, plan, tensor)
 
         def short() -> None:
-            plt.store(scales.at[place.block], store_scales(found, plan), mask=place.block_valid)
-            self._store(codes, tiles.short_codes_of(values, found, largest, plan), place)
+            plt.store(scales.at[place.block], store_scales(quick_scales, plan), mask=place.block_valid)
+            self._store(codes, tiles.short_codes_of(values, quick_scales, largest, plan), place)
 
         def general() -> None:
-            chosen = choose_scales(values, self.axis, plan, tensor)
-            plt.store(scales.at[place.block], store_scales(chosen, plan), mask=place.block_valid)
-            self._quantize_by_parts(words, x, codes, chosen, program)
+            general_scales = choose_scales(values, self.axis, plan, tensor)
+            plt.store(scales.at[place.block], store_scales(general_scales, plan), mask=place.block_valid)
+            self._quantize_by_parts(words, x, codes, general_scales, program)
 
-        lax.cond(plain, short, general)
+        lax.cond(is_plain, short, general)
 
-    def _quantize_by_parts(self, words: Any, x: Any, codes: Any, chosen: Scales, program: Array) -> None:
+    def _quantize_by_parts(self, words: Any, x: Any, codes: Any, scales: Scales, program: Array) -> None:
         """The general way, four numbers for each thread at a time: all together would need twice the registers."""
-        least = self.together if self.problem.last else 1
+        least = self.codes_per_store if self.problem.last else 1
         length = max(128 * self.tiling.num_warps // self.shape[1 - self.axis], least)
         length = min(length, self.shape[self.axis])
         part = replace(self, length=length)
 
-        def turn(number: Array, carried: None) -> None:
+        def quantize_part(number: Array, carry: None) -> None:
             place = _Place.of(part, program, number * np.int32(length))
-            part._store(codes, tiles.codes_of(part._load(words, x, place)[0], chosen, self.problem.plan), place)
-            return carried
+            part._store(codes, tiles.codes_of(part._load(words, x, place)[0], scales, self.problem.plan), place)
+            return carry
 
-        lax.fori_loop(np.int32(0), np.int32(self.shape[self.axis] // length), turn, None)
+        lax.fori_loop(np.int32(0), np.int32(self.shape[self.axis] // length), quantize_part, None)
 
     def _store(self, out: Any, codes: Array, place: _Place) -> None:
-        if self.together == 1:
+        if self.codes_per_store == 1:
             plt.store(out.at[place.element], codes, mask=place.valid)
         else:
-            self._store_packed(out, codes, place)
+            self._pack_and_store(out, codes, place)
 
     def _load(self, words: Any, x: Any, place: _Place) -> tuple[Array, Array | None]:
         plan = self.problem.plan
@@ -193,37 +193,37 @@ class _Tile:
         One reason is fewer stores. The other is the layout of a tile, in which a thread stores 16 consecutive bytes:
         with 16 one-byte codes across the blocks, a thread would have one row of 16 blocks to reduce.
         """
-        problem, together = self.problem, 32 // self.problem.bits
-        if 32 % problem.bits or self.row_bytes % 4 or self.shape[-1] % together:
+        problem, codes_in_word = self.problem, 32 // self.problem.bits
+        if 32 % problem.bits or self.row_bytes % 4 or self.shape[-1] % codes_in_word:
             return False
-        return problem.bits < 8 and problem.block % together == 0 if problem.last else True
+        return problem.bits < 8 and problem.block % codes_in_word == 0 if problem.last else True
 
     @property
-    def together(self) -> int:
+    def codes_per_store(self) -> int:
         """The number of codes that are stored together."""
-        return 32 // self.problem.bits if self.stores_words else self.problem.codes_together
+        return 32 // self.problem.bits if self.stores_words else self.problem.codes_of_whole_bytes
 
     @property
-    def stored_dtype(self) -> jnp.dtype:
+    def codes_dtype(self) -> jnp.dtype:
         return jnp.dtype(jnp.uint32 if self.stores_words else jnp.uint8)
 
     @property
-    def stored_shape(self) -> tuple[int, ...]:
+    def codes_shape(self) -> tuple[int, ...]:
         *lead, row = self.problem.packed_shape
         return (*lead, row) if not self.stores_words else (_size((*lead, row)) // 4,)
 
-    def _store_packed(self, out: Any, codes: Array, place: _Place) -> None:
+    def _pack_and_store(self, out: Any, codes: Array, place: _Place) -> None:
         """Stores several codes together, summed into one word."""
-        bits, together = self.problem.bits, self.together
+        bits, together = self.problem.bits, self.codes_per_store
         wide = jnp.where(place.valid, codes.astype(jnp.int32), 0)
         groups = wide.reshape(*wide.shape[:-1], wide.shape[-1] // together, together)
         shift = lax.broadcasted_iota(jnp.int32, groups.shape, groups.ndim - 1) * bits
         word = jnp.sum(groups << shift, axis=groups.ndim - 1)
         count = 1 if self.stores_words else bits * together // 8
-        offset, left = place.units(self, word.shape, count)
+        offset, remaining = place.units(self, word.shape, count)
         for i in range(count):
-            part = word if self.stores_words else word >> 8 * i & 0xFF
-            plt.store(out.at[offset + i], part.astype(self.stored_dtype), mask=place.byte_rows & (i < left))
+            part = word if self.stores_words else (word >> (8 * i)) & 0xFF
+            plt.store(out.at[offset + i], part.astype(self.codes_dtype), mask=place.byte_rows & (i < remaining))
 
 
 def _size(shape: tuple[int, ...]) -> int:
@@ -261,15 +261,15 @@ class _Place:
         rows = (shape[0], 1)
         block = program * shape[0] + lax.broadcasted_iota(jnp.int32, rows, 0)
         lane = begin + lax.broadcasted_iota(jnp.int32, shape, 1)
-        there = block < problem.outer * problem.blocks
+        exists = block < problem.outer * problem.blocks
         if problem.size % problem.block:
             row, within = _divide(block, problem.blocks)
             column = within * problem.block
-            valid = there & (lane < jnp.minimum(problem.block, problem.size - column))
+            valid = exists & (lane < jnp.minimum(problem.block, problem.size - column))
         else:  # rows follow each other without a gap
             row, column = jnp.zeros_like(block), block * problem.block
-            valid = there & (lane < problem.block)
-        return cls(row * problem.size + column + lane, valid, block, there, row, there, column, begin)
+            valid = exists & (lane < problem.block)
+        return cls(row * problem.size + column + lane, valid, block, exists, row, exists, column, begin)
 
     @classmethod
     def _along_middle(cls, tile: _Tile, program: Array, begin: Any) -> _Place:
@@ -295,13 +295,13 @@ class _Place:
             shape: the shape of the groups.
             count: the number of words or bytes of a group.
         """
-        problem, size = tile.problem, tile.stored_dtype.itemsize
-        first = lax.div(jnp.int32(self.begin), np.int32(tile.together)) * count
+        problem, size = tile.problem, tile.codes_dtype.itemsize
+        first = lax.div(jnp.int32(self.begin), np.int32(tile.codes_per_store)) * count
         group = first + lax.broadcasted_iota(jnp.int32, shape, len(shape) - 1) * count
-        begin = _divide(self.column, tile.together)[0] * count
+        begin = _divide(self.column, tile.codes_per_store)[0] * count
         row = tile.row_bytes // size
-        left = row - begin - group
+        remaining = row - begin - group
         if problem.last:
             of_block = problem.block * problem.bits // (8 * size) - group
-            left = of_block if problem.size % problem.block == 0 else jnp.minimum(of_block, left)
-        return self.row * row + begin + group, left
+            remaining = of_block if problem.size % problem.block == 0 else jnp.minimum(of_block, remaining)
+        return self.row * row + begin + group, remaining

@@ -80,7 +80,7 @@ class Problem:
         return self.plan.element.format.bits
 
     @property
-    def codes_together(self) -> int:
+    def codes_of_whole_bytes(self) -> int:
         """The least number of codes that fill whole bytes."""
         return 8 // math.gcd(8, self.bits)
 
@@ -126,7 +126,7 @@ class ScaledTpuTiling:
     blocks: int
     lanes: int
 
-    #: Elements of one unrolled turn of a tile's loop: 32 vector registers.
+    #: Elements of one unrolled iteration of a tile's loop: 32 vector registers.
     _STEP = 1 << 15
     #: Bytes of a tile of the array; for this size the pipeline's costs are small.
     _TILE = 1 << 20
@@ -142,13 +142,13 @@ class ScaledTpuTiling:
     @classmethod
     def for_shape(cls, problem: Problem) -> ScaledTpuTiling:
         """The heuristic: about a MiB of the array."""
-        lanes = _LANES if problem.last else _LANES * problem.codes_together
+        lanes = _LANES if problem.last else _LANES * problem.codes_of_whole_bytes
         unit = cls(1, lanes).unit(problem)
         return cls(unit * max(1, cls._TILE // (problem.block * lanes * 4 * unit)), lanes)
 
     def step(self, problem: Problem) -> int:
-        """The number of blocks in one turn of the tile's loop: whole tiles of codes, several if they are small."""
-        whole = _LANES * problem.codes_together if problem.last else SUBLANES
+        """The number of blocks in one iteration of the tile's loop: whole tiles of codes, several if they are small."""
+        whole = _LANES * problem.codes_of_whole_bytes if problem.last else SUBLANES
         count = math.lcm(problem.block, whole) // problem.block
         while 2 * count * problem.block * self.lanes <= self._STEP:
             count *= 2
@@ -159,12 +159,12 @@ class ScaledTpuTiling:
         return problem.scale_dtype if problem.block <= self._LONG else jnp.dtype(jnp.int32)
 
     def unit(self, problem: Problem) -> int:
-        """The unit of `blocks`: a multiple of a turn, and of a tile of the scales."""
+        """The unit of `blocks`: a multiple of an iteration, and of a tile of the scales."""
         return math.lcm(self.step(problem), SUBLANES // self.scale_dtype(problem).itemsize)
 
     def misfit(self, problem: Problem) -> str | None:
         """Why the tiles do not fit a problem, or None."""
-        lanes, unit = _LANES if problem.last else _LANES * problem.codes_together, self.unit(problem)
+        lanes, unit = _LANES if problem.last else _LANES * problem.codes_of_whole_bytes, self.unit(problem)
         if self.lanes % lanes:
             return f"lanes={self.lanes} is no multiple of {lanes}"
         return f"blocks={self.blocks} is no multiple of {unit}" if self.blocks % unit else None
@@ -187,7 +187,7 @@ class ScaledGpuTiling:
     def __post_init__(self) -> None:
         for name in ("blocks", "lanes", "num_warps"):
             value = check_int(name, getattr(self, name), 1)
-            if value & value - 1:
+            if value & (value - 1):
                 raise ValueError(f"{name}={value} must be a power of two")
 
     @classmethod
@@ -199,15 +199,15 @@ class ScaledGpuTiling:
         registers. For 64-bit numbers, for rows of codes of which eight are stored together, and for columns under
         stochastic rounding, a tile has half as many elements, because of the registers. Longer rows have more warps.
         """
-        padded, half = cls.padded(problem), problem.plan.compute.width // 64
+        padded_block, half = cls.padded_length(problem), problem.plan.compute.width // 64
         if problem.last:
-            blocks = max((2048 >> half + (problem.codes_together == 8)) // padded, 1)
-            return cls(blocks, 1, max(padded // 1024, 4))
-        columns, drawn = max(_power(problem.inner), 16), problem.plan.element.rounding.stochastic
-        return cls(1, max(min((4096 >> half + drawn) // padded, 128, columns), 16), 4)
+            blocks = max((2048 >> (half + (problem.codes_of_whole_bytes == 8))) // padded_block, 1)
+            return cls(blocks, 1, max(padded_block // 1024, 4))
+        columns, is_stochastic = max(_power(problem.inner), 16), problem.plan.element.rounding.stochastic
+        return cls(1, max(min((4096 >> (half + is_stochastic)) // padded_block, 128, columns), 16), 4)
 
     @staticmethod
-    def padded(problem: Problem) -> int:
+    def padded_length(problem: Problem) -> int:
         """A block's length in a tile, a power of two."""
         return _power(min(problem.block, problem.size))
 
@@ -216,8 +216,8 @@ class ScaledGpuTiling:
         name, value = ("lanes", self.lanes) if problem.last else ("blocks", self.blocks)
         if value != 1:
             return f"{name}={value} must be 1 for blocks along axis {problem.plan.fmt.axis}"
-        if not problem.last and self.lanes % problem.codes_together:
-            return f"lanes={self.lanes} is no multiple of {problem.codes_together}"
+        if not problem.last and self.lanes % problem.codes_of_whole_bytes:
+            return f"lanes={self.lanes} is no multiple of {problem.codes_of_whole_bytes}"
         return None
 
 

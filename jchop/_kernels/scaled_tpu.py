@@ -34,7 +34,7 @@ Array = jax.Array
 _Origin = tuple[Array, Array, Array]
 
 
-def round_blocks(
+def tpu_round_blocks(
     x: Array, words: Array, *, plan: Plan, tiling: ScaledTpuTiling | None = None, interpret: Any = False
 ) -> Array:
     """The result of `round_body`.
@@ -53,10 +53,10 @@ def round_blocks(
     return result.reshape(x.shape)
 
 
-def quantize_blocks(
+def tpu_quantize_blocks(
     x: Array, words: Array, *, plan: Plan, tiling: ScaledTpuTiling | None = None, interpret: Any = False
 ) -> tuple[Array, Array]:
-    """The codes and scales of `quantize_body`; arguments as for `round_blocks`."""
+    """The codes and scales of `quantize_body`; arguments as for `tpu_round_blocks`."""
     problem = Problem.of(x, plan)
     if not x.size:
         return jnp.zeros(problem.packed_shape, jnp.uint8), jnp.zeros(problem.scales_shape, problem.scale_dtype)
@@ -107,7 +107,7 @@ class _Tile:
 
     @property
     def packed_view(self) -> tuple[int, ...]:
-        return (*self.view[:-1], self._packed(self.view[-1]))
+        return (*self.view[:-1], self._packed_length(self.view[-1]))
 
     @property
     def scales_view(self) -> tuple[int, ...]:
@@ -115,7 +115,7 @@ class _Tile:
         lead = () if self.problem.last else (self.problem.outer,)
         return (*lead, self.problem.blocks, self.across)
 
-    def _packed(self, count: int) -> int:
+    def _packed_length(self, count: int) -> int:
         return -(-count * self.problem.bits // 8)
 
     @property
@@ -125,8 +125,8 @@ class _Tile:
     @property
     def codes_spec(self) -> pl.BlockSpec:
         if self.problem.last:
-            return self._spec(self._packed(self.length), self.tiling.lanes)
-        return self._spec(self.length, self._packed(self.tiling.lanes))
+            return self._spec(self._packed_length(self.length), self.tiling.lanes)
+        return self._spec(self.length, self._packed_length(self.tiling.lanes))
 
     @property
     def scales_spec(self) -> pl.BlockSpec:
@@ -162,52 +162,52 @@ class _Tile:
 
     # -- kernels -------------------------------------------------------------------------------------------------------
     def round(self, words: Any, x: Any, out: Any) -> None:
-        def turn(i: Array, origin: _Origin) -> None:
+        def round_strip(i: Array, origin: _Origin) -> None:
             values, word, _ = self._load(words, x, i, origin)
             result = round_tile(values, 1, self.problem.plan, word, self._tensor(words))
             result = result.reshape(self.strip, self.tiling.lanes)
             out[self._place(i, self.strip)] = result.T if self.problem.last else result
 
-        self._loop(turn)
+        self._loop(round_strip)
 
-    def quantize(self, words: Any, x: Any, codes: Any, scales: Any, kept: Any) -> None:
-        def turn(i: Array, origin: _Origin) -> None:
+    def quantize(self, words: Any, x: Any, codes: Any, scales: Any, scale_scratch: Any) -> None:
+        def quantize_strip(i: Array, origin: _Origin) -> None:
             values, word, valid = self._load(words, x, i, origin)
-            coded, stored = quantize_tile(values, 1, self.problem.plan, word, self._tensor(words))
-            coded = coded.astype(jnp.int32).reshape(self.strip, self.tiling.lanes)
+            strip_codes, strip_scales = quantize_tile(values, 1, self.problem.plan, word, self._tensor(words))
+            strip_codes = strip_codes.astype(jnp.int32).reshape(self.strip, self.tiling.lanes)
             if valid is not None:
-                coded = jnp.where(valid, coded, 0)
-            length = self._packed(self.strip) if self.problem.last else self.strip
-            codes[self._place(i, length)] = self._pack(coded).astype(jnp.uint8)
-            stored = _as_integers(stored)
+                strip_codes = jnp.where(valid, strip_codes, 0)
+            length = self._packed_length(self.strip) if self.problem.last else self.strip
+            codes[self._place(i, length)] = self._pack(strip_codes).astype(jnp.uint8)
+            strip_scales = _as_integers(strip_scales)
             for k in range(self.step):  # a single row may be stored anywhere
-                kept[pl.ds(i * self.step + k, 1), :] = stored[k]
+                scale_scratch[pl.ds(i * self.step + k, 1), :] = strip_scales[k]
 
-        self._loop(turn)
-        scales[...] = _as_stored(kept[...], scales.dtype)
+        self._loop(quantize_strip)
+        scales[...] = _as_stored(scale_scratch[...], scales.dtype)
 
     @cached_property
     def step(self) -> int:
-        """Blocks of one turn."""
+        """Blocks of one iteration."""
         return self.tiling.step(self.problem)
 
     @property
     def strip(self) -> int:
-        """Elements of one turn along the blocks' axis."""
+        """Elements of one iteration along the blocks' axis."""
         return self.step * self.problem.block
 
-    def _loop(self, turn: Callable[[Array, _Origin], None]) -> None:
-        """Calls turn(number, origin of the tile). In interpret mode the body of a loop may not ask for the origin."""
+    def _loop(self, body: Callable[[Array, _Origin], None]) -> None:
+        """Calls body(number, origin of the tile). In interpret mode the body of a loop may not ask for the origin."""
         origin = pl.program_id(0), pl.program_id(1) * self.length, pl.program_id(2) * self.tiling.lanes
-        lax.fori_loop(0, self.tiling.blocks // self.step, lambda i, _: turn(i, origin), None)
+        lax.fori_loop(0, self.tiling.blocks // self.step, lambda i, _: body(i, origin), None)
 
     def _place(self, i: Array, length: int) -> tuple[Any, Any]:
-        """The part of a tile for turn `i`, with a length along the blocks' axis."""
+        """The part of a tile for iteration `i`, with a length along the blocks' axis."""
         part, whole = pl.ds(pl.multiple_of(i * length, length), length), slice(None)
         return (whole, part) if self.problem.last else (part, whole)
 
     def _load(self, words: Any, x: Any, i: Array, origin: _Origin) -> tuple[Array, Array | None, Array | None]:
-        """The blocks of a turn (step, block, lanes), their random words, and a mask of packed codes (None: all)."""
+        """The blocks of an iteration (step, block, lanes), random words, and a mask of packed codes (None: all)."""
         problem, lanes = self.problem, self.tiling.lanes
         values = widen(x[self._place(i, self.strip)], problem.plan.carrier)
         values = values.T if problem.last else values
@@ -248,16 +248,16 @@ class _Tile:
         if bits == 8:
             return codes.T if self.problem.last else codes
         start = (lax.broadcasted_iota(jnp.int32, codes.shape, self._axis) * bits) & 7
-        packed = self._gather(codes << start & 0xFF, 0)
+        byte_sums = self._gather((codes << start) & 0xFF, 0)
         if 8 % bits:  # a code may run over into the next byte
-            packed = packed + self._gather(codes >> 8 - start, 1)
-        return packed.astype(jnp.int32)
+            byte_sums = byte_sums + self._gather(codes >> (8 - start), 1)
+        return byte_sums.astype(jnp.int32)
 
     def _gather(self, parts: Array, later: int) -> Array:
         """The sum, for each byte, of the parts of codes that begin in it, or in the byte before."""
         count, bits = parts.shape[self._axis], self.problem.bits
-        shape = (count, self._packed(count))
-        begins = lax.broadcasted_iota(jnp.int32, shape, 0) * bits >> 3
+        shape = (count, self._packed_length(count))
+        begins = (lax.broadcasted_iota(jnp.int32, shape, 0) * bits) >> 3
         matrix = (begins + later == lax.broadcasted_iota(jnp.int32, shape, 1)).astype(jnp.float32)
         numbers = (((self._axis,), (0,)), ((), ()))
         return lax.dot_general(
@@ -268,15 +268,15 @@ class _Tile:
         )
 
 
-def _as_integers(stored: Array) -> Array:
+def _as_integers(scales: Array) -> Array:
     """Stored scales as their bits in int32."""
-    if jnp.issubdtype(stored.dtype, jnp.floating):
-        stored = lax.bitcast_convert_type(stored, jnp.dtype(f"uint{8 * stored.dtype.itemsize}"))
-    return stored.astype(jnp.int32)
+    if jnp.issubdtype(scales.dtype, jnp.floating):
+        scales = lax.bitcast_convert_type(scales, jnp.dtype(f"uint{8 * scales.dtype.itemsize}"))
+    return scales.astype(jnp.int32)
 
 
 def _as_stored(bits: Array, dtype: jnp.dtype) -> Array:
-    """The inverse of `_as_integers`."""
+    """The inverse of `_integers_of_scales`."""
     if not jnp.issubdtype(dtype, jnp.floating):
         return bits.astype(dtype)
     if dtype.itemsize < 4:

@@ -36,7 +36,7 @@ def _settled_jvp(primals: Any, tangents: Any) -> tuple[Array, Array]:
 
 @CustomJvp
 def settled_on_cpu(x: Array) -> Array:
-    """`settled` in programs for one CPU, `x` in others: a GPU may decode a matrix in the loop of its product."""
+    """`materialize` in programs for one CPU, `x` in others: a GPU may decode a matrix in the loop of its product."""
     return _on_cpu_op(x)
 
 

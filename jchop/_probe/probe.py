@@ -152,7 +152,7 @@ class _Unit:
     def __init__(self, matmul: Callable[[Any, Any], Any], length: int) -> None:
         self.matmul, self.length = matmul, length
         self.kind, self.k = "other", 1
-        self.held = 0  # how many of the products 2^13, 2^12 and so on operands hold beside 2^14
+        self.product_range = 0  # how many of the products 2^13, 2^12 and so on operands hold beside 2^14
 
     def results(self, sums: Iterable[Sequence[_Product]]) -> np.ndarray:
         """The result of each sum of products. All matrices have one shape, so a compiled product is compiled once."""
@@ -173,47 +173,47 @@ class _Unit:
 
     def order(self) -> dict[str, Any]:
         """The kind of order, its block length and its parts."""
-        lost = self._lost()
+        losses = self._loss_counts()
         places = np.arange(1, self.length)
-        if np.array_equal(lost, places + 1):
+        if np.array_equal(losses, places + 1):
             self.kind, self.k = "sequential", 1
-        elif np.array_equal(lost, np.minimum(_power_above(places), self.length)):
+        elif np.array_equal(losses, np.minimum(_power_above(places), self.length)):
             self.kind = "pairwise"
         else:
-            self._find_blocks(lost, places)
+            self._find_blocks(losses, places)
         if self.kind == "other":
-            self._find_rounded()
-        every = self._promoted(lost, places) if self.kind == "aligned" else None
+            self._find_order_by_rounding()
+        every = self._promotion_interval(losses, places) if self.kind == "aligned" else None
         return {"order": self.kind, "k": self.k if self.k > 1 else None, "promote_every": every}
 
-    def _lost(self) -> np.ndarray:
+    def _loss_counts(self) -> np.ndarray:
         """The number of products that are lost with M first and -M at each other place, M and -M included."""
         high, low = 2.0 ** (_LARGE - 7), 2.0 ** (_SMALL // 2)
         sums = []
         for place in range(1, self.length):
             rest: list[_Product] = [(i, low, low) for i in range(1, self.length) if i != place]
             sums.append([(0, high, 128.0), (place, -high, 128.0), *rest])
-        left = np.nan_to_num(self.results(sums), nan=0, posinf=0, neginf=0)  # of operands that hold no 128
-        return self.length - np.rint(left / 2.0**_SMALL).astype(int)
+        survivors = np.nan_to_num(self.results(sums), nan=0, posinf=0, neginf=0)  # of operands that hold no 128
+        return self.length - np.rint(survivors / 2.0**_SMALL).astype(int)
 
-    def _find_blocks(self, lost: np.ndarray, places: np.ndarray) -> None:
+    def _find_blocks(self, losses: np.ndarray, places: np.ndarray) -> None:
         """A block length for which the products lost within the first 64 places are explained."""
         near = slice(0, min(64, self.length) - 1)
         for k in range(2, 65):
             whole = np.minimum(k * -(-(places + 1) // k), self.length)
             inside = np.where(places < k, np.minimum(_power_above(places), k), whole)
-            if np.array_equal(lost[near], whole[near]):
+            if np.array_equal(losses[near], whole[near]):
                 at_once = self._loses_the_sum(k)
                 if at_once and k > self.length - 4:  # the other probes of a block need four products of the next
                     raise ValueError(f"length={self.length} must be {k + 4} or more: matmul sums {k} or more at once")
                 if k < self.length:  # else the first product is added last
                     self.kind, self.k = "aligned" if at_once else "blocked_pairwise", k
                 return
-            if np.array_equal(lost[near], inside[near]):
+            if np.array_equal(losses[near], inside[near]):
                 self.kind, self.k = "blocked_pairwise", k
                 return
 
-    def _find_rounded(self) -> None:
+    def _find_order_by_rounding(self) -> None:
         """An order that explains sums of random powers of two, if every sum is rounded as that of two products.
 
         Directed and odd roundings do not lose a small product beside a large one: they may move the large one.
@@ -224,62 +224,64 @@ class _Unit:
             return
         rng, shape = np.random.default_rng(0), (max(32, _RANDOM // self.length), self.length)
         # Down to less than a unit of most sums, if operands hold such products.
-        least, most = (_SMALL, 7) if bits <= 24 else (max(6 - bits, _LARGE - self.held), _LARGE)
+        least, most = (_SMALL, 7) if bits <= 24 else (max(6 - bits, _LARGE - self.product_range), _LARGE)
         low, all_sizes = rng.integers(least, least + 8, shape), rng.integers(least, most, shape)
         exponents, signs = np.where(rng.random(shape) < 0.5, low, all_sizes), rng.choice([-1, 1], shape)
         factors = [[_factors(e) for e in row] for row in exponents.tolist()]
-        seen = self.results([[(i, s * x, y) for i, (s, (x, y)) in enumerate(zip(*row, strict=True))]
+        results = self.results([[(i, s * x, y) for i, (s, (x, y)) in enumerate(zip(*row, strict=True))]
                              for row in zip(signs, factors, strict=True)])  # fmt: skip
         terms, blocks = signs * np.exp2(exponents), [(kind, k) for k in range(2, 65) for kind in _INSIDE]
-        found: list[tuple[str, int, np.ndarray]] = []
+        matches: list[tuple[str, int, np.ndarray]] = []
         for kind, k in (("sequential", 1), ("pairwise", self.length), *blocks):
             sums = partial(_summed, terms, k, _INSIDE.get(kind, _pairwise))
-            if np.array_equal(sums(partial(_rounded, bits=bits, rule=rule)), seen):
-                found.append((kind, k, sums(partial(_rounded, bits=4, rule=rule))))
+            if np.array_equal(sums(partial(_rounded, bits=bits, rule=rule)), results):
+                matches.append((kind, k, sums(partial(_rounded, bits=4, rule=rule))))
         # Several explain sums that are hardly rounded. Those that also agree in 4 bits are one order.
-        if found and all(np.array_equal(coarse, found[0][2]) for _, _, coarse in found):
-            self.kind, k, _ = found[0]
+        if matches and all(np.array_equal(coarse, matches[0][2]) for _, _, coarse in matches):
+            self.kind, k, _ = matches[0]
             self.k = 1 if self.kind == "pairwise" else k
 
     def _loses_the_sum(self, k: int) -> bool:
         """Whether a small accumulator is lost beside two large products that cancel."""
         place = min(k, self.length - 2)
-        return self.results([self._around(place, 2.0 ** (_SMALL // 2), 2.0 ** (_SMALL // 2))])[0] == 0
+        return self.results([self._accumulator_beside_large(place, 2.0 ** (_SMALL // 2), 2.0 ** (_SMALL // 2))])[0] == 0
 
-    def _around(self, k: int, x: float, y: float) -> list[_Product]:
+    def _accumulator_beside_large(self, k: int, x: float, y: float) -> list[_Product]:
         """The accumulator x y, then a block with M and -M."""
         high = 2.0 ** (_LARGE - 7)
         return [(0, x, y), (k, high, 128.0), (k + 1, -high, 128.0)]
 
-    def _promoted(self, lost: np.ndarray, places: np.ndarray) -> int | None:
-        odd = np.flatnonzero(lost != np.minimum(self.k * -(-(places + 1) // self.k), self.length))
+    def _promotion_interval(self, losses: np.ndarray, places: np.ndarray) -> int | None:
+        odd = np.flatnonzero(losses != np.minimum(self.k * -(-(places + 1) // self.k), self.length))
         return int(places[odd[0]]) if len(odd) else None
 
     # -- alignment and rounding ----------------------------------------------------------------------------------------
 
     def accumulator(self) -> dict[str, Any]:
         """The bits that alignment keeps, and the roundings."""
-        found: dict[str, Any] = {}
+        properties: dict[str, Any] = {}
         if self.kind == "aligned":
-            found["bits"], found["cut"] = self._cut(self._beside)
-            found["sum_bits"], found["sum_cut"] = self._cut(lambda x, y: self._around(self.k, x, y))
-        found["out_bits"] = bits = None if self.kind == "other" else self._out_bits()
+            properties["bits"], properties["cut"] = self._alignment(self._block_beside_large)
+            properties["sum_bits"], properties["sum_cut"] = self._alignment(
+                lambda x, y: self._accumulator_beside_large(self.k, x, y)
+            )
+        properties["out_bits"] = bits = None if self.kind == "other" else self._out_bits()
         if bits is not None:
-            found["rounding"] = self._rounding(bits)
-        return found
+            properties["rounding"] = self._rounding(bits)
+        return properties
 
-    def _beside(self, x: float, y: float) -> list[_Product]:
+    def _block_beside_large(self, x: float, y: float) -> list[_Product]:
         """The accumulator M, then a block with -M and x y."""
         high = 2.0 ** (_LARGE - 7)
         return [(0, high, 128.0), (self.k, -high, 128.0), (self.k + 1, x, y)]
 
-    def _cut(self, sum_of: Callable[[float, float], list[_Product]]) -> tuple[int | None, str | None]:
+    def _alignment(self, sum_of: Callable[[float, float], list[_Product]]) -> tuple[int | None, str | None]:
         """The place of the last bit beside 2^14, and how 1.5 of its units are rounded, positive and negative."""
         exponents = range(_LARGE - 1, _SMALL - 1, -1)
-        seen = self.results([sum_of(*_factors(e)) for e in exponents]) != 0
-        if seen.all() or not seen.any():
+        survives = self.results([sum_of(*_factors(e)) for e in exponents]) != 0
+        if survives.all() or not survives.any():
             return None, None
-        last = exponents[int(np.flatnonzero(seen).max())]
+        last = exponents[int(np.flatnonzero(survives).max())]
         x, y = _factors(last)
         up, down = self.results([sum_of(1.5 * x, y), sum_of(-1.5 * x, y)]) / 2.0**last
         away = int(up == 2), int(down == -2)
@@ -289,24 +291,24 @@ class _Unit:
         """The largest j for which 2^14 + 2^(14 - j) is exact, if operands also hold half of that unit."""
         high, exponents = 2.0 ** (_LARGE - 7), range(_LARGE - 1, 5 - _MOST_BITS, -1)
         small: list[_Product] = [(self.k, *_factors(e)) for e in exponents]
-        beside = 2 if self.k == 1 else 1
-        held = self.results([[(0, high, 0), (beside, 0, 128), product] for product in small]) == np.exp2(exponents)
-        self.held = int(np.argmin([*held, False]))
-        seen = self.results([[(0, high, 128), product] for product in small]) == 2.0**_LARGE + np.exp2(exponents)
-        bits = 1 + int(np.flatnonzero(seen[:_MOST_BITS]).max(initial=-1))
-        return bits if 0 < bits < self.held else None
+        place = 2 if self.k == 1 else 1
+        in_range = self.results([[(0, high, 0), (place, 0, 128), product] for product in small]) == np.exp2(exponents)
+        self.product_range = int(np.argmin([*in_range, False]))
+        is_exact = self.results([[(0, high, 128), product] for product in small]) == 2.0**_LARGE + np.exp2(exponents)
+        bits = 1 + int(np.flatnonzero(is_exact[:_MOST_BITS]).max(initial=-1))
+        return bits if 0 < bits < self.product_range else None
 
     def _rounding(self, bits: int) -> str | None:
         """From sums of 2^14 and parts of a unit; in aligned orders four terms of 2^12 leave two bits for the parts."""
-        if bits + 2 > self.held:
+        if bits + 2 > self.product_range:
             return None
         x, y = _factors(_LARGE - bits - 2)  # a quarter of a unit
-        sums = [self._sum_and(sign, count * x, y) for sign, count in ((1, 3), (-1, 3), (1, 2), (1, 6))]
+        sums = [self._sum_with(sign, count * x, y) for sign, count in ((1, 3), (-1, 3), (1, 2), (1, 6))]
         out = (np.abs(self.results(sums)) - 2.0**_LARGE) / 2.0 ** (_LARGE - bits)
         away = int(out[0] == 1), int(out[1] == 1)
         return _DIRECTED.get(away) or _TIES.get((int(out[2]), int(out[3])), "nearest")
 
-    def _sum_and(self, sign: int, x: float, y: float) -> list[_Product]:
+    def _sum_with(self, sign: int, x: float, y: float) -> list[_Product]:
         if self.kind != "aligned" or self.k < 4:
             return [(0, sign * 2.0 ** (_LARGE - 7), 128.0), (self.k, sign * x, y)]
         quarter = (sign * 64.0, 64.0)
@@ -317,10 +319,10 @@ class _Unit:
     def operands(self) -> dict[str, Any]:
         """The fraction bits and the least exponents of operands."""
         fractions = range(1, 24)
-        kept = self.results([[(0, 1 + 2.0**-p, 1.0)] for p in fractions]) == [1 + 2.0**-p for p in fractions]
-        bits = int(np.argmin([*kept, False]))
+        is_exact = self.results([[(0, 1 + 2.0**-p, 1.0)] for p in fractions]) == [1 + 2.0**-p for p in fractions]
+        bits = int(np.argmin([*is_exact, False]))
         exponents = np.arange(-149, 1)
-        one = self.results([[(0, 2.0**e, 1.0)] for e in exponents]) != 0
+        nonzero = self.results([[(0, 2.0**e, 1.0)] for e in exponents]) != 0
         last = 1 + 2.0**-bits if bits else 1.0
         full = self.results([[(0, last * 2.0**e, 1.0)] for e in exponents]) == last * np.exp2(exponents)
         emin = int(exponents[len(exponents) - int(np.argmin([*full[::-1], False]))]) if full[-1] else None
@@ -329,7 +331,7 @@ class _Unit:
         return {
             "operand_bits": bits,
             "operand_emin": emin,
-            "subnormal_operands": None if emin is None else bool(one[exponents < emin].any()),
+            "subnormal_operands": None if emin is None else bool(nonzero[exponents < emin].any()),
             "smallest_result": halves[int(np.argmin([*products, False])) - 1] if products[0] else None,
         }
 
@@ -364,19 +366,19 @@ def _rounded(x: np.ndarray, bits: int, rule: Callable[[np.ndarray], np.ndarray])
     return np.ldexp(rule(np.ldexp(x, -power)), power)
 
 
-def _sequential(x: np.ndarray, rounded: Callable[[np.ndarray], np.ndarray]) -> np.ndarray:
+def _sequential(x: np.ndarray, round_sum: Callable[[np.ndarray], np.ndarray]) -> np.ndarray:
     """The sums along the last axis, one number after the other."""
     total = np.zeros(x.shape[:-1])
     for i in range(x.shape[-1]):
-        total = rounded(total + x[..., i])
+        total = round_sum(total + x[..., i])
     return total
 
 
-def _pairwise(x: np.ndarray, rounded: Callable[[np.ndarray], np.ndarray]) -> np.ndarray:
+def _pairwise(x: np.ndarray, round_sum: Callable[[np.ndarray], np.ndarray]) -> np.ndarray:
     """The sums along the last axis, as a tree."""
     while x.shape[-1] > 1:
         x = _filled(x, 2)
-        x = rounded(x[..., ::2] + x[..., 1::2])
+        x = round_sum(x[..., ::2] + x[..., 1::2])
     return x[..., 0]
 
 
@@ -384,10 +386,10 @@ def _pairwise(x: np.ndarray, rounded: Callable[[np.ndarray], np.ndarray]) -> np.
 _INSIDE = {"blocked": _sequential, "blocked_pairwise": _pairwise}
 
 
-def _summed(x: np.ndarray, k: int, inside: Callable[..., np.ndarray], rounded: Any) -> np.ndarray:
+def _summed(x: np.ndarray, k: int, inside: Callable[..., np.ndarray], round_sum: Any) -> np.ndarray:
     """The sums of rows, in blocks of k."""
     x = _filled(x, k)
-    return _sequential(inside(x.reshape(len(x), -1, k), rounded), rounded)
+    return _sequential(inside(x.reshape(len(x), -1, k), round_sum), round_sum)
 
 
 def _filled(x: np.ndarray, k: int) -> np.ndarray:

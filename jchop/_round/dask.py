@@ -25,7 +25,7 @@ def is_dask(x: object) -> bool:
     return module is not None and isinstance(x, module.Array)
 
 
-def round_blocks(x: Any, rounder: Callable[..., Any], scaled: ScaledFormat | None, key: jax.Array | None) -> Any:
+def round_blocks(x: Any, rounder: Callable[..., Any], scaled_format: ScaledFormat | None, key: jax.Array | None) -> Any:
     """The dask array of the rounded blocks of `x`.
 
     The random bits of an element depend on its index in the whole array, so the blocks do not change the result.
@@ -33,18 +33,18 @@ def round_blocks(x: Any, rounder: Callable[..., Any], scaled: ScaledFormat | Non
     Args:
         x: a dask array.
         rounder: ``rounder(block, key=key, offset=(starts, shape))``.
-        scaled: the scaled format of the result, whose groups no chunk may cut; None for an element format.
+        scaled_format: the scaled format of the result, whose groups no chunk may cut; None for an element format.
         key: the typed key of a stochastic rounding, or None.
 
     Raises:
         ValueError: for chunks of unknown size if random bits or groups depend on it, or chunks that cut groups.
     """
-    if any(map(math.isnan, x.shape)) and (key is not None or scaled is not None):
+    if any(map(math.isnan, x.shape)) and (key is not None or scaled_format is not None):
         raise ValueError(
             "x has chunks of unknown size, so the index of its elements is unknown; x.compute_chunk_sizes()"
         )
-    if scaled is not None:
-        _check_groups(scaled, x)
+    if scaled_format is not None:
+        _check_groups(scaled_format, x)
     # A key is passed as its words: dask hashes the contents of a graph, and sends them to other processes.
     words = None if key is None else (np.asarray(jax.random.key_data(key)), str(jax.random.key_impl(key)))
     meta = np.empty((0,) * x.ndim, x.dtype)
@@ -60,10 +60,10 @@ def _round_block(
     block = as_numpy("x", block)
     if words is None:
         return rounder(block)
-    place = block_info[0]
-    starts = tuple(int(start) for start, _ in place["array-location"])
+    info = block_info[0]
+    starts = tuple(int(start) for start, _ in info["array-location"])
     key = jax.random.wrap_key_data(jnp.asarray(words[0]), impl=words[1])
-    return rounder(block, key=key, offset=(starts, tuple(map(int, place["shape"]))))
+    return rounder(block, key=key, offset=(starts, tuple(map(int, info["shape"]))))
 
 
 def _check_groups(fmt: ScaledFormat, x: Any) -> None:

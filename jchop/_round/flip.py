@@ -82,17 +82,17 @@ def flip_bits(
     if key is None:
         raise ValueError("key=None, but bits flip at random: pass a typed key, for example key=jax.random.key(0)")
     check_key("key", key)
-    rounded = round_to_format(x, spec, key)
-    _require_codes(spec.format, carrier_of(rounded.dtype, complex_too=False))
+    rounded_x = round_to_format(x, spec, key)
+    _require_codes(spec.format, carrier_of(rounded_x.dtype, complex_too=False))
     if last is None:
-        return rounded
+        return rounded_x
     ends = np.array([last >> 32, last & 0xFFFF_FFFF], np.uint32)
     flip = partial(_flip, fmt=spec.format, where=where, count=count)
-    with types_for(rounded.dtype), jax.named_scope(OWN_SCOPE):
-        if isinstance(rounded, Array):
-            return own_results(flip(rounded, key, ends))
-        flipped = run_numpy(lambda: flip(np.asarray(rounded), key, ends))
-    return flipped if isinstance(x, np.ndarray) else flipped[()]
+    with types_for(rounded_x.dtype), jax.named_scope(OWN_SCOPE):
+        if isinstance(rounded_x, Array):
+            return own_results(flip(rounded_x, key, ends))
+        result = run_numpy(lambda: flip(np.asarray(rounded_x), key, ends))
+    return result if isinstance(x, np.ndarray) else result[()]
 
 
 def _flippable(fmt: ElementFormat, where: str) -> int:
@@ -155,9 +155,9 @@ def _pass_tangents(x: Array, hit: Array, bit: Array, fmt: ElementFormat, where: 
     compute = CARRIERS["float64" if carrier.width == 64 else "float32"]
     codes = encode_elements(widen(x, carrier), fmt, compute)
     one = jnp.ones_like(codes)
-    flipped = narrow(decode_elements(codes ^ (one << bit.astype(codes.dtype)), fmt, compute), carrier)
+    new_values = narrow(decode_elements(codes ^ (one << bit.astype(codes.dtype)), fmt, compute), carrier)
     hit = hit & _may_flip(x, fmt, where)
-    return jnp.where(hit, flipped, x)
+    return jnp.where(hit, new_values, x)
 
 
 @_pass_tangents.defjvp

@@ -92,12 +92,12 @@ def round_to_format(
         >>> jc.round_to_format(jnp.float32(1.001), spec, jax.random.key(0)).dtype
         dtype('float32')
     """
-    how = _how(as_spec(spec, scaled=True), impl, generator, offset)
+    options = _how(as_spec(spec, scaled=True), impl, generator, offset)
     if isinstance(x, Array):
-        return _round_array(x, how, key, offset, gradient_key)
+        return _round_array(x, options, key, offset, gradient_key)
     if is_dask(x):
-        return _round_dask(x, how, key, offset, gradient_key)
-    return _round_numpy(x, how, key, offset, gradient_key)
+        return _round_dask(x, options, key, offset, gradient_key)
+    return _round_numpy(x, options, key, offset, gradient_key)
 
 
 def random_bits(key: Array, shape: Any, *, width: int = 32, offset: Any = 0) -> Array:
@@ -168,8 +168,10 @@ def _how(spec: Spec, impl: str, generator: str, offset: Any) -> _How:
 # -- by kind of input --------------------------------------------------------------------------------------------------
 
 
-def _round_array(x: Array | np.ndarray, how: _How, key: Array | None, offset: Any, gradient_key: Array | None) -> Array:
-    spec = how.spec
+def _round_array(
+    x: Array | np.ndarray, options: _How, key: Array | None, offset: Any, gradient_key: Array | None
+) -> Array:
+    spec = options.spec
     carrier = carrier_of(x.dtype)
     _require(spec, x, carrier)
     if spec.gradient.round is not None:
@@ -177,13 +179,13 @@ def _round_array(x: Array | np.ndarray, how: _How, key: Array | None, offset: An
     keys = checked_keys(spec, key, gradient_key)
     place, starts = stream_offset(offset, x.shape, 2 if x.dtype.kind == "c" else 1)
     with types_for(carrier.name):
-        return _round(x, keys, starts, how=how, place=place)
+        return _round(x, keys, starts, options=options, place=place)
 
 
-def _round_numpy(x: Any, how: _How, key: Array | None, offset: Any, gradient_key: Array | None) -> Any:
+def _round_numpy(x: Any, options: _How, key: Array | None, offset: Any, gradient_key: Array | None) -> Any:
     array = as_array("x", x)
     result = run_numpy(
-        lambda: _round_array(array, how, key, offset, gradient_key),
+        lambda: _round_array(array, options, key, offset, gradient_key),
         key=key,
         gradient_key=gradient_key,
         offset=offset,
@@ -191,61 +193,61 @@ def _round_numpy(x: Any, how: _How, key: Array | None, offset: Any, gradient_key
     return result if isinstance(x, np.ndarray) else result[()]
 
 
-def _round_dask(x: Any, how: _How, key: Array | None, offset: Any, gradient_key: Array | None) -> Any:
-    if how.hardware or not (type(offset) is int and offset == 0):
+def _round_dask(x: Any, options: _How, key: Array | None, offset: Any, gradient_key: Array | None) -> Any:
+    if options.hardware or not (type(offset) is int and offset == 0):
         raise ValueError(f"offset={offset!r}: a dask array is a whole; it takes no offset, and generator='counter'")
-    _require(how.spec, x, carrier_of(x.dtype))
-    rounder = partial(_round_block, replace(how, spec=replace(how.spec, gradient=Gradient())))
-    return round_blocks(x, rounder, how.spec.scaled, checked_keys(how.spec, key, gradient_key)[0])
+    _require(options.spec, x, carrier_of(x.dtype))
+    rounder = partial(_round_block, replace(options, spec=replace(options.spec, gradient=Gradient())))
+    return round_blocks(x, rounder, options.spec.scaled, checked_keys(options.spec, key, gradient_key)[0])
 
 
-def _round_block(how: _How, block: np.ndarray, key: Array | None = None, offset: Any = 0) -> np.ndarray:
-    return _round_numpy(block, how, key, offset, None)
+def _round_block(options: _How, block: np.ndarray, key: Array | None = None, offset: Any = 0) -> np.ndarray:
+    return _round_numpy(block, options, key, offset, None)
 
 
 # -- the traced part ---------------------------------------------------------------------------------------------------
 
 
-@partial(compiled, static_argnames=("how", "place"), inline=True)
-def _round(x: Array | np.ndarray, keys: Keys, starts: tuple, *, how: _How, place: StreamOffset) -> Array:
+@partial(compiled, static_argnames=("options", "place"), inline=True)
+def _round(x: Array | np.ndarray, keys: Keys, starts: tuple, *, options: _How, place: StreamOffset) -> Array:
     seeds = tuple(None if key is None else seed_words(key) for key in keys)
-    return _with_gradient(how, place, jnp.asarray(x), seeds, starts)
+    return _with_gradient(options, place, jnp.asarray(x), seeds, starts)
 
 
 @partial(CustomJvp, nondiff_argnums=(0, 1))
-def _with_gradient(how: _How, place: StreamOffset, x: Array, seeds: tuple, starts: tuple) -> Array:
-    op = round_with_hardware_bits_op if how.hardware else round_op if how.spec.scaled is None else round_scaled
-    op = partial(op, impl=how.impl)
-    return _joined(_forward(op, x, seeds[0], how.spec, place, starts), x.dtype)
+def _with_gradient(options: _How, place: StreamOffset, x: Array, seeds: tuple, starts: tuple) -> Array:
+    op = round_with_hardware_bits_op if options.hardware else round_op if options.spec.scaled is None else round_scaled
+    op = partial(op, impl=options.impl)
+    return _joined(_forward(op, x, seeds[0], options.spec, place, starts), x.dtype)
 
 
 @_with_gradient.defjvp
-def _jvp(how: _How, place: StreamOffset, primals: tuple, tangents: tuple) -> tuple[Array, Array]:
+def _jvp(options: _How, place: StreamOffset, primals: tuple, tangents: tuple) -> tuple[Array, Array]:
     x, seeds, starts = primals
     tangent = tangents[0]
-    gradient = how.spec.gradient
+    gradient = options.spec.gradient
     if gradient.clipped:
         beyond = _forward(
-            _overflowed if how.spec.scaled is None else overflowed_scaled, x, seeds[0], how.spec, place, starts
+            _overflowed if options.spec.scaled is None else overflowed_scaled, x, seeds[0], options.spec, place, starts
         )
         tangent = _joined(jnp.where(beyond, 0, _parts(tangent)), tangent.dtype)
     if gradient.round is not None:
-        rule = _RoundCotangent(_How(gradient.round, how.impl, False), place, seeds[1] is not None)
+        rule = _RoundCotangent(_How(gradient.round, options.impl, False), place, seeds[1] is not None)
         tangent = on_cotangent(rule, tangent, *(seeds[1] or ()), *starts)
-    return _with_gradient(how, place, x, seeds, starts), tangent
+    return _with_gradient(options, place, x, seeds, starts), tangent
 
 
 @dataclass(frozen=True)
 class _RoundCotangent:
     """Rounds a cotangent; the residuals are its seeds, if it draws, and the traced starts."""
 
-    how: _How
+    options: _How
     place: StreamOffset
     draws: bool
 
     def __call__(self, cotangent: Array, *residuals: Array) -> Array:
         seeds, starts = (residuals[:SEEDS], residuals[SEEDS:]) if self.draws else (None, residuals)
-        return _rounded(self.how, self.place, cotangent, (seeds, None), starts)
+        return _rounded(self.options, self.place, cotangent, (seeds, None), starts)
 
 
 _rounded = compiled(_with_gradient, static_argnums=(0, 1), inline=True)
@@ -267,8 +269,10 @@ def _forward(
     return op(parts, *seeds, *starts, spec=spec, place=place)
 
 
-def _overflowed(x: Array, *drawn: Array, spec: Spec, place: StreamOffset = AT_START) -> Array:
-    return overflowed(x, spec, carrier_of(x.dtype), words_like(x, drawn, place) if drawn else None)
+def _overflowed(x: Array, *seeds_and_starts: Array, spec: Spec, place: StreamOffset = AT_START) -> Array:
+    return overflowed(
+        x, spec, carrier_of(x.dtype), words_like(x, seeds_and_starts, place) if seeds_and_starts else None
+    )
 
 
 def _parts(x: Array) -> Array:
@@ -277,7 +281,7 @@ def _parts(x: Array) -> Array:
 
 
 def _joined(parts: Array, dtype: Any) -> Array:
-    """The inverse of `_parts`."""
+    """The inverse of `_real_view`."""
     return lax.complex(parts[..., 0], parts[..., 1]) if jnp.issubdtype(dtype, jnp.complexfloating) else parts
 
 

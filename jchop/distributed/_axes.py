@@ -62,9 +62,9 @@ def as_axes(axis_name: AxisName) -> Axes:
             sizes.append(int(lax.axis_size(name)))
         except (NameError, KeyError, TypeError, ValueError):
             here = tuple(map(str, jax.sharding.get_abstract_mesh().axis_names))
-            known = ", ".join(map(repr, here)) if here else "none"
+            mesh_text = ", ".join(map(repr, here)) if here else "none"
             raise ValueError(
-                f"axis_name={axis_name!r}: {name!r} is not an axis here; axes of the mesh: {known}. Call it inside "
+                f"axis_name={axis_name!r}: {name!r} is not an axis here; axes of the mesh: {mesh_text}. Call it inside "
                 "jax.shard_map over the axis, or use jchop.distributed.sharded_psum"
             ) from None
     return Axes(names, tuple(sizes))
@@ -96,8 +96,8 @@ def psum_scatter(x: Array, axes: Axes, axis: int, tiled: bool) -> Array:
 
 def ppermute(x: Array, axes: Axes, perm: tuple[tuple[int, int], ...]) -> Array:
     """`jax.lax.ppermute` over all axes. In `jax.vmap` it takes one axis, and pairs with every rank."""
-    mapped = not set(axes.names) <= set(jax.sharding.get_abstract_mesh().axis_names)
-    if not mapped or (len(axes.names) == 1 and len(perm) == axes.size):
+    in_vmap = not set(axes.names) <= set(jax.sharding.get_abstract_mesh().axis_names)
+    if not in_vmap or (len(axes.names) == 1 and len(perm) == axes.size):
         return lax.ppermute(x, axes.name, perm)
     sources = {target: source for source, target in perm}
     of_rank = jnp.asarray([sources.get(rank, axes.size) for rank in range(axes.size)])[axes.rank]

@@ -140,7 +140,7 @@ def psum_scatter(
     wire, key = checked(axis_name, spec, key, algorithm, accumulate, x)
     check_bool("tiled", tiled)
 
-    def one(v: Array, k: Array | None) -> Array:
+    def scatter_leaf(v: Array, k: Array | None) -> Array:
         axis = _axis("scatter_dimension", scatter_dimension, v.ndim)
         part = _check_parts(wire, v.shape, axis, tiled, f"scatter_dimension={scatter_dimension}")
         return move_linearly(
@@ -148,7 +148,7 @@ def psum_scatter(
         )
 
     with own_settings():
-        return each(x, key, one)
+        return each(x, key, scatter_leaf)
 
 
 def all_gather(
@@ -185,7 +185,7 @@ def all_gather(
     wire, key = checked(axis_name, spec, key, TWO_SHOT, None, x)
     check_bool("tiled", tiled)
 
-    def one(v: Array, k: Array | None) -> Array:
+    def gather_leaf(v: Array, k: Array | None) -> Array:
         at = _axis("axis", axis, v.ndim + (not tiled))
         if tiled:
             check_whole_groups(wire.spec, v.shape, at, wire.axes.size, f"axis={axis}")
@@ -193,7 +193,7 @@ def all_gather(
         return move_linearly(partial(gathered, at, tiled), back, wire, vary(v, wire.axes), k)
 
     with own_settings():
-        return each(x, key, one)
+        return each(x, key, gather_leaf)
 
 
 def all_to_all(
@@ -236,14 +236,14 @@ def all_to_all(
     wire, key = checked(axis_name, spec, key, TWO_SHOT, None, x)
     check_bool("tiled", tiled)
 
-    def one(v: Array, k: Array | None) -> Array:
+    def exchange_leaf(v: Array, k: Array | None) -> Array:
         split, concat = _axis("split_axis", split_axis, v.ndim), _axis("concat_axis", concat_axis, v.ndim)
         _check_parts(wire, v.shape, split, tiled, f"split_axis={split_axis}")
-        there, back = partial(exchanged, split, concat, tiled), partial(exchanged, concat, split, tiled)
-        return move_linearly(there, back, wire, vary(v, wire.axes), k)
+        forward, back = partial(exchanged, split, concat, tiled), partial(exchanged, concat, split, tiled)
+        return move_linearly(forward, back, wire, vary(v, wire.axes), k)
 
     with own_settings():
-        return each(x, key, one)
+        return each(x, key, exchange_leaf)
 
 
 def ppermute(
@@ -278,11 +278,11 @@ def ppermute(
     pairs = _check_perm(perm, wire.axes.size)
     back = tuple((target, source) for source, target in pairs)
 
-    def one(v: Array, k: Array | None) -> Array:
+    def permute_leaf(v: Array, k: Array | None) -> Array:
         return move_linearly(partial(permuted, pairs), partial(permuted, back), wire, vary(v, wire.axes), k)
 
     with own_settings():
-        return each(x, key, one)
+        return each(x, key, permute_leaf)
 
 
 # -- arguments ---------------------------------------------------------------------------------------------------------
@@ -323,9 +323,9 @@ def _check_parts(wire: Wire, shape: tuple[int, ...], axis: int, tiled: bool, nam
     """The shape of a piece along an axis, of which each rank must get the same."""
     count = wire.axes.size
     if shape[axis] % count if tiled else shape[axis] != count:
-        needed = f"a multiple of {count}" if tiled else f"{count}, or tiled=True"
+        length = f"a multiple of {count}" if tiled else f"{count}, or tiled=True"
         raise ValueError(f"{name}: x has shape {shape}, and {count} ranks along {wire.axes.name!r} need a length of "
-                         f"{needed} there")  # fmt: skip
+                         f"{length} there")  # fmt: skip
     if not tiled:
         return (*shape[:axis], *shape[axis + 1 :])
     part = (*shape[:axis], shape[axis] // count, *shape[axis + 1 :])

@@ -94,44 +94,44 @@ def psum_with_feedback(
     check_int("bucket", bucket, 0)
     size = bucket if is_flat(spec) else None
 
-    def checked_wire(x: Any, key: Array | None) -> tuple[Wire, Array | None]:
+    def wire_and_key(x: Any, key: Array | None) -> tuple[Wire, Array | None]:
         return checked(axis_name, spec, key, TWO_SHOT, accumulate, x)
 
     def init(params: Any) -> FeedbackState:
-        wire, start = checked_wire(params, key)
-        sent: list[Array] = []
-        total: list[Array] = []
+        wire, start = wire_and_key(params, key)
+        send_errors: list[Array] = []
+        sum_errors: list[Array] = []
 
         def zeros(v: Array, _: Array | None) -> Array:
             pieces = _cut(v, wire).pieces(v)
-            sent.append(vary(jnp.zeros(pieces.shape, operation_carrier(v.dtype).name), wire.axes))
-            total.append(vary(jnp.zeros(pieces.shape[1:], operation_carrier(v.dtype).name), wire.axes))
+            send_errors.append(vary(jnp.zeros(pieces.shape, operation_carrier(v.dtype).name), wire.axes))
+            sum_errors.append(vary(jnp.zeros(pieces.shape[1:], operation_carrier(v.dtype).name), wire.axes))
             return v
 
         with own_settings():
             in_buckets(params, None, zeros, size)
-        return FeedbackState(tuple(sent), tuple(total), start)
+        return FeedbackState(tuple(send_errors), tuple(sum_errors), start)
 
     def update(updates: Any, state: FeedbackState, params: Any = None, **extra: Any) -> tuple[Any, FeedbackState]:
         del params, extra
-        wire, drawn = checked_wire(updates, state.key)
+        wire, step_key = wire_and_key(updates, state.key)
         errors = zip(state.sent, state.total, strict=True)
-        kept: list[tuple[Array, Array]] = []
+        new_errors: list[tuple[Array, Array]] = []
 
         def step(v: Array, k: Array | None) -> Array:
             result, *new = _step(wire, v, k, *next(errors))
-            kept.append((new[0], new[1]))
+            new_errors.append((new[0], new[1]))
             return result
 
         with own_settings():
-            following, own = (None, None) if drawn is None else split(drawn)
+            following, own = (None, None) if step_key is None else split(step_key)
             results = in_buckets(updates, own, step, size)
-            sent, total = zip(*kept, strict=True) if kept else ((), ())
-            new, old = (sent, total), (state.sent, state.total)
+            send_errors, sum_errors = zip(*new_errors, strict=True) if new_errors else ((), ())
+            new, old = (send_errors, sum_errors), (state.sent, state.total)
             sound = _all_finite(wire.axes, new)
-            sent, total = jax.tree.map(lambda new, old: jnp.where(sound, new, old), new, old)
+            send_errors, sum_errors = jax.tree.map(lambda new, old: jnp.where(sound, new, old), new, old)
             results = jax.tree.map(lambda y: jnp.where(sound, y, jnp.nan) if jnp.size(y) else y, results)
-        return results, FeedbackState(sent, total, following)
+        return results, FeedbackState(send_errors, sum_errors, following)
 
     checked_key(key, spec.rounding.stochastic, spec)
     return Transformation(init, update)
@@ -147,15 +147,15 @@ def _cut(v: Array, wire: Wire) -> Cut:
     return plan_cut(v.shape, wire.spec, wire.axes.size)
 
 
-def _step(wire: Wire, v: Array, key: Array | None, sent: Array, total: Array) -> tuple[Array, Array, Array]:
+def _step(wire: Wire, v: Array, key: Array | None, send_error: Array, sum_error: Array) -> tuple[Array, Array, Array]:
     """The sum over ranks, and the new errors of the pieces sent and of the sum owned."""
     axes, cut = wire.axes, _cut(v, wire)
-    pieces = cut.pieces(vary(v, axes)).astype(sent.dtype) + sent
+    pieces = cut.pieces(vary(v, axes)).astype(send_error.dtype) + send_error
     q = encode(pieces, wire.spec, fold(key, Phase.SEND, 0, axes.rank), jnp.arange(axes.size))
     error = pieces - numbers(q, pieces.dtype)
-    arrived = numbers(move(q, lambda leaf: lax.all_to_all(leaf, axes.name, 0, 0, tiled=True)), pieces.dtype)
-    drawn = fold(key, Phase.SUM, 0, axes.rank)
-    summed = sum_in_order(arrived[:, None], wire.accumulate, drawn, axes.rank[None])[0] + total
-    q = encode_total(wire, summed, key)
-    own = summed - numbers(q, summed.dtype)
-    return cut.joined(numbers(gather_codes(wire, q, to="invarying"), v.dtype)), error, own
+    messages = numbers(move(q, lambda leaf: lax.all_to_all(leaf, axes.name, 0, 0, tiled=True)), pieces.dtype)
+    sum_key = fold(key, Phase.SUM, 0, axes.rank)
+    piece_sum = sum_in_order(messages[:, None], wire.accumulate, sum_key, axes.rank[None])[0] + sum_error
+    q = encode_total(wire, piece_sum, key)
+    own = piece_sum - numbers(q, piece_sum.dtype)
+    return cut.join(numbers(gather_codes(wire, q, to="invarying"), v.dtype)), error, own

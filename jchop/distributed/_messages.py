@@ -17,7 +17,6 @@ from jchop._core.rounding.random_bits import seed_words
 from jchop._kernels.products.matmul import matmul_op
 from jchop._round.round_to_format import round_to_format
 from jchop.accumulation import MatmulSpec
-from jchop.distributed._axes import Axes, vary
 from jchop.spec import Spec
 from jchop.storage import QArray, dequantize, quantize
 
@@ -69,19 +68,19 @@ def check_places(spec: Spec, count: int, size: int) -> None:
                          "pass a part of x at a time")  # fmt: skip
 
 
-def move(q: Any, how: Callable[[Array], Array]) -> Any:
+def move(q: Any, function: Callable[[Array], Array]) -> Any:
     """The leaves of a QArray, or of another tree, each moved in the same way.
 
     Short floats move as integers of the same bits: XLA's CPU backend would move them as float32.
     """
-    return jax.tree.map(lambda leaf: _as_bits(leaf, how), q)
+    return jax.tree.map(lambda leaf: _as_bits(leaf, function), q)
 
 
-def _as_bits(leaf: Array, how: Callable[[Array], Array]) -> Array:
+def _as_bits(leaf: Array, function: Callable[[Array], Array]) -> Array:
     if not jnp.issubdtype(leaf.dtype, jnp.floating) or leaf.dtype.itemsize > 2:
-        return how(leaf)
+        return function(leaf)
     bits = lax.bitcast_convert_type(leaf, jnp.dtype(f"u{leaf.dtype.itemsize}"))
-    return lax.bitcast_convert_type(how(bits), leaf.dtype)
+    return lax.bitcast_convert_type(function(bits), leaf.dtype)
 
 
 def numbers(q: QArray, dtype: Any) -> Array:
@@ -108,29 +107,24 @@ def as_accumulate(value: Any, dtypes: Any) -> MatmulSpec | None:
     return spec
 
 
-def sum_in_order(arrived: Array, accumulate: MatmulSpec | None, key: Array | None, places: Array) -> Array:
+def sum_in_order(messages: Array, accumulate: MatmulSpec | None, key: Array | None, places: Array) -> Array:
     """The sum over the first axis, rank 0 first.
 
     Args:
-        arrived: (ranks, k, ...), float32 or float64.
+        messages: (ranks, k, ...), float32 or float64.
         accumulate: the arithmetic. None: c <- c + x_r in the dtype, from the numbers of rank 0.
         key: the key, if `accumulate` draws.
         places: k integers, the number of each sum.
     """
     if accumulate is None:
-        return lax.scan(lambda c, x: (c + x, None), arrived[0], arrived[1:])[0]
+        return lax.scan(lambda c, x: (c + x, None), messages[0], messages[1:])[0]
 
-    def one(rows: Array, place: Array) -> Array:
+    def sum_rows(rows: Array, place: Array) -> Array:
         own = fold(key, place)
         if accumulate.operands is not None:
             rows = round_to_format(rows, accumulate.operands, fold(own, 0))
-        drawn = fold(own, 1) if draws(accumulate.accumulate) else None
-        seeds = None if drawn is None else jnp.stack([*seed_words(drawn)] * 2)
+        sum_key = fold(own, 1) if draws(accumulate.accumulate) else None
+        seeds = None if sum_key is None else jnp.stack([*seed_words(sum_key)] * 2)
         return sum_along(rows, 0, accumulate, seeds, matmul=matmul_op)
 
-    return jax.vmap(one, in_axes=(1, 0))(arrived, jnp.asarray(places, jnp.uint32))
-
-
-def stacked(x: Array, axes: Axes) -> Array:
-    """`x` with a first axis of length one, and a type that differs between ranks."""
-    return vary(x, axes)[None]
+    return jax.vmap(sum_rows, in_axes=(1, 0))(messages, jnp.asarray(places, jnp.uint32))

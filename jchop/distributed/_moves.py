@@ -27,7 +27,7 @@ Array = jax.Array
 def _sum_everywhere(wire: Wire, x: Array, key: Array | None) -> Array:
     cut = plan_cut(x.shape, wire.spec, wire.axes.size) if x.ndim else plan_cut((1,), wire.spec, wire.axes.size)
     own = reduce_scatter(wire, cut.pieces(x.reshape(cut.shape)), key)
-    return cut.joined(gather(wire, own, key, x.dtype, to="invarying")).reshape(x.shape)
+    return cut.join(gather(wire, own, key, x.dtype, to="invarying")).reshape(x.shape)
 
 
 sum_everywhere = CustomJvp(_sum_everywhere, nondiff_argnums=(0,))
@@ -37,21 +37,23 @@ sum_everywhere = CustomJvp(_sum_everywhere, nondiff_argnums=(0,))
 def _sum_jvp(wire: Wire, primals: tuple[Any, ...], tangents: tuple[Any, ...]) -> tuple[Array, Array]:
     x, key = primals
     back = None if axes_are_tracked(wire.axes) else _backward(wire)
-    pulled = None if back is None else partial(sum_everywhere, back)
-    return sum_everywhere(wire, x, key), _moved(lambda t: lax.psum(t, wire.axes.name), pulled, tangents[0], key)
+    pull_back = None if back is None else partial(sum_everywhere, back)
+    return sum_everywhere(wire, x, key), _moved(lambda t: lax.psum(t, wire.axes.name), pull_back, tangents[0], key)
 
 
-def _moved(there: Callable[..., Array], back: Callable[..., Array] | None, tangent: Array, key: Array | None) -> Array:
+def _moved(
+    forward: Callable[..., Array], back: Callable[..., Array] | None, tangent: Array, key: Array | None
+) -> Array:
     """A tangent moved as floats by a linear function; its cotangent in codes, if there is another way back for it."""
     if back is None:
-        return there(tangent)
+        return forward(tangent)
     keys = [] if key is None else [fold(key, Phase.BACKWARD)]
 
-    def pulled(cotangent: Array, *keys: Array) -> Array:
+    def pull_back(cotangent: Array, *keys: Array) -> Array:
         with own_settings():
             return back(cotangent, *(keys or [None]))
 
-    return linear_with_transpose(lambda tangent, *keys: there(tangent), pulled, tangent, *keys)
+    return linear_with_transpose(lambda tangent, *keys: forward(tangent), pull_back, tangent, *keys)
 
 
 def _backward(wire: Wire) -> Wire | None:
@@ -73,21 +75,21 @@ class _Exact:
 _Moves = Callable[[Any, Array, Any], Array]
 
 
-def _move_linearly(there: _Moves, back: _Moves, wire: Wire, x: Array, key: Array | None) -> Array:
-    """`x` moved by `there`, in codes; cotangents are moved by `back`. Arrays without elements move as they are."""
-    return there(wire if x.size else _Exact(wire.axes), x, key)
+def _move_linearly(forward: _Moves, back: _Moves, wire: Wire, x: Array, key: Array | None) -> Array:
+    """`x` moved by `forward`, in codes; cotangents are moved by `back`. Arrays without elements move as they are."""
+    return forward(wire if x.size else _Exact(wire.axes), x, key)
 
 
 move_linearly = CustomJvp(_move_linearly, nondiff_argnums=(0, 1, 2))
 
 
 @move_linearly.defjvp
-def _move_jvp(there: _Moves, back: _Moves, wire: Wire, primals: Any, tangents: Any) -> tuple[Array, Array]:
+def _move_jvp(forward: _Moves, back: _Moves, wire: Wire, primals: Any, tangents: Any) -> tuple[Array, Array]:
     x, key = primals
     over = _backward(wire) if x.size else None
-    pulled = None if over is None else lambda g, key: back(over, vary(g, wire.axes), key)
-    moved = _moved(lambda t: there(_Exact(wire.axes), t, None), pulled, tangents[0], key)
-    return move_linearly(there, back, wire, x, key), moved
+    pull_back = None if over is None else lambda g, key: back(over, vary(g, wire.axes), key)
+    tangent = _moved(lambda t: forward(_Exact(wire.axes), t, None), pull_back, tangents[0], key)
+    return move_linearly(forward, back, wire, x, key), tangent
 
 
 def _pieces(x: Array, axis: int, tiled: bool, count: int) -> Array:
@@ -100,8 +102,8 @@ def _pieces(x: Array, axis: int, tiled: bool, count: int) -> Array:
 
 def _placed(pieces: Array, axis: int, tiled: bool) -> Array:
     """Pieces joined along an axis."""
-    moved = jnp.moveaxis(pieces, 0, axis)
-    return moved.reshape(*moved.shape[:axis], -1, *moved.shape[axis + 2 :]) if tiled else moved
+    parts = jnp.moveaxis(pieces, 0, axis)
+    return parts.reshape(*parts.shape[:axis], -1, *parts.shape[axis + 2 :]) if tiled else parts
 
 
 def scattered(axis: int, tiled: bool, part: tuple[int, ...], wire: Wire | _Exact, x: Array, key: Any) -> Array:

@@ -74,9 +74,11 @@ def diloco(inner: Any, outer: Any, every: int) -> Transformation:
         [[-4.0], [-4.0]]
     """
     check_int("every", every, 1, (1 << 31) - 1)
-    for name, given in (("inner", inner), ("outer", outer)):
-        if not (hasattr(given, "init") and hasattr(given, "update")):
-            raise TypeError(f"{name}={given!r} must be an Optax transformation, with the functions init and update")
+    for name, transformation in (("inner", inner), ("outer", outer)):
+        if not (hasattr(transformation, "init") and hasattr(transformation, "update")):
+            raise TypeError(
+                f"{name}={transformation!r} must be an Optax transformation, with the functions init and update"
+            )
 
     def init(params: Any) -> DilocoState:
         anchor = jax.tree.map(jnp.asarray, params)
@@ -85,21 +87,23 @@ def diloco(inner: Any, outer: Any, every: int) -> Transformation:
     def update(updates: Any, state: DilocoState, params: Any = None, **extra: Any) -> tuple[Any, DilocoState]:
         if params is None:
             raise ValueError("params=None: diloco compares them with those of the last exchange; pass params")
-        made, kept = inner.update(updates, state.inner, params, **extra)
+        inner_updates, inner_state = inner.update(updates, state.inner, params, **extra)
         count = state.count + 1
 
         def alone() -> tuple[Any, Any, Any]:
-            return jax.tree.map(_like, made, params), state.anchor, state.outer
+            return jax.tree.map(_like, inner_updates, params), state.anchor, state.outer
 
-        def exchanged() -> tuple[Any, Any, Any]:
-            own = jax.tree.map(_added, params, made)
-            moved, outer_state = outer.update(jax.tree.map(jnp.subtract, state.anchor, own), state.outer, state.anchor)
-            anchor = jax.tree.map(_added, state.anchor, moved)
-            change = jax.tree.map(lambda new, old, step: _like(new - old, step), anchor, params, made)
+        def exchange() -> tuple[Any, Any, Any]:
+            own = jax.tree.map(_added, params, inner_updates)
+            outer_updates, outer_state = outer.update(
+                jax.tree.map(jnp.subtract, state.anchor, own), state.outer, state.anchor
+            )
+            anchor = jax.tree.map(_added, state.anchor, outer_updates)
+            change = jax.tree.map(lambda new, old, step: _like(new - old, step), anchor, params, inner_updates)
             return change, anchor, outer_state
 
-        change, anchor, outer_state = lax.cond(count == every, exchanged, alone)
-        return change, DilocoState(count % every, anchor, kept, outer_state)
+        change, anchor, outer_state = lax.cond(count == every, exchange, alone)
+        return change, DilocoState(count % every, anchor, inner_state, outer_state)
 
     return Transformation(init, update)
 

@@ -52,7 +52,7 @@ class Cut:
         split = x.reshape(*x.shape[: self.axis], self.count, self.length, *x.shape[self.axis + 1 :])
         return jnp.moveaxis(split, self.axis, 0)
 
-    def joined(self, pieces: Array) -> Array:
+    def join(self, pieces: Array) -> Array:
         """The array of pieces."""
         back = jnp.moveaxis(pieces, 0, self.axis)
         whole = back.reshape(*back.shape[: self.axis], -1, *back.shape[self.axis + 2 :])
@@ -109,8 +109,8 @@ def check_whole_groups(spec: Spec, shape: Sequence[int], axis: int, count: int, 
     if shape[axis] % unit:
         whole = shape[axis] * count
         fits = [n for n in range(1, math.isqrt(whole) * 8 + 2) if whole % (n * unit) == 0]
-        allowed = ", ".join(map(str, fits[:12])) or "none"
+        counts = ", ".join(map(str, fits[:12])) or "none"
         raise ValueError(
             f"{name}: {count} parts of length {shape[axis]} cut groups of {unit} of spec={str(spec)!r}; numbers of "
-            f"parts that fit a length of {whole}: {allowed}"
+            f"parts that fit a length of {whole}: {counts}"
         )

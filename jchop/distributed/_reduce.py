@@ -55,25 +55,27 @@ def _exchange(wire: Wire, stages: tuple[Axes, ...], pieces: Array, key: Array | 
     axes, shape = wire.axes, pieces.shape[1:]
     wide = operation_carrier(pieces.dtype).name
     # One axis of pieces for each stage that is left, in the order of the mesh axes.
-    left = [axes] if len(stages) == 1 else [Axes((n,), (s,)) for n, s in zip(axes.names, axes.sizes, strict=True)]
-    places = jnp.arange(axes.size, dtype=jnp.uint32).reshape([stage.size for stage in left])
+    remaining_axes = (
+        [axes] if len(stages) == 1 else [Axes((n,), (s,)) for n, s in zip(axes.names, axes.sizes, strict=True)]
+    )
+    places = jnp.arange(axes.size, dtype=jnp.uint32).reshape([stage.size for stage in remaining_axes])
     values = pieces.reshape(*places.shape, *shape)
-    for turn, stage in enumerate(stages):
-        at = left.index(stage)
-        left.pop(at)
+    for number, stage in enumerate(stages):
+        at = remaining_axes.index(stage)
+        remaining_axes.pop(at)
         values, places = jnp.moveaxis(values, at, 0), jnp.moveaxis(places, at, 0)
         rest = places.shape[1:]
-        q = encode(values.reshape(-1, *shape), wire.spec, fold(key, Phase.SEND, turn, axes.rank), places.reshape(-1))
+        q = encode(values.reshape(-1, *shape), wire.spec, fold(key, Phase.SEND, number, axes.rank), places.reshape(-1))
         q = move(q, lambda leaf, name=stage.name: lax.all_to_all(leaf, name, 0, 0, tiled=True))
-        arrived = numbers(q, wide).reshape(stage.size, -1, *shape)
+        messages = numbers(q, wide).reshape(stage.size, -1, *shape)
         places = lax.dynamic_index_in_dim(places, stage.rank, 0, keepdims=False)
-        drawn = fold(key, Phase.SUM, turn, axes.rank)
-        values = sum_in_order(arrived, wire.accumulate, drawn, places.reshape(-1)).reshape(*rest, *shape)
+        sum_key = fold(key, Phase.SUM, number, axes.rank)
+        values = sum_in_order(messages, wire.accumulate, sum_key, places.reshape(-1)).reshape(*rest, *shape)
     return values
 
 
 def _ring(wire: Wire, pieces: Array, key: Array | None) -> Array:
-    """The partial sum of piece p starts at rank p + 1, and each rank adds its numbers; rank p has the last word."""
+    """The partial sum of piece p starts at rank p + 1, and each rank adds its numbers; rank p adds last."""
     axes, count = wire.axes, wire.axes.size
     wide = operation_carrier(pieces.dtype).name
     following = tuple((rank, (rank + 1) % count) for rank in range(count))
@@ -81,14 +83,14 @@ def _ring(wire: Wire, pieces: Array, key: Array | None) -> Array:
     def own(place: Array) -> Array:
         return lax.dynamic_index_in_dim(pieces, place, 0, keepdims=False).astype(wide)
 
-    def hop(partial_sum: Array, turn: Array) -> tuple[Array, None]:
-        sent = (axes.rank + 2 * count - turn - 1) % count
-        q = encode(partial_sum[None], wire.spec, fold(key, Phase.SEND, turn, axes.rank), sent[None])
+    def hop(partial_sum: Array, step: Array) -> tuple[Array, None]:
+        send_place = (axes.rank + 2 * count - step - 1) % count
+        q = encode(partial_sum[None], wire.spec, fold(key, Phase.SEND, step, axes.rank), send_place[None])
         q = move(q, lambda leaf: ppermute(leaf, axes, following))
-        place = (axes.rank + 2 * count - turn - 2) % count
-        arrived = jnp.stack([numbers(q, wide)[0], own(place)])[:, None]
-        drawn = fold(key, Phase.SUM, turn, axes.rank)
-        return sum_in_order(arrived, wire.accumulate, drawn, place[None])[0], None
+        place = (axes.rank + 2 * count - step - 2) % count
+        messages = jnp.stack([numbers(q, wide)[0], own(place)])[:, None]
+        sum_key = fold(key, Phase.SUM, step, axes.rank)
+        return sum_in_order(messages, wire.accumulate, sum_key, place[None])[0], None
 
     first = own((axes.rank + count - 1) % count)
     return lax.scan(hop, first, jnp.arange(count - 1, dtype=jnp.int32))[0]
@@ -128,8 +130,8 @@ def gather_codes(wire: Wire, q: QArray, *, to: str) -> QArray:
 
 def _flat(leaf: Array, order: list[int]) -> Array:
     """Leading axes in another order, joined."""
-    moved = leaf.transpose(*order, *range(len(order), leaf.ndim))
-    return moved.reshape(-1, *leaf.shape[len(order) :])
+    transposed_leaf = leaf.transpose(*order, *range(len(order), leaf.ndim))
+    return transposed_leaf.reshape(-1, *leaf.shape[len(order) :])
 
 
 def exchange(wire: Wire, pieces: Array, key: Array | None) -> Array:
@@ -144,9 +146,9 @@ def permute(wire: Wire, x: Array, key: Array | None, perm: tuple[tuple[int, int]
     """`x` of the rank that sends to this one; zeros on a rank that none sends to."""
     check_places(wire.spec, wire.axes.size, x.size)
     q = encode(x[None], wire.spec, fold(key, Phase.SEND, 0), wire.axes.rank[None])
-    arrived = numbers(move(q, lambda leaf: ppermute(leaf, wire.axes, perm)), x.dtype)[0]
+    message = numbers(move(q, lambda leaf: ppermute(leaf, wire.axes, perm)), x.dtype)[0]
     targets = {target for _, target in perm}
     if len(targets) == wire.axes.size:
-        return arrived
+        return message
     receives = jnp.array([rank in targets for rank in range(wire.axes.size)])[wire.axes.rank]
-    return jnp.where(receives, arrived, jnp.zeros_like(arrived))
+    return jnp.where(receives, message, jnp.zeros_like(message))

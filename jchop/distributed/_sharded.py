@@ -76,9 +76,9 @@ def sharded_psum(
         return psum(own, axis_name, spec, key, algorithm=algorithm, accumulate=accumulate, bucket=bucket)
 
     whole = structure.unflatten(leaves)
-    placed = jax.tree.map(lambda leaf: _placed(leaf, NamedSharding(mesh, P(names))), whole)
+    shards = jax.tree.map(lambda leaf: _placed(leaf, NamedSharding(mesh, P(names))), whole)
     run = jax.shard_map(local, mesh=mesh, in_specs=(P(names), P()), out_specs=P())
-    return run(placed, key)
+    return run(shards, key)
 
 
 def _placed(leaf: Array, sharding: NamedSharding) -> Array:

@@ -70,20 +70,20 @@ def quantize_parts(
     """
     wire, key = checked(axis_name, spec, key, TWO_SHOT, None, x)
     spec, axes = wire.spec, wire.axes
-    found: list[_Part] = []
+    parts: list[_Part] = []
 
     def prepare(v: Array, k: Array | None) -> Array:
         if not v.ndim:
             raise ValueError("x has an array without axes, of which no axis can be cut")
         at = check_int("axis", axis, -v.ndim, v.ndim - 1) % v.ndim
-        found.append(_part(vary(v, axes), k, spec, axes, at))
+        parts.append(_part(vary(v, axes), k, spec, axes, at))
         return v
 
     with own_settings():
         each(x, key, prepare)
-        ends = _everywhere([part.ends() for part in found if part.shares], axes)
-        made = [part.quantized(axes, ends.pop(0) if part.shares else None) for part in found]
-    return jax.tree.structure(x).unflatten(made)
+        ends = _everywhere([part.ends() for part in parts if part.shares], axes)
+        qarrays = [part.to_qarray(axes, ends.pop(0) if part.shares else None) for part in parts]
+    return jax.tree.structure(x).unflatten(qarrays)
 
 
 @dataclass(frozen=True)
@@ -127,16 +127,16 @@ class _Part:
         ends = (jnp.where(counts, end, least) for end in (high, -high))
         return jnp.stack([jnp.max(end, axis=self.whole, keepdims=True) for end in ends])
 
-    def quantized(self, axes: Axes, ends: Array | None) -> Any:
+    def to_qarray(self, axes: Axes, ends: Array | None) -> Any:
         """The codes of the part; `ends` of the whole array if ranks share scales."""
-        more = {} if ends is None else self._scales(ends)
+        scales = {} if ends is None else self._scales(ends)
         if not draws(self.spec):
-            return quantize(self.x, self.spec, **more)
+            return quantize(self.x, self.spec, **scales)
         shape = list(self.x.shape)
         starts: list[Any] = [0] * len(shape)
         starts[self.axis] = axes.rank * shape[self.axis]
         shape[self.axis] *= axes.size
-        return quantize(self.x, self.spec, self.key, offset=(tuple(starts), tuple(shape)), **more)
+        return quantize(self.x, self.spec, self.key, offset=(tuple(starts), tuple(shape)), **scales)
 
     def _scales(self, ends: Array) -> dict[str, Any]:
         """The scales and zero points of the part, fitted to an array with the ends in it.
@@ -151,8 +151,8 @@ class _Part:
         sign = jnp.where(signed < 0, self.carrier.sign_bit, 0).astype(signed.dtype)
         two = _bits.join(sign, jnp.abs(signed), self.carrier)
         if not fmt.scale_rule.tensor_scale:
-            joined = jnp.concatenate([two[0], two[1]], axis=self.axis)
-            scale, zero_point = fit_scale(joined, self.spec)
+            samples = jnp.concatenate([two[0], two[1]], axis=self.axis)
+            scale, zero_point = fit_scale(samples, self.spec)
             return {"scale": scale, "zero_point": zero_point}
         kind = kinds_of(fmt, self.x.ndim)[self.axis]
         unit = kind if isinstance(kind, int) else 1
@@ -186,10 +186,10 @@ def _part(x: Array, key: Array | None, spec: Spec, axes: Axes, axis: int) -> _Pa
 
 def _everywhere(ends: list[Array], axes: Axes) -> list[Array]:
     """The maxima over all ranks, in one all-reduce for each width of numbers."""
-    found: list[Array] = list(ends)
+    maxima: list[Array] = list(ends)
     for dtype in dict.fromkeys(end.dtype for end in ends):
         members = [at for at, end in enumerate(ends) if end.dtype == dtype]
         vector = lax.pmax(jnp.concatenate([ends[at].reshape(-1) for at in members]), axes.name)
         for at in members:
-            found[at], vector = vector[: ends[at].size].reshape(ends[at].shape), vector[ends[at].size :]
-    return found
+            maxima[at], vector = vector[: ends[at].size].reshape(ends[at].shape), vector[ends[at].size :]
+    return maxima

@@ -55,10 +55,10 @@ def in_buckets(x: Any, key: Array | None, function: Callable[[Array, Array | Non
     results: list[Array] = list(leaves)
     for number, members in enumerate(_buckets(leaves, bucket)):
         vector = jnp.concatenate([leaves[at].reshape(-1) for at in members])
-        made = function(vector, fold(key, number))
+        result = function(vector, fold(key, number))
         ends = list(itertools.accumulate(leaves[at].size for at in members))
         for at, end in zip(members, ends, strict=True):
-            results[at] = made[end - leaves[at].size : end].reshape(leaves[at].shape)
+            results[at] = result[end - leaves[at].size : end].reshape(leaves[at].shape)
     return structure.unflatten(results)
 
 
@@ -67,20 +67,20 @@ def _buckets(leaves: list[Array], bucket: int) -> list[list[int]]:
 
     A bucket is closed when it has `bucket` elements.
     """
-    found: list[list[int]] = []
+    buckets: list[list[int]] = []
     open_ones: dict[tuple[Any, Any], list[int]] = {}
     for at, leaf in enumerate(leaves):
         if not leaf.size:
             continue
         kind = (leaf.dtype, varying(leaf))
         if leaf.size >= bucket:
-            found.append([at])
+            buckets.append([at])
             continue
         members = open_ones.get(kind)
         if members is None:
             members = open_ones[kind] = []
-            found.append(members)
+            buckets.append(members)
         members.append(at)
         if math.fsum(leaves[i].size for i in members) >= bucket:
             del open_ones[kind]
-    return found
+    return buckets

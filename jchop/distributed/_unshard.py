@@ -118,11 +118,13 @@ def _gathered(leaf: Any, axes: Axes, axis: int) -> Any:
     if at == leaf.ndim - 1:
         element, ranks = leaf.spec.element, axes.size
         rows, bits = (leaf.qvalue, element.bits) if leaf.places is None else (leaf.places, 1)
-        held = packed_size(length, bits) if is_packed(element) or leaf.places is not None else length
-        if rows.shape[-1] != held:  # jax.shard_map cuts leaves, and a QArray keeps the length of its whole last axis
+        whole_width = packed_size(length, bits) if is_packed(element) or leaf.places is not None else length
+        if (
+            rows.shape[-1] != whole_width
+        ):  # jax.shard_map cuts leaves, and a QArray keeps the length of its whole last axis
             length //= ranks
-        kept = length if fmt is None else fmt.kept_shape((*leaf.shape[:-1], length))[-1]
-        if kept * element.bits % 8 or (length * bits) % 8:
+        element_count = length if fmt is None else fmt.kept_shape((*leaf.shape[:-1], length))[-1]
+        if element_count * element.bits % 8 or (length * bits) % 8:
             raise ValueError(f"axis={axis}: parts of length {length} do not fill bytes of packed codes")
         size = length * ranks
     if length % unit:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
-from types import ModuleType
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -30,12 +30,14 @@ SHAPES = (
 )
 
 
-def kernels(target: str) -> ModuleType:
+def kernel_of(target: str) -> Callable[..., Any]:
     if is_tpu(target):
-        from jchop._kernels.products import dequantize_matmul_tpu as module
-    else:
-        from jchop._kernels.products import dequantize_matmul_gpu as module
-    return module
+        from jchop._kernels.products import dequantize_matmul_tpu
+
+        return dequantize_matmul_tpu.tpu_dequantize_matmul
+    from jchop._kernels.products import dequantize_matmul_gpu
+
+    return dequantize_matmul_gpu.gpu_dequantize_matmul
 
 
 def arguments(
@@ -50,7 +52,7 @@ def arguments(
 
 
 def cases(target: str) -> Iterator[Case]:
-    run = kernels(target).dequantize_matmul
+    run = kernel_of(target)
     wanted = [
         (shape, name, dtype, scale_dtype, i % 2 == 1)
         for i, shape in enumerate(SHAPES)
@@ -89,7 +91,7 @@ def one_row(target: str) -> Iterator[Case]:
         ("int8", (1000, 515, 100), DequantizeMatmulGpuTiling(1, 64, 32, 3)),
         ("float8_e4m3fn", (1000, 512, 128), DequantizeMatmulGpuTiling(1, 64, 512, 2)),
     ):
-        fun = partial(kernels(target).dequantize_matmul, format=FORMATS[name], group=group, tiling=tiling)
+        fun = partial(kernel_of(target), format=FORMATS[name], group=group, tiling=tiling)
         avals = arguments((1, k, n, group), FORMATS[name], "bfloat16", "float32")
         yield Case(
             f"dequantize_matmul {name} (1, {k}, {n}, {group}), {tiling}",

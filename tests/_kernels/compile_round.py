@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
-from types import ModuleType
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -46,16 +46,16 @@ def cases(target: str) -> Iterator[Case]:
     if is_tpu(target):
         from jchop._kernels import round_tpu
 
-        yield from _every_kind(round_tpu, TPU_DTYPES, ("vmem",))
+        yield from _every_kind(round_tpu.tpu_round_elements, TPU_DTYPES, ("vmem",))
         yield from _hardware_bits()
     else:
         from jchop._kernels import round_gpu
 
-        yield from _every_kind(round_gpu, GPU_DTYPES, ("masked", "ptx"))
+        yield from _every_kind(round_gpu.gpu_round_elements, GPU_DTYPES, ("masked", "ptx"))
 
 
-def _every_kind(module: ModuleType, dtypes: tuple[str, ...], checks: tuple[str, ...]) -> Iterator[Case]:
-    case = partial(_case, module, checks)
+def _every_kind(kernel: Callable[..., Any], dtypes: tuple[str, ...], checks: tuple[str, ...]) -> Iterator[Case]:
+    case = partial(_case, kernel, checks)
     flags = itertools.cycle(itertools.product((True, False), (False, True)))  # x64, from a start
     for number, (text, (x64, start)) in enumerate(
         zip((*KINDS, *(f"e4m3fn:{mode}" for mode in MODES), *OPTIONS), flags, strict=False)
@@ -74,7 +74,7 @@ def _every_kind(module: ModuleType, dtypes: tuple[str, ...], checks: tuple[str, 
 
 
 def _case(
-    module: ModuleType,
+    kernel: Callable[..., Any],
     checks: tuple[str, ...],
     text: str,
     dtype: str,
@@ -88,7 +88,7 @@ def _case(
     start = start and spec.rounding.stochastic
     avals = [jax.ShapeDtypeStruct(shape, jnp.dtype(dtype))]
     avals += [jax.ShapeDtypeStruct((length,), jnp.uint32) for length in [6, 2][: spec.rounding.stochastic + start]]
-    fun = partial(module.round_elements, spec=spec)
+    fun = partial(kernel, spec=spec)
     if mapped:
         fun = jax.vmap(fun, in_axes=mapped)
         if mapped[1:] == (0,):
@@ -96,7 +96,7 @@ def _case(
     # Rows under vmap may begin anywhere, and of a small array no program has all of its elements.
     if mapped or math.prod(shape) * avals[0].dtype.itemsize < 4096:
         checks = tuple("spills" if check == "ptx" else check for check in checks)
-    words = [module.__name__.split(".")[-1], text, f"{dtype}{list(shape)}"]
+    words = [kernel.__module__.split(".")[-1], text, f"{dtype}{list(shape)}"]
     words += ["from a start"] * start + ["x64"] * x64 + [f"vmap{mapped}"] * bool(mapped)
     return Case(" ".join(words), fun, tuple(avals), x64, checks)
 

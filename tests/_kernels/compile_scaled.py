@@ -108,5 +108,5 @@ def case(
     why = refuse(x, plan=plan)
     assert why is None, f"{name} on {target}: {why}"
     text = f"{kernel} {name} axis {plan.fmt.axis} {dtype}{list(shape)}{' x64' * x64}"
-    run = partial(getattr(kernels(target), kernel), plan=plan)
+    run = partial(getattr(kernels(target), f"{platform}_{kernel}"), plan=plan)
     return Case(text, run, (x, WORDS), x64 or dtype == "float64", checks_of(target, shape[-1] % 16 == 0))

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Callable
 from functools import partial
-from types import ModuleType
 from typing import Any, cast
 
 import jax
@@ -21,14 +21,16 @@ from jchop.formats import CodebookFormat, IntegerFormat, float6_e3m2fn, float8_e
 from jchop.spec import as_spec
 
 Shape = tuple[int, int, int, int]
-KERNELS: dict[str, ModuleType] = {"tpu": dequantize_matmul_tpu, "gpu": dequantize_matmul_gpu}
+KERNELS: dict[str, Callable[..., jax.Array]] = {
+    "tpu": dequantize_matmul_tpu.tpu_dequantize_matmul,
+    "gpu": dequantize_matmul_gpu.gpu_dequantize_matmul,
+}
 #: m, k, n, group. Nothing divides anything, or a group lasts for several steps, or there is but one.
 SHAPES: list[Shape] = [(3, 100, 7, 32), (17, 1100, 300, 48), (1, 1300, 5, 640), (2, 1500, 9, 2000)]
 
 
 def interpret(platform: str, name: str, group: int, *arrays: Any, tiling: Any = None) -> np.ndarray:
-    kernel = KERNELS[platform].dequantize_matmul
-    fun = partial(kernel, format=FORMATS[name], group=group, tiling=tiling, interpret=True)
+    fun = partial(KERNELS[platform], format=FORMATS[name], group=group, tiling=tiling, interpret=True)
     return np.asarray(compiled(fun)(*arrays))
 
 
@@ -139,7 +141,7 @@ def test_an_infinite_scale_of_the_last_group_stays_in_its_column():
 def test_vmap(platform, rng):
     both = [exact_data(rng, "int4", (3, 70, 9, 32)) for _ in range(2)]
     x, codes, scales, exact = (np.stack(two) for two in zip(*both, strict=True))
-    kernel = partial(KERNELS[platform].dequantize_matmul, format=FORMATS["int4"], group=32, interpret=True)
+    kernel = partial(KERNELS[platform], format=FORMATS["int4"], group=32, interpret=True)
     np.testing.assert_array_equal(jax.vmap(kernel)(x, codes, scales), exact.astype(np.float32))
     op = partial(dequantize_matmul_op, format=FORMATS["int4"], group=32)
     np.testing.assert_array_equal(jax.vmap(op)(x, codes, scales), exact.astype(np.float32))
@@ -184,7 +186,7 @@ def test_codebooks_of_few_levels_have_kernels() -> None:
     x = jnp.asarray(draw.normal(size=(3, 64)), jnp.float32)
     numbers = np.asarray(fmt.levels)[np.stack([codes & 15, codes >> 4], -1).reshape(64, 10)] * scales.repeat(32, 0)
     for kernel in KERNELS.values():
-        y = kernel.dequantize_matmul(x, jnp.asarray(codes), jnp.asarray(scales), format=fmt, group=32, interpret=True)
+        y = kernel(x, jnp.asarray(codes), jnp.asarray(scales), format=fmt, group=32, interpret=True)
         np.testing.assert_allclose(y, np.asarray(x, np.float64) @ numbers, rtol=1e-5, atol=1e-5)
 
 

@@ -390,7 +390,7 @@ def flattened(*shapes: tuple[int, ...], shift: int) -> Any:
 
 
 def test_shapes_with_one_plain_shape_share_a_body_in_the_program_of_one_cpu():
-    op = make_op("toy_plain", lambda x, scale, *, shift: jnp.sin(x) * scale + shift, plain=flattened)
+    op = make_op("toy_plain", lambda x, scale, *, shift: jnp.sin(x) * scale + shift, canonical=flattened)
 
     def often(x: jax.Array) -> jax.Array:
         return times(op)(x) + times(op)(x.reshape(2, 8)).reshape(8, 2) + times(op)(x.reshape(16)).reshape(8, 2)
@@ -405,7 +405,7 @@ def test_shapes_with_one_plain_shape_share_a_body_in_the_program_of_one_cpu():
 
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
 def test_a_partitioned_body_keeps_its_shape(kind):
-    op = make_op("toy_plain", body, plain=flattened)
+    op = make_op("toy_plain", body, canonical=flattened)
     sharding = NamedSharding(mesh(kind), P("a"))
     x = jax.device_put(X, sharding)
     with jax.set_mesh(mesh(kind)):

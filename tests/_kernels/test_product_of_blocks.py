@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
-from types import ModuleType, SimpleNamespace
+from types import SimpleNamespace
 from typing import Any
 
 import jax
@@ -24,7 +24,10 @@ from jchop._kernels.products.product_of_blocks_tile import (
 )
 from jchop._products.codes import product_of_blocks_op
 
-KERNELS: dict[str, ModuleType] = {"gpu": product_of_blocks_gpu, "tpu": product_of_blocks_tpu}
+KERNELS: dict[str, Callable[..., jax.Array]] = {
+    "gpu": product_of_blocks_gpu.gpu_product_of_blocks,
+    "tpu": product_of_blocks_tpu.tpu_product_of_blocks,
+}
 #: batch, m, n, k. Nothing divides anything.
 SHAPES = [(2, 5, 7, 100), (1, 37, 45, 300), (1, 1, 20, 50), (2, 17, 9, 1100), (1, 70, 130, 64)]
 #: The lengths of their blocks: a block fills steps, a part of one, or several; on a TPU whole ones fill a step.
@@ -84,7 +87,7 @@ def check(platform: str, rng: np.random.Generator, shape: Any, within: Any, kind
     elements, parts = data(rng, shape, within, kinds)
     static: Any = {"names": tuple(parts), "block": shape[-1], "dtype": "float32"}
     arrays = [jnp.asarray(v) for v in (*elements, *parts.values())]
-    kernel = partial(KERNELS[platform].product_of_blocks, **static, tiling=tiling, interpret=True)
+    kernel = partial(KERNELS[platform], **static, tiling=tiling, interpret=True)
     expected = reference(elements, parts, shape[-1])
     np.testing.assert_array_equal(product_of_blocks_op(*arrays, **static, impl="xla"), expected, strict=True)
     np.testing.assert_array_equal(compiled(kernel)(*arrays), expected, strict=True)
@@ -122,7 +125,7 @@ def test_a_tpu_multiplies_by_the_scales_of_blocks_and_of_rows(rng):
     for within in ({"w_scale": True}, {"x_scale": True, "w_scale": False}):
         elements, parts = data(rng, (1, 2, 3, 256, 128), within, ("int8", "int8"))
         static: Any = {"names": tuple(parts), "block": 128, "dtype": "float32", "interpret": True}
-        y = compiled(partial(product_of_blocks_tpu.product_of_blocks, **static))(*elements, *parts.values())
+        y = compiled(partial(product_of_blocks_tpu.tpu_product_of_blocks, **static))(*elements, *parts.values())
         np.testing.assert_array_equal(y, reference(elements, parts, 128), strict=True)
 
 
@@ -142,12 +145,12 @@ def test_float8(number, kinds, platform, rng):
 
 @pytest.mark.parametrize("kinds", [("float8_e5m2", "float8_e5m2"), ("float8_e5m2", "float8_e4m3fn")], ids=str)
 def test_float8_without_the_private_names_of_pallas(kinds, rng, monkeypatch):
-    monkeypatch.setattr(float8_dot_gpu, "_is_registered", lambda: False)
+    monkeypatch.setattr(float8_dot_gpu, "_register_float8_rule", lambda: False)
     check("gpu", rng, (1, 5, 7, 100, 20), PARTS[1], kinds)
 
 
 def test_the_private_names_of_pallas_are_there():
-    assert float8_dot_gpu._is_registered()
+    assert float8_dot_gpu._register_float8_rule()
 
 
 TILINGS = {
@@ -169,7 +172,7 @@ def test_nan_and_infinity_stay_in_their_rows(platform):
     x, w = x.at[0, 1, 20].set(jnp.nan), w.at[0, 2, 39].set(jnp.inf)
     scales = jnp.ones((1, 3, 3)), jnp.ones((1, 4, 3))
     static: Any = {"names": ("x_scale", "w_scale"), "block": 16, "dtype": "float32"}
-    y = KERNELS[platform].product_of_blocks(x, w, *scales, **static, interpret=True)
+    y = KERNELS[platform](x, w, *scales, **static, interpret=True)
     np.testing.assert_array_equal(y[0, [0, 2]], [[40, 40, np.inf, 40]] * 2)
     assert np.isnan(y[0, 1]).all()
 
@@ -179,7 +182,7 @@ def test_vmap(platform, rng):
     elements, parts = data(rng, (3, 5, 7, 100, 32), PARTS[0], ("int8", "int8"))
     static: Any = {"names": tuple(parts), "block": 32, "dtype": "float32"}
     x, *others = (jnp.asarray(v) for v in (*elements, *parts.values()))
-    kernel = partial(KERNELS[platform].product_of_blocks, **static, interpret=True)
+    kernel = partial(KERNELS[platform], **static, interpret=True)
     w, *scales = (v[:1] for v in others)
     y = compiled(jax.vmap(kernel, (0, None, None, None)))(x[:, None], w, *scales)
     each = [reference((v[None], w), {name: part[:1] for name, part in parts.items()}, 32) for v in x]
@@ -221,25 +224,25 @@ OF_HOPPER: list[Any] = [
 def test_the_kernel_of_hopper(case, rng):
     from jax.experimental.pallas import mosaic_gpu
 
-    from jchop._kernels.products.product_of_blocks_hopper import product_of_blocks
+    from jchop._kernels.products.product_of_blocks_hopper import hopper_product_of_blocks
 
     mosaic: Any = mosaic_gpu
     shape, kind, within = case
     elements, parts = data(rng, shape, within, (kind, kind))
     static: Any = {"names": tuple(parts), "block": shape[-1], "dtype": "float32"}
     with mosaic.force_gpu_interpret_mode(mosaic.InterpretGPUParams()):
-        y = product_of_blocks(*(jnp.asarray(v) for v in (*elements, *parts.values())), **static)
+        y = hopper_product_of_blocks(*(jnp.asarray(v) for v in (*elements, *parts.values())), **static)
     np.testing.assert_array_equal(y, reference(elements, parts, shape[-1]), strict=True)
 
 
 def test_a_warpgroup_of_hopper_writes_its_whole_part():
     """In copies of 64 rows of 128 bytes, which the traced program has one after the other."""
-    from jchop._kernels.products.product_of_blocks_hopper import product_of_blocks
+    from jchop._kernels.products.product_of_blocks_hopper import hopper_product_of_blocks
 
     x, w = (jax.ShapeDtypeStruct((1, rows, 256), "int8") for rows in (264, 192))
     for rows, dtype in ((64, "float32"), (128, "bfloat16")):
         how: Any = {"names": (), "block": 128, "dtype": dtype, "tiling": ProductOfBlocksHopperTiling(rows, 128, 128, 2)}
-        copies = str(jax.make_jaxpr(partial(product_of_blocks, **how))(x, w)).count("copy_smem_to_gmem")
+        copies = str(jax.make_jaxpr(partial(hopper_product_of_blocks, **how))(x, w)).count("copy_smem_to_gmem")
         assert copies * 64 * 128 == rows * 128 * jnp.dtype(dtype).itemsize
 
 

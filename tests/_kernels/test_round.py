@@ -37,8 +37,8 @@ Array = jax.Array
 Run = Callable[..., Array]
 
 KERNELS: dict[str, tuple[Run, tuple[str, ...]]] = {
-    "tpu": (round_tpu.round_elements, TPU_DTYPES),
-    "gpu": (round_gpu.round_elements, GPU_DTYPES),
+    "tpu": (round_tpu.tpu_round_elements, TPU_DTYPES),
+    "gpu": (round_gpu.gpu_round_elements, GPU_DTYPES),
 }
 SEEDS = np.asarray(jax.device_get(seed_words(jax.random.key(7))))
 
@@ -221,9 +221,9 @@ def wrong_tilings_are_refused() -> None:
 def test_tilings_that_do_not_suit_the_array_are_refused() -> None:
     spec = jc.parse("e4m3fn")
     with pytest.raises(ValueError, match="chunk=8 must be a multiple of 16 for 16-bit x"):
-        round_tpu.round_elements(jnp.zeros((8, 128), jnp.bfloat16), spec=spec, tiling=RoundTpuTiling(1, 8, 128, 8))
+        round_tpu.tpu_round_elements(jnp.zeros((8, 128), jnp.bfloat16), spec=spec, tiling=RoundTpuTiling(1, 8, 128, 8))
     with pytest.raises(ValueError, match="one axis has one slab of 128 columns"):
-        round_tpu.round_elements(jnp.zeros(8), spec=spec, tiling=RoundTpuTiling(1, 8, 256, 8))
+        round_tpu.tpu_round_elements(jnp.zeros(8), spec=spec, tiling=RoundTpuTiling(1, 8, 256, 8))
 
 
 @pytest.mark.parametrize("itemsize", [2, 4])

@@ -91,7 +91,7 @@ def check(platform: str, operation: str, spec: Spec, dtype: str, shape: tuple[in
         def both(x: Array, *drawn: Array) -> tuple[Any, Any]:
             tensor = tensor_scale(reference.widen(x, plan.carrier), plan) if plan.rule.tensor_scale else None
             words = scaled.kernel_words(tensor, drawn, place)
-            run = getattr(module, operation)
+            run = getattr(module, f"{platform}_{operation}")
             return run(x, words, plan=plan, tiling=tiling, interpret=True), body(x, *drawn, plan=plan, place=place)
 
         for name, x in arrays.items():
@@ -106,7 +106,7 @@ def small(platform: str, spec: Spec, dtype: str, shape: tuple[int, ...]) -> Any:
     problem = problem_of(spec, dtype, shape)
     if platform == "gpu":
         return ScaledGpuTiling(4, 1, 4) if problem.last else ScaledGpuTiling(1, 16, 4)
-    lanes = 128 * (1 if problem.last else problem.codes_together)
+    lanes = 128 * (1 if problem.last else problem.codes_of_whole_bytes)
     return ScaledTpuTiling(ScaledTpuTiling(1, lanes).unit(problem), lanes)
 
 
@@ -227,7 +227,7 @@ def test_a_block_ends_with_its_column():
     """The tile is taller than the matrix, under which another one with larger numbers lies. Codes are packed across."""
     x = jnp.arange(1, 121, dtype=jnp.float32).reshape(2, 20, 3) ** 3
     plan, words = plan_of(mx("e2m1fn", axis=-2), "float32"), scaled.kernel_words(None, (), AT_START)
-    run = functools.partial(scaled_gpu.quantize_blocks, plan=plan, tiling=ScaledGpuTiling(1, 16, 4), interpret=True)
+    run = functools.partial(scaled_gpu.gpu_quantize_blocks, plan=plan, tiling=ScaledGpuTiling(1, 16, 4), interpret=True)
     expected = jax.jit(functools.partial(quantize_body, plan=plan))(x)
     for name, one, other in zip(("codes", "scales"), compiled(run)(x, words), expected, strict=True):
         same_bits(one, other, name)
@@ -239,8 +239,8 @@ def test_empty_arrays(platform):
         plan, x = plan_of(mx("e2m1fn", axis=axis), "float32"), np.zeros(shape, np.float32)
         words = scaled.kernel_words(None, (), AT_START)
         module = KERNELS[platform][0]
-        assert module.round_blocks(x, words, plan=plan).shape == shape
-        got = module.quantize_blocks(x, words, plan=plan)
+        assert getattr(module, f"{platform}_round_blocks")(x, words, plan=plan).shape == shape
+        got = getattr(module, f"{platform}_quantize_blocks")(x, words, plan=plan)
         for one, other in zip(got, jax.jit(functools.partial(quantize_body, plan=plan))(x), strict=True):
             same_bits(one, other, f"{shape} along {axis}")
 
@@ -250,9 +250,9 @@ def test_results_have_the_shapes_and_dtypes_of_the_body():
     for scale in ("float32", "bfloat16"):
         plan = plan_of(integer_groups(4, 32, scale=scale), "float32")
         expected = jax.eval_shape(functools.partial(quantize_body, plan=plan), x)
-        for module in (scaled_tpu, scaled_gpu):
-            got = jax.eval_shape(functools.partial(module.quantize_blocks, plan=plan, interpret=True), x, words)
-            assert [(v.shape, v.dtype) for v in got] == [(v.shape, v.dtype) for v in expected], (module, scale)
+        for kernel in (scaled_tpu.tpu_quantize_blocks, scaled_gpu.gpu_quantize_blocks):
+            got = jax.eval_shape(functools.partial(kernel, plan=plan, interpret=True), x, words)
+            assert [(v.shape, v.dtype) for v in got] == [(v.shape, v.dtype) for v in expected], (kernel, scale)
 
 
 # -- the short way -----------------------------------------------------------------------------------------------------
@@ -367,7 +367,7 @@ def check_heuristics(shape):
             tiling = kind.for_shape(problem)
             assert tiling.misfit(problem) is None, (name, shape, axis, dtype)
         gpu = ScaledGpuTiling.for_shape(problem)
-        tile = gpu.blocks * gpu.lanes * gpu.padded(problem)
+        tile = gpu.blocks * gpu.lanes * gpu.padded_length(problem)
         assert gpu.num_warps in {4, tile // 1024}, (name, shape, axis, dtype)  # 32 numbers for each thread, or fewer
         tpu = ScaledTpuTiling.for_shape(problem)
         assert tpu.blocks * problem.block * 4 * 1024 <= 1 << 24, (name, shape, axis, dtype)
@@ -390,10 +390,14 @@ def test_tiles_are_checked():
     assert "blocks=2 must be 1" in str(ScaledGpuTiling(2, 64, 4).misfit(down))
     assert "lanes=1 is no multiple of 2" in str(ScaledGpuTiling(1, 1, 4).misfit(down))
     x = jnp.zeros((64, 64))
-    for module, tiling in ((scaled_tpu, ScaledTpuTiling(3, 128)), (scaled_gpu, ScaledGpuTiling(1, 2, 4))):
+    cases: list[tuple[Callable[..., Any], Any]] = [
+        (scaled_tpu.tpu_round_blocks, ScaledTpuTiling(3, 128)),
+        (scaled_gpu.gpu_round_blocks, ScaledGpuTiling(1, 2, 4)),
+    ]
+    for kernel, tiling in cases:
         with pytest.raises(ValueError, match="tiling="):
             words = scaled.kernel_words(None, (), AT_START)
-            module.round_blocks(x, words, plan=plan_of(mx("e2m1fn"), "float32"), tiling=tiling, interpret=True)
+            kernel(x, words, plan=plan_of(mx("e2m1fn"), "float32"), tiling=tiling, interpret=True)
 
 
 # -- what kernels refuse -----------------------------------------------------------------------------------------------

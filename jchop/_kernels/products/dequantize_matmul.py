@@ -23,13 +23,13 @@ Array = jax.Array
 def _tpu(*args: Array, **static: Any) -> Array:
     from jchop._kernels.products import dequantize_matmul_tpu
 
-    return dequantize_matmul_tpu.dequantize_matmul(*args, **static)
+    return dequantize_matmul_tpu.tpu_dequantize_matmul(*args, **static)
 
 
 def _gpu(*args: Array, **static: Any) -> Array:
     from jchop._kernels.products import dequantize_matmul_gpu
 
-    return dequantize_matmul_gpu.dequantize_matmul(*args, **static)
+    return dequantize_matmul_gpu.gpu_dequantize_matmul(*args, **static)
 
 
 def _refuse_tpu(
@@ -119,9 +119,9 @@ def dequantize_matmul(
     """
     group = check_int("group", group, 1)
     _check_format(format)
-    for name, array, allowed in (("x", x, _FLOATS), ("codes", codes, ("uint8",)), ("scales", scales, _FLOATS)):
-        if array.dtype.name not in allowed:
-            raise TypeError(f"{name} has dtype {array.dtype.name}; it must be {' or '.join(allowed)}")
+    for name, array, dtypes in (("x", x, _FLOATS), ("codes", codes, ("uint8",)), ("scales", scales, _FLOATS)):
+        if array.dtype.name not in dtypes:
+            raise TypeError(f"{name} has dtype {array.dtype.name}; it must be {' or '.join(dtypes)}")
     _check_shapes(x.shape, codes.shape, scales.shape, format, group)
     flat = x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
     y = dequantize_matmul_op(flat, codes, scales, format=format, group=group, impl=impl, tiling=tiling)
@@ -146,8 +146,8 @@ def _check_shapes(x: tuple, codes: tuple, scales: tuple, format: ElementFormat, 
             f"x, codes and scales have shapes {x}, {codes} and {scales}; x must be (..., k), codes and scales matrices"
         )
     k, n = x[-1], scales[1]
-    known = f"with k={k}, n={n}, group={group}, format={format}"
-    wanted = ("codes", codes, (k, -(-n * format.bits // 8))), ("scales", scales, (-(-k // group), n))
-    for name, shape, right in wanted:
-        if shape != right:
-            raise ValueError(f"{name} has shape {shape}; {known} it must be {right}")
+    conditions = f"with k={k}, n={n}, group={group}, format={format}"
+    checks = ("codes", codes, (k, -(-n * format.bits // 8))), ("scales", scales, (-(-k // group), n))
+    for name, shape, expected_shape in checks:
+        if shape != expected_shape:
+            raise ValueError(f"{name} has shape {shape}; {conditions} it must be {expected_shape}")

@@ -30,7 +30,7 @@ Array = jax.Array
 _Sums = tuple[Array, ...]
 
 
-def dequantize_matmul(
+def gpu_dequantize_matmul(
     x: Array,
     codes: Array,
     scales: Array,
@@ -90,9 +90,9 @@ class _Tile:
     @property
     def span(self) -> int:
         """Rows of a span."""
-        wanted = -(-self.tiling.splits // self.problem.groups)
+        spans = -(-self.tiling.splits // self.problem.groups)
         pieces = -(-self.problem.group // self.tiling.block_k)
-        return min(-(-pieces // wanted) * self.tiling.block_k, self.problem.group)
+        return min(-(-pieces // spans) * self.tiling.block_k, self.problem.group)
 
     @property
     def spans_of_group(self) -> int:
@@ -179,59 +179,59 @@ class _OneRow(_Tile):
     @property
     def shape(self) -> tuple[int, int, int]:
         """Spans at once, lanes of a span, and bytes of a row."""
-        padded = 1 << (self.span - 1).bit_length()
+        padded_span = 1 << (self.span - 1).bit_length()
         lanes = max(32 * self._WORD * self.tiling.num_warps // self.tiling.block_n, 1)
-        spans = min(max(self.tiling.block_k // padded, 1), lanes, 1 << (self.spans_of_stretch - 1).bit_length())
-        return spans, min(lanes // spans, padded), self.tiling.block_n
+        spans = min(max(self.tiling.block_k // padded_span, 1), lanes, 1 << (self.spans_of_stretch - 1).bit_length())
+        return spans, min(lanes // spans, padded_span), self.tiling.block_n
 
     @property
     def is_whole(self) -> bool:
         """Whether no tile has elements beyond an end; then no mask takes registers and instructions."""
-        together, _, width = self.shape
+        spans_at_once, _, width = self.shape
         spans = self.spans_of_stretch
-        whole = self.problem.width % width == 0 and self.spans % spans == 0 and spans % together == 0
+        whole = self.problem.width % width == 0 and self.spans % spans == 0 and spans % spans_at_once == 0
         return whole and self.span & (self.span - 1) == 0 and self.problem.k == self.spans * self.span
 
     def kernel(self, x: Any, codes: Any, scales: Any, out: Any) -> None:
-        together, lanes, _ = self.shape
+        spans_at_once, lanes, _ = self.shape
         row, columns, wide = pl.program_id(0), self._columns(1), self._columns(self.problem.parts)
         first, last = self._stretch()
 
         def step(number: Any, total: Array) -> Array:
-            spans = first + number * np.int32(together) + lax.iota(jnp.int32, together)
+            spans = first + number * np.int32(spans_at_once) + lax.iota(jnp.int32, spans_at_once)
             group, start, stop = self._span(spans)
             stop = jnp.where(spans < last, stop, np.int32(0))
             lane = start[:, None] + lax.iota(jnp.int32, lanes)[None, :]
-            ks = [lane + np.int32(turn) for turn in range(0, self.span, lanes)]
+            ks = [lane + np.int32(offset) for offset in range(0, self.span, lanes)]
             masks = [None if self.is_whole else k < stop[:, None] for k in ks]
             inside = (columns < self.problem.width)[None, None, :]
-            packed = [
+            packed_codes = [
                 _load_if(codes.at[k[:, :, None], columns[None, None, :]], None if m is None else m[:, :, None] & inside)
                 for k, m in zip(ks, masks, strict=True)
             ]
             xs = [_load_if(x.at[row, k], m) for k, m in zip(ks, masks, strict=True)]
             sums = (jnp.zeros(self.shape, jnp.float32),) * self.problem.parts
-            for numbers, bytes in zip(xs, packed, strict=True):
-                sums = self._multiply_one_by_one(numbers.astype(jnp.float32)[:, :, None], bytes, sums)
+            for numbers, code_bytes in zip(xs, packed_codes, strict=True):
+                sums = self._multiply_one_by_one(numbers.astype(jnp.float32)[:, :, None], code_bytes, sums)
             mask = (spans < last)[:, None] & (wide < self.n)[None, :]
             scale = plt.load(scales.at[group[:, None], wide[None, :]], mask=mask, other=0).astype(jnp.float32)
             return total + _interleave(tuple(jnp.sum(c, 1) for c in sums)) * scale
 
-        total = jnp.zeros((together, self.tiling.block_n * self.problem.parts), jnp.float32)
-        steps = -(-self.spans_of_stretch // together)
+        total = jnp.zeros((spans_at_once, self.tiling.block_n * self.problem.parts), jnp.float32)
+        steps = -(-self.spans_of_stretch // spans_at_once)
         total = step(np.int32(0), total) if steps == 1 else lax.fori_loop(np.int32(0), np.int32(steps), step, total)
         plt.store(out.at[pl.program_id(2), row, wide], jnp.sum(total, 0).astype(out.dtype), mask=wide < self.n)
 
-    def _multiply_one_by_one(self, xs: Array, packed: Array, sums: _Sums) -> _Sums:
+    def _multiply_one_by_one(self, xs: Array, packed_codes: Array, sums: _Sums) -> _Sums:
         """The sums plus each number of a column times the values of the codes in its row."""
         if self.asm is None:
-            values = decode_parts(packed, self.format, xs.dtype)
+            values = decode_parts(packed_codes, self.format, xs.dtype)
             return tuple(c + xs * part for c, part in zip(sums, values, strict=True))
-        xs = jnp.broadcast_to(xs, packed.shape)
-        part = jax.ShapeDtypeStruct(packed.shape, jnp.float32)
-        how: Any = {"constraints": OPERANDS, "pack": 4, "result_shape_dtypes": [part]}
+        xs = jnp.broadcast_to(xs, packed_codes.shape)
+        part = jax.ShapeDtypeStruct(packed_codes.shape, jnp.float32)
+        options: Any = {"constraints": OPERANDS, "pack": 4, "result_shape_dtypes": [part]}
         return tuple(
-            plt.elementwise_inline_asm(asm, args=[packed, xs, c], **how)[0]
+            plt.elementwise_inline_asm(asm, args=[packed_codes, xs, c], **options)[0]
             for asm, c in zip(self.asm, sums, strict=True)
         )
 
@@ -242,8 +242,8 @@ def _load(array: Any, rows: Array, columns: Array, rows_end: Any, columns_end: A
     return plt.load(array.at[rows[:, None], columns[None, :]], mask=mask, other=0)
 
 
-def _load_if(place: Any, mask: Array | None) -> Array:
-    return plt.load(place) if mask is None else plt.load(place, mask=mask, other=0)
+def _load_if(ref: Any, mask: Array | None) -> Array:
+    return plt.load(ref) if mask is None else plt.load(ref, mask=mask, other=0)
 
 
 def _interleave(parts: _Sums) -> Array:

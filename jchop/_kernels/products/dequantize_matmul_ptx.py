@@ -48,11 +48,11 @@ def _four_bits(part: int, signed: bool) -> str:
     before = f"xor.b32 c, $4, {0x88888888 if signed else 0:#x}; shr.b32 d, c, 12;"
     values = []
     for i in range(4):
-        place = 8 * i + 4 * part
-        word, place = ("c", place) if place <= 16 else ("d", place - 12)
-        less = _bits(-(2.0 ** (23 - place)) - (8 if signed else 0))
-        step = f"fma.rn.f32 v, v, {_bits(2.0**-place)}, {less};" if place else f"add.f32 v, v, {less};"
-        values.append(f"lop3.b32 s, {word}, {0xF << place:#x}, 0x4B000000, {_AND_OR:#x}; mov.b32 v, s; {step}")
+        bit = 8 * i + 4 * part
+        word, bit = ("c", bit) if bit <= 16 else ("d", bit - 12)
+        less = _bits(-(2.0 ** (23 - bit)) - (8 if signed else 0))
+        step = f"fma.rn.f32 v, v, {_bits(2.0**-bit)}, {less};" if bit else f"add.f32 v, v, {less};"
+        values.append(f"lop3.b32 s, {word}, {0xF << bit:#x}, 0x4B000000, {_AND_OR:#x}; mov.b32 v, s; {step}")
     return _instance(before, values)
 
 
@@ -67,10 +67,10 @@ def _eight_bits(part: int, signed: bool) -> str:
 def _e2m1(part: int) -> str:
     values = []
     for i in range(4):
-        left = 28 - 8 * i - 4 * part
+        shift = 28 - 8 * i - 4 * part
         # The sign is repeated over the bits to its right, which a mask then clears.
         values.append(
-            f"shl.b32 s, $4, {left}; shr.s32 s, s, 6; and.b32 s, s, 0x81C00000; mov.b32 v, s; "
+            f"shl.b32 s, $4, {shift}; shr.s32 s, s, 6; and.b32 s, s, 0x81C00000; mov.b32 v, s; "
             f"mul.f32 v, v, {_bits(2.0**126)};"
         )
     return _instance("", values)
@@ -78,7 +78,7 @@ def _e2m1(part: int) -> str:
 
 def _e4m3() -> str:
     values = [
-        f"prmt.b32 s, $4, 0, {i << 12 | 0x444:#x}; shr.s32 s, s, 4; and.b32 s, s, 0x87F00000; mov.b32 v, s; "
+        f"prmt.b32 s, $4, 0, {(i << 12) | 0x444:#x}; shr.s32 s, s, 4; and.b32 s, s, 0x87F00000; mov.b32 v, s; "
         f"mul.f32 v, v, {_bits(2.0**120)}; abs.f32 m, v; setp.gt.f32 p, m, {_bits(448)}; "
         f"selp.f32 v, {_bits(np.nan)}, v, p;"
         for i in range(4)

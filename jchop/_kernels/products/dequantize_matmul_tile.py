@@ -132,8 +132,8 @@ class DequantizeMatmulTpuTiling:
             divides = self.divides(problem) and (problem.groups == 1 or group % block_k == 0)
             if block_k % _LANES or not (divides or block_k % (_SUBLANES * group) == 0):
                 return (
-                    f"block_k={block_k} is neither {k}, the whole, nor a multiple of {_LANES} that divides a group of "
-                    f"{group} or holds a multiple of {_SUBLANES} groups"
+                    f"block_k={block_k} is neither {k}, the whole, nor a multiple of {_LANES} that divides "
+                    f"a group of {group} or holds a multiple of {_SUBLANES} groups"
                 )
         if -(-block_k // group) > self._MOST_GROUPS:
             return f"block_k={block_k} holds more than {self._MOST_GROUPS} groups of {group}"

@@ -24,7 +24,7 @@ from jchop.formats import ElementFormat
 Array = jax.Array
 
 
-def dequantize_matmul(
+def tpu_dequantize_matmul(
     x: Array,
     codes: Array,
     scales: Array,
@@ -52,10 +52,10 @@ def dequantize_matmul(
     tiling = tiling or DequantizeMatmulTpuTiling.for_shape(problem)
     assert tiling is not None and not tiling.misfit(problem)
     tile = _Tile(problem, tiling, format)
-    parted = part_columns(scales, problem.parts)
+    scale_parts = part_columns(scales, problem.parts)
     zero = np.int32(0)
     if tiling.divides(problem):  # single rows are addressed, which packed dtypes do not allow
-        parted = parted.astype(jnp.float32)
+        scale_parts = scale_parts.astype(jnp.float32)
         scale_spec = pl.BlockSpec((problem.parts, problem.groups, tiling.block_n), lambda i, j, t: (zero, zero, j))
     else:
         scale_spec = pl.BlockSpec((problem.parts, tile.groups, tiling.block_n), lambda i, j, t: (zero, t, j))
@@ -76,7 +76,7 @@ def dequantize_matmul(
         compiler_params=pltpu.CompilerParams(dimension_semantics=("parallel", "parallel", "arbitrary")),
         interpret=interpret,
         name="dequantize_matmul",
-    )(x, codes, parted)
+    )(x, codes, scale_parts)
     return join_columns(product, n)
 
 
@@ -117,15 +117,15 @@ class _Tile:
         block_k = self.tiling.block_k
         rows = slice(i * self.problem.group, min((i + 1) * self.problem.group, block_k))
         xs, cs = x[:, rows], codes[rows, :].astype(jnp.int32)
-        left = None
+        remaining_rows = None
         if self.problem.k % block_k:  # elements beyond the arrays are undefined
-            left = self.problem.k - rows.start - step * block_k
-            xs = jnp.where(lax.broadcasted_iota(jnp.int32, xs.shape, 1) < left, xs, jnp.zeros_like(xs))
-            cs = jnp.where(lax.broadcasted_iota(jnp.int32, cs.shape, 0) < left, cs, 0)
+            remaining_rows = self.problem.k - rows.start - step * block_k
+            xs = jnp.where(lax.broadcasted_iota(jnp.int32, xs.shape, 1) < remaining_rows, xs, jnp.zeros_like(xs))
+            cs = jnp.where(lax.broadcasted_iota(jnp.int32, cs.shape, 0) < remaining_rows, cs, 0)
         for part, values in enumerate(decode_parts(cs, self.format, xs.dtype)):
             scale = self._scale(scales, part, i, step).astype(jnp.float32)
-            if left is not None:
-                scale = jnp.where(left > 0, scale, 0)
+            if remaining_rows is not None:
+                scale = jnp.where(remaining_rows > 0, scale, 0)
             total[part] += multiply(xs, values) * scale
 
     def _scale(self, scales: Any, part: int, i: int, step: Array) -> Array:

@@ -27,7 +27,7 @@ _MOST_PRODUCTS = 1 << 30
 
 def dot_float8(a: Array, b: Array) -> Array:
     """The sums of products of float8 (m, k) and (n, k), of one dtype or two, as the unit sums them, float32 (m, n)."""
-    if not _is_registered():
+    if not _register_float8_rule():
         return _dot(a, b, None)
     return _float8_dot.bind(a, b, jnp.zeros((a.shape[0], b.shape[0]), jnp.float32))
 
@@ -46,7 +46,7 @@ mlir.register_lowering(_float8_dot, mlir.lower_fun(_dot, multiple_results=False)
 
 
 @lru_cache(maxsize=1)
-def _is_registered() -> bool:
+def _register_float8_rule() -> bool:
     """Registers the rule with Pallas; False if its names are gone."""
     try:
         lowering = importlib.import_module("jax._src.pallas.triton.lowering")

@@ -137,8 +137,8 @@ class _Tile:
             draw = make_draw(seeds, row + columns.astype(jnp.uint32), self.plan.carrier)
         loads = _Loads(operands, corner, rows < self.m, columns < self.n, self.tiling)
         result = _SUMS[self.plan.spec.order.kind](self, loads, draw)
-        place = (corner[0], pl.ds(corner[1], self.tiling.block_m), pl.ds(corner[2], self.tiling.block_n))
-        plt.store(out.at[place], result, mask=(rows < self.m) & (columns < self.n))
+        index = (corner[0], pl.ds(corner[1], self.tiling.block_m), pl.ds(corner[2], self.tiling.block_n))
+        plt.store(out.at[index], result, mask=(rows < self.m) & (columns < self.n))
 
     @property
     def zeros(self) -> Array:
@@ -149,27 +149,27 @@ class _Tile:
         """Products in a block."""
         return min(self.plan.spec.order.block or 1, self.plan.k)
 
-    def sequential(self, loads: _Loads, draw: Draw | None) -> Array:
+    def sum_in_sequence(self, loads: _Loads, draw: Draw | None) -> Array:
         return self._steps(loads, draw, 0, self.plan.k)
 
     def _steps(self, loads: _Loads, draw: Draw | None, begin: Any, end: Any) -> Array:
         """The sequential sum of some products, from zero."""
-        together = self.tiling.block_k
+        step_length = self.tiling.block_k
 
         def step(k: Array, c: Array) -> Array:
             return multiply_accumulate(c, *loads.at(k), self.plan, draw, k)
 
         def some(i: Array, c: Array) -> Array:
-            first = begin + i * np.int32(together)
-            for j, pair in enumerate(loads.together(first, together)):
+            first = begin + i * np.int32(step_length)
+            for j, pair in enumerate(loads.consecutive(first, step_length)):
                 c = multiply_accumulate(c, *pair, self.plan, draw, first + np.int32(j))
             return c
 
-        count = lax.div(jnp.int32(end - begin), np.int32(together))
-        c = loop(0, count, some, self.zeros) if max(self._lengths) >= together else self.zeros
-        if all(length % together == 0 for length in self._lengths):
+        count = lax.div(jnp.int32(end - begin), np.int32(step_length))
+        c = loop(0, count, some, self.zeros) if max(self._lengths) >= step_length else self.zeros
+        if all(length % step_length == 0 for length in self._lengths):
             return c
-        return loop(begin + count * np.int32(together), end, step, c)
+        return loop(begin + count * np.int32(step_length), end, step, c)
 
     @property
     def _lengths(self) -> tuple[int, ...]:
@@ -177,7 +177,7 @@ class _Tile:
         length = self.plan.k if self.plan.spec.order.kind == "sequential" else self.block
         return length, self.plan.k % length or length
 
-    def blocked(self, loads: _Loads, draw: Draw | None) -> Array:
+    def sum_in_blocks(self, loads: _Loads, draw: Draw | None) -> Array:
         def step(j: Array, c: Array) -> Array:
             begin = j * np.int32(self.block)
             d = self._steps(loads, draw, begin, jnp.minimum(begin + self.block, self.plan.k))
@@ -185,8 +185,8 @@ class _Tile:
 
         return loop(0, pl.cdiv(self.plan.k, self.block), step, self.zeros)
 
-    def pairwise(self, loads: _Loads, draw: Draw | None) -> Array:
-        plan, together = self.plan, max(self.tiling.block_k, 2)
+    def sum_in_pairs(self, loads: _Loads, draw: Draw | None) -> Array:
+        plan, step_length = self.plan, max(self.tiling.block_k, 2)
 
         def product(k: Array) -> Array:
             return products(*loads.at(k), plan, draw, k)
@@ -194,31 +194,31 @@ class _Tile:
         if plan.k == 1:
             return single(product(jnp.int32(0)), plan, draw, 0)
 
-        def merged(i: Array, p: Array, q: Array, stack: tuple[Array, ...]) -> tuple[Array, ...]:
+        def merge(i: Array, p: Array, q: Array, stack: tuple[Array, ...]) -> tuple[Array, ...]:
             level, total = merge_pairs(i, add_products(p, q, plan, draw, 2 * i + 1), _picker(stack), plan, draw)
-            return tuple(jnp.where(level == number, total, kept) for number, kept in enumerate(stack))
+            return tuple(jnp.where(level == number, total, partial_sum) for number, partial_sum in enumerate(stack))
 
         def pair(i: Array, stack: tuple[Array, ...]) -> tuple[Array, ...]:
-            return merged(i, product(2 * i), product(2 * i + 1), stack)
+            return merge(i, product(2 * i), product(2 * i + 1), stack)
 
         def some(i: Array, stack: tuple[Array, ...]) -> tuple[Array, ...]:
-            first = i * np.int32(together)
-            found = [
+            first = i * np.int32(step_length)
+            terms = [
                 products(*operands, plan, draw, first + np.int32(j))
-                for j, operands in enumerate(loads.together(first, together))
+                for j, operands in enumerate(loads.consecutive(first, step_length))
             ]
-            for j, (p, q) in enumerate(zip(found[::2], found[1::2], strict=True)):
-                stack = merged(i * np.int32(together // 2) + np.int32(j), p, q, stack)
+            for j, (p, q) in enumerate(zip(terms[::2], terms[1::2], strict=True)):
+                stack = merge(i * np.int32(step_length // 2) + np.int32(j), p, q, stack)
             return stack
 
         stack = (self.zeros,) * pair_levels(plan.k)
-        count = plan.k // together
+        count = plan.k // step_length
         stack = loop(0, count, some, stack) if count else stack
-        stack = loop(count * together // 2, plan.k // 2, pair, stack) if plan.k % together > 1 else stack
+        stack = loop(count * step_length // 2, plan.k // 2, pair, stack) if plan.k % step_length > 1 else stack
         last = product(jnp.int32(plan.k - 1)) if plan.k % 2 else None
         return finish_pairs(last, _picker(stack), plan, draw)
 
-    def matrix_unit(self, loads: _Loads, draw: Draw | None) -> Array:
+    def sum_of_dots(self, loads: _Loads, draw: Draw | None) -> Array:
         part = min(self.tiling.block_k, dot_length(self.block))
         parts = pl.cdiv(self.block, part)
         precision = lax.Precision.DEFAULT if self.operand == "tf32" else lax.Precision.HIGHEST
@@ -236,26 +236,26 @@ class _Tile:
 
         return loop(0, pl.cdiv(self.plan.k, self.block), step, self.zeros)
 
-    def aligned(self, loads: _Loads, draw: Draw | None) -> Array:
+    def sum_of_aligned_blocks(self, loads: _Loads, draw: Draw | None) -> Array:
         length = unit_of(self.plan.spec, self.plan.k).length
-        kept = 2 if self.plan.spec.order.promote_every else 1
+        sum_count = 2 if self.plan.spec.order.promote_every else 1
 
         def step(j: Array, sums: tuple[Array, ...]) -> tuple[Array, ...]:
-            found = [loads.factors(j * np.int32(length) + np.int32(i)) for i in range(length)]
-            left, right = zip(*found, strict=True)
-            return add_aligned(sums, left, right, self.plan, draw, j)
+            factors = [loads.factors(j * np.int32(length) + np.int32(i)) for i in range(length)]
+            lhs, rhs = zip(*factors, strict=True)
+            return add_aligned(sums, lhs, rhs, self.plan, draw, j)
 
-        return loop(0, pl.cdiv(self.plan.k, length), step, (self.zeros,) * kept)[-1]
+        return loop(0, pl.cdiv(self.plan.k, length), step, (self.zeros,) * sum_count)[-1]
 
 
 _SUMS: dict[str, Callable[[_Tile, _Loads, Draw | None], Array]] = {
-    "sequential": _Tile.sequential,
-    "blocked": _Tile.blocked,
-    "pairwise": _Tile.pairwise,
-    "matrix_unit": _Tile.matrix_unit,
-    "aligned": _Tile.aligned,
-    "aligned_apart": _Tile.aligned,
-    "aligned_halves": _Tile.aligned,
+    "sequential": _Tile.sum_in_sequence,
+    "blocked": _Tile.sum_in_blocks,
+    "pairwise": _Tile.sum_in_pairs,
+    "matrix_unit": _Tile.sum_of_dots,
+    "aligned": _Tile.sum_of_aligned_blocks,
+    "aligned_apart": _Tile.sum_of_aligned_blocks,
+    "aligned_halves": _Tile.sum_of_aligned_blocks,
 }
 
 
@@ -282,8 +282,8 @@ class _Loads:
         batch, row, column = self.corner
 
         def parts(refs: tuple[Any, ...], start: Array, length: int, mask: Array, shape: tuple[int, int]) -> list[Array]:
-            place = batch, k, pl.ds(start, length)
-            return [plt.load(ref.at[place], mask=mask.reshape(length), other=0).reshape(shape) for ref in refs]
+            index = batch, k, pl.ds(start, length)
+            return [plt.load(ref.at[index], mask=mask.reshape(length), other=0).reshape(shape) for ref in refs]
 
         tall, wide = self.tiling.block_m, self.tiling.block_n
         return (
@@ -299,7 +299,7 @@ class _Loads:
             plt.load(self.b.at[batch, pl.ds(k, 1), pl.ds(column, self.tiling.block_n)], mask=self.columns, other=0),
         )
 
-    def together(self, k: Array, length: int) -> list[tuple[Array, Array]]:
+    def consecutive(self, k: Array, length: int) -> list[tuple[Array, Array]]:
         """The results of `at` for k and the next `length` - 1 products, which must exist, from loads of vectors."""
         batch, row, column = self.corner
         ks, every = pl.ds(k, length), jnp.ones(length, bool)
@@ -325,9 +325,9 @@ def _picker(stack: tuple[Array, ...]) -> Callable[[Array], Array]:
     """A function that selects the partial sum of a level; selects are needed because registers have no addresses."""
 
     def pick(level: Array) -> Array:
-        found = stack[0]
-        for number, kept in enumerate(stack[1:], 1):
-            found = jnp.where(level == number, kept, found)
-        return found
+        choice = stack[0]
+        for number, partial_sum in enumerate(stack[1:], 1):
+            choice = jnp.where(level == number, partial_sum, choice)
+        return choice
 
     return pick

@@ -182,16 +182,16 @@ LEAST_DOT = 16
 _NARROW = {"bfloat16": Range(-133, 8, 128), "float16": Range(-24, 11, 16), "tf32": Range(-136, 11, 128)}
 
 
-def dot_operand(plan: Plan, allowed: tuple[str, ...] = tuple(_NARROW)) -> str:
+def dot_operand(plan: Plan, types: tuple[str, ...] = tuple(_NARROW)) -> str:
     """The narrowest type of operand (a dtype, or ``"tf32"``) that holds every operand, else the carrier's name.
 
     Products of such operands are exact in float32, and a matrix unit sums them in float32. That is the carrier's dot,
     much faster than with operands of 24 bits.
     """
     if plan.carrier.name == "float32":
-        for name in allowed:
-            held, operand = _NARROW[name], plan.operand
-            if operand.quantum >= held.quantum and operand.bits <= held.precision and operand.top <= held.top:
+        for name in types:
+            limits, operand = _NARROW[name], plan.operand
+            if operand.quantum >= limits.quantum and operand.bits <= limits.precision and operand.top <= limits.top:
                 return name
     return plan.carrier.name
 
@@ -202,8 +202,8 @@ def result_type(a: Array, b: Array, seeds: Array | None) -> jax.ShapeDtypeStruct
     def like(a: Array, b: Array, *seeds: Array) -> Array:
         return jnp.matmul(a, b) + sum(jnp.sum(seed).astype(a.dtype) for seed in seeds)
 
-    found = jax.eval_shape(like, a, b, *([] if seeds is None else [seeds]))
-    return jax.ShapeDtypeStruct(found.shape, found.dtype, manual_axis_type=found.manual_axis_type)
+    struct = jax.eval_shape(like, a, b, *([] if seeds is None else [seeds]))
+    return jax.ShapeDtypeStruct(struct.shape, struct.dtype, manual_axis_type=struct.manual_axis_type)
 
 
 def loop(begin: Array | int, end: Array | int, body: Callable[[Array, Any], Any], init: Any) -> Any:
@@ -235,8 +235,8 @@ def aligned_factors(x: Array, axis: int, unit: Unit) -> list[Array]:
 
 def add_aligned(
     sums: tuple[Array, ...],
-    left: Sequence[list[Array]],
-    right: Sequence[list[Array]],
+    lhs: Sequence[list[Array]],
+    rhs: Sequence[list[Array]],
     plan: Plan,
     draw: Draw | None,
     block: Array,
@@ -245,22 +245,24 @@ def add_aligned(
 
     Args:
         sums: c, and the total if the order promotes.
-        left: significand and exponent of the left factor of each product.
-        right: those of the right factors.
+        lhs: significand and exponent of the left factor of each product.
+        rhs: those of the right factors.
         plan: the arithmetic.
         draw: the random words of the tile, if it draws.
         block: int32 scalar.
     """
     unit, every = unit_of(plan.spec, plan.k), plan.spec.order.promote_every
     word = draw("accumulate", block) if draw is not None else None
-    x, y = ([limbs.Factors(*parts) for parts in side] for side in (left, right))
+    x, y = ([limbs.Factors(*parts) for parts in side] for side in (lhs, rhs))
     c = limbs.fused_add(sums[0], x, y, unit, word)
     if every is None:
         return (c,)
-    held = carrier_range(plan.carrier)
+    full_range = carrier_range(plan.carrier)
     following = block + 1
     ends = (lax.rem(following, np.int32(every // unit.length)) == 0) | (following == -(-plan.k // unit.length))
-    return jnp.where(ends, 0, c), jnp.where(ends, add(sums[1], c, None, plan.carrier, None, held, held), sums[1])
+    return jnp.where(ends, 0, c), jnp.where(
+        ends, add(sums[1], c, None, plan.carrier, None, full_range, full_range), sums[1]
+    )
 
 
 def pair_levels(k: int) -> int:
@@ -269,7 +271,7 @@ def pair_levels(k: int) -> int:
 
 
 def merge_pairs(
-    pair: Array, sum_: Array, left: Callable[[Array], Array], plan: Plan, draw: Draw | None
+    pair: Array, sum_: Array, partial_sum: Callable[[Array], Array], plan: Plan, draw: Draw | None
 ) -> tuple[Array, Array]:
     """Adds every partial sum that the pair of products number `pair` completes to the sum of this pair.
 
@@ -278,7 +280,7 @@ def merge_pairs(
     Args:
         pair: int32 scalar.
         sum_: A(p + q) of the pair.
-        left: a function from a level (an int32 scalar) to its partial sum.
+        partial_sum: a function from a level (an int32 scalar) to its partial sum.
         plan: the arithmetic.
         draw: the random words of the tile, if it draws.
 
@@ -290,30 +292,30 @@ def merge_pairs(
         return (pair >> state[0]) & 1 == 1
 
     def merge(state: tuple[Array, Array]) -> tuple[Array, Array]:
-        level, right = state
+        level, total = state
         begin = 2 * (pair + 1) - lax.shift_left(np.int32(2), level)  # of the right part
-        return level + 1, combine(left(level), right, plan, draw, begin)
+        return level + 1, combine(partial_sum(level), total, plan, draw, begin)
 
     return lax.while_loop(carries, merge, (jnp.int32(0), sum_))
 
 
-def finish_pairs(last: Array | None, left: Callable[[Array], Array], plan: Plan, draw: Draw | None) -> Array:
+def finish_pairs(last: Array | None, partial_sum: Callable[[Array], Array], plan: Plan, draw: Draw | None) -> Array:
     """The pairwise sum after every pair is merged: the last single product, then the partial sums from the right.
 
     Args:
         last: the last product if their number is odd and above one.
-        left: as in `merge_pairs`.
+        partial_sum: as in `merge_pairs`.
         plan: likewise.
         draw: likewise.
     """
     pairs = plan.k // 2
     lowest = (pairs & -pairs).bit_length() - 1
-    total = left(jnp.int32(lowest))
+    total = partial_sum(jnp.int32(lowest))
     if last is not None:
         total = accumulate(total, last, plan, draw, plan.k - 1)
 
     def add(level: Array, total: Array) -> Array:
         begin = lax.shift_left(lax.shift_right_logical(jnp.int32(pairs), level), level) * 2
-        return jnp.where((pairs >> level) & 1 == 1, combine(left(level), total, plan, draw, begin), total)
+        return jnp.where((pairs >> level) & 1 == 1, combine(partial_sum(level), total, plan, draw, begin), total)
 
     return loop(lowest + 1, pairs.bit_length(), add, total)

@@ -79,24 +79,24 @@ def _call(a: Array, b: Array, seeds: Array | None, spec: MatmulSpec, tiling: Mat
     tile = _Tile(Plan(spec, CARRIERS[a.dtype.name], k), tiling, m, n)
     block_m, block_n, block_k = tiling.block_m, tiling.block_n, tiling.block_k
     result = result_type(a, b, seeds)
-    left, right = [a], [b]
+    lhs, rhs = [a], [b]
     if spec.order.aligned:
-        left, right = (aligned_factors(x, axis, unit_of(spec, k)) for x, axis in ((a, 2), (b, 1)))
+        lhs, rhs = (aligned_factors(x, axis, unit_of(spec, k)) for x, axis in ((a, 2), (b, 1)))
     return pl.pallas_call(
         tile.kernel,
         out_shape=result,
         grid=(batch, pl.cdiv(m, block_m), pl.cdiv(n, block_n), pl.cdiv(k, block_k)),
         in_specs=[
             *[pl.BlockSpec((1, 12), lambda *_: (0, 0), memory_space=pltpu.SMEM)] * tile.plan.draws,
-            *[pl.BlockSpec((None, block_m, block_k), lambda g, i, j, t: (g, i, t))] * len(left),
-            *[pl.BlockSpec((None, block_k, block_n), lambda g, i, j, t: (g, t, j))] * len(right),
+            *[pl.BlockSpec((None, block_m, block_k), lambda g, i, j, t: (g, i, t))] * len(lhs),
+            *[pl.BlockSpec((None, block_k, block_n), lambda g, i, j, t: (g, t, j))] * len(rhs),
         ],
         out_specs=pl.BlockSpec((None, block_m, block_n), lambda g, i, j, t: (g, i, j)),
         scratch_shapes=[pltpu.VMEM(shape, a.dtype) for shape in tile.scratch],
         compiler_params=pltpu.CompilerParams(dimension_semantics=("parallel",) * 3 + ("arbitrary",)),
         interpret=interpret,
         name=f"matmul_{spec.order.kind}",
-    )(*([] if seeds is None else [seeds[None]]), *left, *right)
+    )(*([] if seeds is None else [seeds[None]]), *lhs, *rhs)
 
 
 @dataclass(frozen=True)
@@ -129,8 +129,8 @@ class _Tile:
         seeds, refs = (refs[0], refs[1:]) if self.plan.draws else (None, refs)
         seeds = None if seeds is None else [seeds[0, i] for i in range(12)]
         parts = 2 if self.plan.spec.order.aligned else 1
-        left, right, (out, *scratch) = refs[:parts], refs[parts : 2 * parts], refs[2 * parts :]
-        run = _Run(self, left, right, out, seeds, tuple(pl.program_id(axis) for axis in range(4)))
+        lhs, rhs, (out, *scratch) = refs[:parts], refs[parts : 2 * parts], refs[2 * parts :]
+        run = _Run(self, lhs, rhs, out, seeds, tuple(pl.program_id(axis) for axis in range(4)))
 
         @pl.when(run.part == 0)
         def _() -> None:
@@ -144,11 +144,11 @@ class _Run:
     """One run of the kernel: the data on chip, and its place in the grid."""
 
     tile: _Tile
-    left: tuple[Any, ...]  # the parts of the operands: the numbers, or their significands and exponents
-    right: tuple[Any, ...]
+    lhs: tuple[Any, ...]  # the parts of the operands: the numbers, or their significands and exponents
+    rhs: tuple[Any, ...]
     out: Any
     seeds: list[Array] | None
-    place: tuple[Array, ...]
+    grid_index: tuple[Array, ...]
 
     @property
     def plan(self) -> Plan:
@@ -157,7 +157,7 @@ class _Run:
     @property
     def part(self) -> Array:
         """The index of the part of the inner dimension."""
-        return self.place[3]
+        return self.grid_index[3]
 
     @property
     def first(self) -> Array:
@@ -171,20 +171,20 @@ class _Run:
 
     def at(self, rows: Any, t: Array) -> tuple[Array, Array]:
         """The factors of product `t` for some rows."""
-        (left,), (right,) = self.parts(rows, t)
-        return left, right
+        (lhs,), (rhs,) = self.parts(rows, t)
+        return lhs, rhs
 
     def parts(self, rows: Any, t: Array) -> tuple[list[Array], list[Array]]:
         """All parts of these factors: a row is addressed, a column is rotated to the first lane."""
         block_k = self.tile.tiling.block_k
-        turned = [pltpu.roll(ref[rows, :], lax.rem(block_k - t, block_k), 1) for ref in self.left]
-        return [v[:, :1] for v in turned], [ref[pl.ds(t, 1), :] for ref in self.right]
+        columns = [pltpu.roll(ref[rows, :], lax.rem(block_k - t, block_k), 1) for ref in self.lhs]
+        return [v[:, :1] for v in columns], [ref[pl.ds(t, 1), :] for ref in self.rhs]
 
     def stretches(self, body: Callable[[_Stretch], None]) -> None:
         """Runs `body` on the part of each block in this part of the inner dimension."""
         block = self.tile.block
 
-        def turn(begin: Array) -> Array:
+        def next_stretch(begin: Array) -> Array:
             number = lax.div(self.first + begin, block)
             end = jnp.minimum(self.stop, (number + 1) * block - self.first)
             starts = self.first + begin == number * block
@@ -192,7 +192,7 @@ class _Run:
             body(_Stretch(begin, end, number, starts, ends))
             return end
 
-        lax.while_loop(lambda begin: begin < self.stop, turn, jnp.int32(0))
+        lax.while_loop(lambda begin: begin < self.stop, next_stretch, jnp.int32(0))
 
     def chunks(self, body: Callable[[Any, Draw | None], None]) -> None:
         """Runs `body` on the rows of every chunk of the tile, with its random words."""
@@ -208,7 +208,7 @@ class _Run:
         if self.seeds is None:
             return None
         tile, tiling = self.tile, self.tile.tiling
-        batch, i, j = self.place[:3]
+        batch, i, j = self.grid_index[:3]
         corner = batch * tile.m + i * tiling.block_m + start, j * tiling.block_n
         shape = (tiling.rows, tiling.block_n)
         row, column = (first.astype(jnp.uint32) + lax.broadcasted_iota(jnp.uint32, shape, axis)
@@ -267,7 +267,7 @@ def _pairwise(run: _Run, *stack: Any) -> None:
     plan = run.plan
 
     def chunk(rows: Any, draw: Draw | None) -> None:
-        def left(level: Array) -> Array:
+        def partial_sum(level: Array) -> Array:
             return stack[0][level, rows, :]
 
         def product(t: Array) -> Array:
@@ -277,7 +277,7 @@ def _pairwise(run: _Run, *stack: Any) -> None:
             p, q = product(2 * i), product(2 * i + 1)
             begin = run.first + 2 * i
             total = add_products(p, q, plan, draw, begin + 1)
-            level, total = merge_pairs(begin >> 1, total, left, plan, draw)
+            level, total = merge_pairs(begin >> 1, total, partial_sum, plan, draw)
             stack[0][level, rows, :] = total
 
         if plan.k == 1:
@@ -288,7 +288,7 @@ def _pairwise(run: _Run, *stack: Any) -> None:
         @pl.when(run.first + run.stop == plan.k)
         def _() -> None:
             last = product(run.stop - 1) if plan.k % 2 else None
-            run.out[rows, :] = finish_pairs(last, left, plan, draw)
+            run.out[rows, :] = finish_pairs(last, partial_sum, plan, draw)
 
     run.chunks(chunk)
 
@@ -301,7 +301,7 @@ def _matrix_unit(run: _Run, partial: Any) -> None:
     """
 
     def add(stretch: _Stretch) -> None:
-        x, y = (_within(ref[...], axis, stretch) for ref, axis in ((run.left[0], 1), (run.right[0], 0)))
+        x, y = (_within(ref[...], axis, stretch) for ref, axis in ((run.lhs[0], 1), (run.rhs[0], 0)))
         partial[...] = jnp.where(stretch.starts, 0, partial[...]) + _dot(x, y, run.plan)
 
         @pl.when(stretch.ends)
@@ -331,7 +331,7 @@ def _aligned(run: _Run, *partial: Any) -> None:
     unit, block_k = unit_of(run.plan.spec, run.plan.k), run.tile.tiling.block_k
     first = run.part * (block_k // unit.length)
     count = jnp.minimum(pl.cdiv(run.plan.k, unit.length) - first, block_k // unit.length)
-    kept = (*partial, run.out)
+    sum_refs = (*partial, run.out)
 
     @pl.when(run.part == 0)
     def _() -> None:
@@ -340,11 +340,11 @@ def _aligned(run: _Run, *partial: Any) -> None:
 
     def chunk(rows: Any, draw: Draw | None) -> None:
         def step(i: Array, sums: tuple[Array, ...]) -> tuple[Array, ...]:
-            left, right = zip(*(run.parts(rows, i * unit.length + j) for j in range(unit.length)), strict=True)
-            return add_aligned(sums, left, right, run.plan, draw, first + i)
+            lhs, rhs = zip(*(run.parts(rows, i * unit.length + j) for j in range(unit.length)), strict=True)
+            return add_aligned(sums, lhs, rhs, run.plan, draw, first + i)
 
-        sums = lax.fori_loop(0, count, step, tuple(ref[rows, :] for ref in kept))
-        for ref, value in zip(kept, sums, strict=True):
+        sums = lax.fori_loop(0, count, step, tuple(ref[rows, :] for ref in sum_refs))
+        for ref, value in zip(sum_refs, sums, strict=True):
             ref[rows, :] = value
 
     run.chunks(chunk)

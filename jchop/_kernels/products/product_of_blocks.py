@@ -36,19 +36,19 @@ _FEWEST_ROWS = 128
 def _tpu(*args: Array, **static: Any) -> Array:
     from jchop._kernels.products import product_of_blocks_tpu
 
-    return product_of_blocks_tpu.product_of_blocks(*args, **static)
+    return product_of_blocks_tpu.tpu_product_of_blocks(*args, **static)
 
 
 def _gpu(*args: Array, **static: Any) -> Array:
     from jchop._kernels.products import product_of_blocks_gpu
 
-    return product_of_blocks_gpu.product_of_blocks(*args, **static)
+    return product_of_blocks_gpu.gpu_product_of_blocks(*args, **static)
 
 
 def _hopper(*args: Array, **static: Any) -> Array:
     from jchop._kernels.products import product_of_blocks_hopper
 
-    return product_of_blocks_hopper.product_of_blocks(*args, **static)
+    return product_of_blocks_hopper.hopper_product_of_blocks(*args, **static)
 
 
 def _refuse(x: Any, w: Any, *scales: Any, block: int, dtype: str, **_: Any) -> str | None:

@@ -25,7 +25,7 @@ from jchop._kernels.products.product_of_blocks_tile import LONGEST_STEP, Product
 Array = jax.Array
 
 
-def product_of_blocks(
+def gpu_product_of_blocks(
     x: Array,
     w: Array,
     *parts: Array,
@@ -53,21 +53,23 @@ def product_of_blocks(
     del apart
     (batch, m, k), n = x.shape, w.shape[1]
     if tiling is None:
-        more = any(name.endswith("zero") for name in names) or (x.dtype != jnp.int8 and block > LONGEST_STEP)
-        tiling = ProductOfBlocksGpuTiling.for_shape(m, n, block, more=more)
+        extra_registers = any(name.endswith("zero") for name in names) or (x.dtype != jnp.int8 and block > LONGEST_STEP)
+        tiling = ProductOfBlocksGpuTiling.for_shape(m, n, block, extra_registers=extra_registers)
     tile = _Tile(m, n, k, block, tiling, bool(interpret))
-    given = dict(zip(names, parts, strict=True))
-    given |= sums_of_blocks(x, w, given, block)
+    parts_by_name = dict(zip(names, parts, strict=True))
+    parts_by_name |= sums_of_blocks(x, w, parts_by_name, block)
     # As activations and packed weights (k, n) have them. Another order would reach back to x through XLA's layouts.
-    laid = {name: part if name.startswith("x") else jnp.swapaxes(part, 1, 2) for name, part in given.items()}
+    transposed_parts = {
+        name: part if name.startswith("x") else jnp.swapaxes(part, 1, 2) for name, part in parts_by_name.items()
+    }
     return pl.pallas_call(
-        lambda x, w, *refs: tile.kernel(x, w, dict(zip(laid, refs[:-1], strict=True)), refs[-1]),
+        lambda x, w, *refs: tile.kernel(x, w, dict(zip(transposed_parts, refs[:-1], strict=True)), refs[-1]),
         out_shape=jax.ShapeDtypeStruct((batch, m, n), dtype, manual_axis_type=jax.typeof(x).manual_axis_type),
         grid=(tile.down * tile.across, batch),
         compiler_params=plt.CompilerParams(num_warps=tile.tiling.num_warps, num_stages=tile.tiling.num_stages),
         interpret=interpret,
         name="product_of_blocks",
-    )(x, w, *laid.values())
+    )(x, w, *transposed_parts.values())
 
 
 @dataclass(frozen=True)
@@ -79,10 +81,10 @@ class _Tile:
     k: int
     block: int
     tiling: ProductOfBlocksGpuTiling
-    interpreted: bool
+    interpret: bool
 
     #: Rows of tiles that follow one another, so that caches hold what they share.
-    _TOGETHER = 8
+    _GROUP_ROWS = 8
 
     @property
     def down(self) -> int:
@@ -112,21 +114,21 @@ class _Tile:
         once = {name: load(name, np.int32(0)) for name in parts if along[name] == 1}
         changing = [name for name in parts if name not in once]
 
-        def turn(number: Array, carried: tuple[Array, ...]) -> tuple[Array, ...]:
-            total, *now = carried
+        def add_block(number: Array, carry: tuple[Array, ...]) -> tuple[Array, ...]:
+            total, *now = carry
             following = jnp.minimum(number + np.int32(1), np.int32(self.blocks - 1))
             then = [load(name, following) for name in changing]
-            known = once | dict(zip(changing, now, strict=True))
+            values = once | dict(zip(changing, now, strict=True))
             term = self._of_block(x, w, batch, number, rows, columns)
             for zero, sums in (("w_zero", "x_sum"), ("x_zero", "w_sum")):
-                if zero in known:
-                    term = term - known[zero] * known[sums]
+                if zero in values:
+                    term = term - values[zero] * values[sums]
             term = term.astype(jnp.float32)
-            return total + self._times(term, known, [name for name in changing if name.endswith("scale")]), *then
+            return total + self._times(term, values, [name for name in changing if name.endswith("scale")]), *then
 
         zeros = jnp.zeros((self.tiling.block_m, self.tiling.block_n), jnp.float32)
         first = [load(name, np.int32(0)) for name in changing]
-        total, *_ = lax.fori_loop(np.int32(0), np.int32(self.blocks), turn, (zeros, *first))
+        total, *_ = lax.fori_loop(np.int32(0), np.int32(self.blocks), add_block, (zeros, *first))
         total = self._times(total, once, [name for name in ("x_scale", "w_scale") if name in once])
         place = out.at[batch, rows[:, None], columns[None, :]]
         mask = (rows < self.m)[:, None] & (columns < self.n)[None, :]
@@ -135,9 +137,9 @@ class _Tile:
     def _corner(self) -> tuple[Array, Array]:
         """The row and the column of this program's tile among tiles."""
         number = pl.program_id(0)
-        size = self._TOGETHER * self.across
-        first = lax.div(number, np.int32(size)) * np.int32(self._TOGETHER)
-        height = jnp.minimum(np.int32(self.down) - first, np.int32(self._TOGETHER))
+        size = self._GROUP_ROWS * self.across
+        first = lax.div(number, np.int32(size)) * np.int32(self._GROUP_ROWS)
+        height = jnp.minimum(np.int32(self.down) - first, np.int32(self._GROUP_ROWS))
         within = lax.rem(number, np.int32(size))
         return first + lax.rem(within, height), lax.div(within, height)
 
@@ -166,12 +168,12 @@ class _Tile:
             np.int32(0), np.int32(steps), lambda t, sums: sums + step(begin + t * np.int32(deep)), zeros
         )
 
-    def _times(self, numbers: Array, known: dict[str, Array], names: Sequence[str]) -> Array:
+    def _times(self, numbers: Array, values: dict[str, Array], names: Sequence[str]) -> Array:
         """Sums times scales, one after the other. A GPU rounds each product before it is added to another number."""
         for name in names:
-            numbers = numbers * known[name]
-            if self.interpreted:
-                numbers = prevent_fma(numbers, jnp.broadcast_to(known[name], numbers.shape))
+            numbers = numbers * values[name]
+            if self.interpret:
+                numbers = prevent_fma(numbers, jnp.broadcast_to(values[name], numbers.shape))
         return numbers
 
 

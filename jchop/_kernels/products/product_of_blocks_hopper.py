@@ -38,7 +38,7 @@ _TOGETHER, _PROGRAMS = 8, 132
 _WHOLE = ((),) if "idx" in inspect.signature(plgpu.load).parameters else ()
 
 
-def product_of_blocks(
+def hopper_product_of_blocks(
     x: Array,
     w: Array,
     *parts: Array,
@@ -96,12 +96,12 @@ class _Tile:
 
     def call(self, x: Array, w: Array, scales: dict[str, Array]) -> Array:
         # (blocks, rows): a copy of the scales of a block is a row; and whole tiles, since ordinary loads have no ends.
-        laid = {name: self._to_tiles(name, v.T) for name, v in scales.items()}
-        changing = [name for name, v in laid.items() if v.shape[0] > 1]
+        tiled_scales = {name: self._to_tiles(name, v.T) for name, v in scales.items()}
+        changing = [name for name, v in tiled_scales.items() if v.shape[0] > 1]
         out = jax.ShapeDtypeStruct((self.m, self.n), self.dtype, manual_axis_type=jax.typeof(x).manual_axis_type)
 
         def product_of_blocks(x: Any, w: Any, *refs: Any) -> None:  # a profiler shows this name
-            self.kernel(x, w, dict(zip(laid, refs[:-1], strict=True)), changing, refs[-1])
+            self.kernel(x, w, dict(zip(tiled_scales, refs[:-1], strict=True)), changing, refs[-1])
 
         return plgpu.kernel(
             product_of_blocks,
@@ -111,7 +111,7 @@ class _Tile:
             num_threads=_MULTIPLY + 1,
             thread_name="warpgroup",
             compiler_params=plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Warpgroup),
-        )(x, w, *laid.values())
+        )(x, w, *tiled_scales.values())
 
     def _to_tiles(self, name: str, scales: Array) -> Array:
         unit = _MULTIPLY * self.tiling.rows if name.startswith("x") else self.tiling.columns
@@ -119,11 +119,11 @@ class _Tile:
 
     def kernel(self, x: Any, w: Any, scales: dict[str, Any], changing: Sequence[str], out: Any) -> None:
         operands = x, w, *(scales[name] for name in changing)
-        unused: Any = lambda *_: None  # noqa: E731
-        allocations = self._pipeline(x, changing, unused, unused).get_allocations(*operands)
+        no_op: Any = lambda *_: None  # noqa: E731
+        allocations = self._pipeline(x, changing, no_op, no_op).get_allocations(*operands)
         per_row = _BYTES // self.dtype.itemsize
 
-        def program(allocations: Any, staged: Any) -> None:
+        def program(allocations: Any, staging: Any) -> None:
             group = lax.axis_index("warpgroup")
 
             @plgpu.nd_loop((self.tiles[0] * self.tiles[1],), collective_axes="program")
@@ -135,7 +135,7 @@ class _Tile:
                 own = {"x": pl.ds(group * self.tiling.rows, self.tiling.rows), "w": slice(None)}
 
                 def step(_: Any, a: Any, b: Any, *rest: Any) -> Any:
-                    *near, carried = rest
+                    *near, carry = rest
 
                     def multiply(sums: Any) -> Any:
                         plgpu.wgmma(sums, a.at[own["x"]], b.transpose((1, 0)))
@@ -143,11 +143,11 @@ class _Tile:
                         return None if self._is_one_sum(x) else sums[...]
 
                     if self._is_one_sum(x):
-                        multiply(carried)
-                        return carried
+                        multiply(carry)
+                        return carry
                     term = pl.run_scoped(multiply, plgpu.ACC(self.shape, self._kind(x))).astype(jnp.float32)
                     places = [v.at[0, own[name[0]]] for name, v in zip(changing, near, strict=True)]
-                    return carried + self._times(term, changing, places, added=True)
+                    return carry + self._times(term, changing, places, feeds_sum=True)
 
                 def write(total: Array) -> None:
                     once = [name for name in ("x_scale", "w_scale") if name in scales and name not in changing]
@@ -155,12 +155,14 @@ class _Tile:
                     total = self._times(total.astype(jnp.float32), once, places).astype(self.dtype)
                     plgpu.wait_smem_to_gmem(0, wait_read_only=True)
                     place = out.at[here["x"], here["w"]].at[own["x"]]
-                    for number, (top, left) in enumerate(np.ndindex(self.shape[0] // _ROWS, self.shape[1] // per_row)):
-                        part = np.s_[top * _ROWS : (top + 1) * _ROWS, left * per_row : (left + 1) * per_row]
+                    for number, (row, column) in enumerate(
+                        np.ndindex(self.shape[0] // _ROWS, self.shape[1] // per_row)
+                    ):
+                        part = np.s_[row * _ROWS : (row + 1) * _ROWS, column * per_row : (column + 1) * per_row]
                         plgpu.wait_smem_to_gmem(_SLOTS - 1, wait_read_only=True)
-                        staged[group, number % _SLOTS] = total[part]
+                        staging[group, number % _SLOTS] = total[part]
                         plgpu.commit_smem()
-                        plgpu.copy_smem_to_gmem(staged.at[group, number % _SLOTS], place.at[part])
+                        plgpu.copy_smem_to_gmem(staging.at[group, number % _SLOTS], place.at[part])
 
                 def context(run: Any) -> None:
                     if not self._is_one_sum(x):
@@ -174,8 +176,8 @@ class _Tile:
                     pl.run_scoped(whole, plgpu.ACC(self.shape, self._kind(x)))
 
                 near = [scales[name].at[:, here[name[0]]] for name in changing]
-                given = x.at[here["x"], :], w.at[here["w"], :], *near
-                self._pipeline(x, changing, step, context)(*given, allocations=allocations)
+                operand_tiles = x.at[here["x"], :], w.at[here["w"], :], *near
+                self._pipeline(x, changing, step, context)(*operand_tiles, allocations=allocations)
 
         pl.run_scoped(
             program,
@@ -214,8 +216,8 @@ class _Tile:
     def _kind(x: Any) -> Any:
         return jnp.int32 if x.dtype == jnp.int8 else jnp.float32
 
-    def _times(self, numbers: Array, names: Sequence[str], places: Sequence[Any], *, added: bool = False) -> Array:
-        """Sums times scales, one after the other, rounded before they are `added` to something."""
+    def _times(self, numbers: Array, names: Sequence[str], places: Sequence[Any], *, feeds_sum: bool = False) -> Array:
+        """Sums times scales, one after the other, rounded before they are `feeds_sum` to something."""
         scale = None
         for name, place in zip(names, places, strict=True):
             axis = 0 if name[0] == "x" else 1
@@ -223,7 +225,7 @@ class _Tile:
             scale = plgpu.load(place, *_WHOLE, layout=layout, optimized=False)
             scale = lax.broadcast_in_dim(scale, numbers.shape, (axis,))
             numbers = numbers * scale
-        return prevent_fma(numbers, scale) if scale is not None and added else numbers
+        return prevent_fma(numbers, scale) if scale is not None and feeds_sum else numbers
 
 
 def _layout(row: int, dtype: Any) -> tuple[Any, ...]:

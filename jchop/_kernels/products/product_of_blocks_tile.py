@@ -23,7 +23,7 @@ __all__ = [
 Array = jax.Array
 
 
-def sums_of_blocks(x: Array, w: Array, given: Mapping[str, Array], block: int) -> dict[str, Array]:
+def sums_of_blocks(x: Array, w: Array, parts: Mapping[str, Array], block: int) -> dict[str, Array]:
     """The sums of elements that zero points of the other operand are multiplied by, for each block, int32.
 
     The sum of (a - z_a)(b - z_b) is that of a b, minus z_b times the sum of a, minus z_a times the sum of b - z_b.
@@ -33,16 +33,16 @@ def sums_of_blocks(x: Array, w: Array, given: Mapping[str, Array], block: int) -
         v = jnp.pad(v, ((0, 0), (0, 0), (0, -v.shape[2] % block)))
         return jnp.sum(v.reshape(*v.shape[:2], -1, block), -1, jnp.int32)
 
-    found = {}
-    if "w_zero" in given:
-        found["x_sum"] = of(x)
-    if "x_zero" in given:
-        found["w_sum"] = of(w)
-        if "w_zero" in given:
+    sums = {}
+    if "w_zero" in parts:
+        sums["x_sum"] = of(x)
+    if "x_zero" in parts:
+        sums["w_sum"] = of(w)
+        if "w_zero" in parts:
             size = w.shape[2]
             lengths = np.minimum(block, size - np.arange(0, size, block)).astype(np.int32)
-            found["w_sum"] -= lengths * given["w_zero"]
-    return found
+            sums["w_sum"] -= lengths * parts["w_zero"]
+    return sums
 
 
 @dataclass(frozen=True)
@@ -72,7 +72,7 @@ class ProductOfBlocksGpuTiling:
         check_int("num_stages", self.num_stages, 1)
 
     @classmethod
-    def for_shape(cls, m: int, n: int, block: int, *, more: bool = False) -> ProductOfBlocksGpuTiling:
+    def for_shape(cls, m: int, n: int, block: int, *, extra_registers: bool = False) -> ProductOfBlocksGpuTiling:
         """The heuristic.
 
         Few rows get many narrow tiles, which share the work of reading. Of many rows a tile is as large as its
@@ -82,10 +82,11 @@ class ProductOfBlocksGpuTiling:
             m: rows of the product.
             n: its columns.
             block: the length of a block.
-            more: whether a step needs other registers, too: for zero points, or for the sum of a step of float8.
+            extra_registers: whether a step needs other registers, too: for zero points, or for the sum of a step of
+                float8.
         """
         rows, columns, warps = next((tile for tile in _TILES if m <= tile[0]), _TILES[-1])
-        columns = columns // 2 if more else columns
+        columns = columns // 2 if extra_registers else columns
         deep = min(max(_power(block), _SHORTEST_STEP), LONGEST_STEP)
         return cls(rows, min(columns, max(_power(n), 16)), deep, warps, _STAGES)
 

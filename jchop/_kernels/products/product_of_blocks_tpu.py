@@ -24,7 +24,7 @@ from jchop._kernels.products.product_of_blocks_tile import LANES, ProductOfBlock
 Array = jax.Array
 
 
-def product_of_blocks(
+def tpu_product_of_blocks(
     x: Array,
     w: Array,
     *parts: Array,
@@ -52,13 +52,13 @@ def product_of_blocks(
     del apart
     (batch, m, k), n = x.shape, w.shape[1]
     tiling = tiling or ProductOfBlocksTpuTiling.for_shape(m, n, k, block)
-    given = dict(zip(names, parts, strict=True))
-    given |= sums_of_blocks(x, w, given, block)
-    changing = frozenset(name for name, part in given.items() if part.shape[2] > 1)
+    parts_by_name = dict(zip(names, parts, strict=True))
+    parts_by_name |= sums_of_blocks(x, w, parts_by_name, block)
+    changing = frozenset(name for name, part in parts_by_name.items() if part.shape[2] > 1)
     missing = -k % tiling.block_k
     x, w = (jnp.pad(v, ((0, 0), (0, 0), (0, missing))) if missing else v for v in (x, w))
     tile = _Tile(block, tiling, x.shape[2] // tiling.block_k, changing, bool(interpret))
-    of_steps = {name: tile.of_steps(name, part) for name, part in given.items()}
+    of_steps = {name: tile.of_steps(name, part) for name, part in parts_by_name.items()}
 
     def spec(name: str, part: Array) -> pl.BlockSpec:
         changes, zero = name in changing, np.int32(0)
@@ -93,7 +93,7 @@ class _Tile:
     tiling: ProductOfBlocksTpuTiling
     steps: int
     changing: frozenset[str]
-    interpreted: bool
+    interpret: bool
 
     @property
     def blocks(self) -> int:
@@ -166,7 +166,7 @@ class _Tile:
 
     def _times(self, numbers: Array, scale: Array) -> Array:
         numbers = numbers * scale
-        return prevent_fma(numbers, jnp.broadcast_to(scale, numbers.shape)) if self.interpreted else numbers
+        return prevent_fma(numbers, jnp.broadcast_to(scale, numbers.shape)) if self.interpret else numbers
 
 
 #: Both operands have the sum along their last axis.
