@@ -76,18 +76,18 @@ def as_bytes(memory: Any) -> int | None:
     Raises:
         TypeError, ValueError: that name the argument.
     """
-    allowed = "must be a number of bytes above 0, or text such as '4GiB' (B, KiB, MiB, GiB or TiB)"
+    requirement = "must be a number of bytes above 0, or text such as '4GiB' (B, KiB, MiB, GiB or TiB)"
     if memory is None:
         return None
     if isinstance(memory, bool) or not isinstance(memory, int | str):
-        raise TypeError(f"memory={memory!r} {allowed}")
+        raise TypeError(f"memory={memory!r} {requirement}")
     if isinstance(memory, str):
-        found = re.fullmatch(r"(\d{1,12}(?:\.\d{1,12})?) ?([KMGT]iB|B)", memory)
-        count = int(float(found[1]) * _UNITS[found[2]]) if found else 0
+        match = re.fullmatch(r"(\d{1,12}(?:\.\d{1,12})?) ?([KMGT]iB|B)", memory)
+        count = int(float(match[1]) * _UNITS[match[2]]) if match else 0
     else:
         count = memory
     if count < 1:
-        raise ValueError(f"memory={memory!r} {allowed}")
+        raise ValueError(f"memory={memory!r} {requirement}")
     return count
 
 
@@ -233,8 +233,8 @@ class Data:
     def sums(
         self,
         trajectories: Sequence[Mapping[int, Array]] = ({},),
-        rounded: bool = False,
-        wanted: Sequence[int] | None = None,
+        round_activations: bool = False,
+        leaves: Sequence[int] | None = None,
         window: tuple[int, int] | None = None,
     ) -> tuple[dict[int, Sums], tuple[Any, Any, Sites]]:
         """The sums over all batches of the inputs of some parameters, by their index; and the last batch's program.
@@ -242,8 +242,8 @@ class Data:
         Args:
             trajectories: parameters, by index, that differ from those in full precision, for each trajectory. Default:
                 one, with none.
-            rounded: whether the last trajectory rounds activations as the rules say. Default False.
-            wanted: the indexes of the parameters. Default: all that are rounded, or all if there are no rules.
+            round_activations: whether the last trajectory rounds activations as the rules say. Default False.
+            leaves: the indexes of the parameters. Default: all that are rounded, or all if there are no rules.
             window: the first turn, and how many turns, of the outermost loop over stacks of parameters. Default: all.
 
         Raises:
@@ -253,10 +253,10 @@ class Data:
         last = None
         for _, batch in numbered(self.batches):
             last = program, call, sites = self.program(batch)
-            chosen = [i for i in sites.by_leaf if not self.low.rules or i in program.placements]
-            some = frozenset(chosen if wanted is None else wanted) & frozenset(sites.by_leaf)
+            default = [i for i in sites.by_leaf if not self.low.rules or i in program.placements]
+            some = frozenset(default if leaves is None else leaves) & frozenset(sites.by_leaf)
             start, size = (None, None) if window is None else window
-            run = self._run(program, sites, len(trajectories), rounded, some, size)
+            run = self._run(program, sites, len(trajectories), round_activations, some, size)
             new = run([*map(_array, call.values)], [dict(own) for own in trajectories], self.keys, start)
             for leaf, sums in new.items():
                 total[leaf] = _added(total[leaf], sums) if leaf in total else sums
@@ -274,13 +274,13 @@ class Data:
         return total, last
 
     def errors(
-        self, others: Mapping[int, Sequence[Any]], rounded: Sequence[Mapping[int, Array]]
+        self, others: Mapping[int, Sequence[Any]], roundings: Sequence[Mapping[int, Array]]
     ) -> dict[tuple[int, int], tuple[float, float, float]]:
         """Sums of squares over all batches, of what steps make of parameters: of their results, and of their errors.
 
         Args:
             others: the uses, as `Sites.others` of the first batch; those of other programs count, too.
-            rounded: two roundings of the parameters.
+            roundings: two roundings of the parameters.
 
         Returns:
             By the parameter and the number of its use; those that are not reached are absent.
@@ -292,37 +292,37 @@ class Data:
                 collector = Errors({leaf: sites.others.get(leaf, ()) for leaf in others})
 
                 def run(
-                    values: list[Any], changed: Any, collector: Errors = collector, plan: Any = program.plan
+                    values: list[Any], overrides: Any, collector: Errors = collector, plan: Any = program.plan
                 ) -> Any:
-                    return collector.collect(plan, None, collector.values(values, changed))
+                    return collector.collect(plan, None, collector.values(values, overrides))
 
                 self._compiled[id(program), "errors"] = jax.jit(run), collector
-            compiled, collector = self._compiled[id(program), "errors"]
-            for key, sums in compiled([*map(_array, call.values)], [{}, *map(dict, rounded)]).items():
+            function, collector = self._compiled[id(program), "errors"]
+            for key, sums in function([*map(_array, call.values)], [{}, *map(dict, roundings)]).items():
                 place = collector.places[key]
                 total[place] = total.get(place, 0) + np.diagonal(np.asarray(value(sums.gram)[0], np.float64))
         return {place: tuple(map(float, sums)) for place, sums in total.items()}  # type: ignore[misc]
 
     def _run(
-        self, program: Any, sites: Sites, lanes: int, rounded: bool, wanted: frozenset[int], size: int | None
+        self, program: Any, sites: Sites, lanes: int, round_activations: bool, leaves: frozenset[int], size: int | None
     ) -> Any:
-        given = (id(program), lanes, rounded, wanted, size)
-        if given not in self._compiled:
+        key = (id(program), lanes, round_activations, leaves, size)
+        if key not in self._compiled:
             roundings = {
                 number: (replace(how, codes=False), weight)
                 for number, (how, weight) in program.runner.roundings.items()
-                if rounded
+                if round_activations
             }
             runners = [*[Plain()] * (lanes - 1), Quantization(roundings) if roundings else Plain()]
-            collector = Collector(runners, roundings, sites, wanted)
+            collector = Collector(runners, roundings, sites, leaves)
 
-            def run(values: list[Any], changed: list[dict[int, Array]], keys: Any, start: Any) -> dict[int, Sums]:
+            def run(values: list[Any], overrides: list[dict[int, Array]], keys: Any, start: Any) -> dict[int, Sums]:
                 window = None if size is None else (start, size)
-                return collector.collect(program.plan, keys, collector.values(values, changed), window)
+                return collector.collect(program.plan, keys, collector.values(values, overrides), window)
 
-            self._compiled[given] = jax.jit(run)
+            self._compiled[key] = jax.jit(run)
         with jax.disable_jit(False):
-            return self._compiled[given]
+            return self._compiled[key]
 
 
 class Looked:
@@ -337,11 +337,11 @@ class Looked:
     """
 
     def __init__(
-        self, data: Data, sites: Mapping[int, Site], found: tuple[Any, Any, Sites], memory: int,
-        held: dict[int, Sums] | None = None,
+        self, data: Data, sites: Mapping[int, Site], trace: tuple[Any, Any, Sites], memory: int,
+        sums: dict[int, Sums] | None = None,
     ) -> None:  # fmt: skip
-        self.data, self.sites, self.found, self.memory = data, sites, found, memory
-        self.held, self.passes = held or {}, 0 if held is None else 1
+        self.data, self.sites, self.found, self.memory = data, sites, trace, memory
+        self.held, self.passes = sums or {}, 0 if sums is None else 1
 
     def of(self, leaves: Sequence[int], step: object) -> dict[int, Sums]:
         """The sums of some parameters at once.
@@ -361,7 +361,7 @@ class Looked:
                 if leaf not in some and self.fits([*some, leaf]):
                     some.append(leaf)
             self.held = {}
-            self.held = self.data.sums(wanted=some)[0]
+            self.held = self.data.sums(leaves=some)[0]
             self.passes += 1
         return {leaf: self.held[leaf] for leaf in leaves}
 
@@ -370,9 +370,9 @@ class Looked:
         return sum(map(self._bytes, leaves)) <= self.memory
 
     def _bytes(self, leaf: int) -> int:
-        site, given = self.sites[leaf], self.found[1].values[leaf]
-        dtype = jnp.promote_types(given.dtype, jnp.float32)
-        return turn_bytes(site, dtype, False) * math.prod(given.shape[: site.turns])
+        site, parameter = self.sites[leaf], self.found[1].values[leaf]
+        dtype = jnp.promote_types(parameter.dtype, jnp.float32)
+        return turn_bytes(site, dtype, False) * math.prod(parameter.shape[: site.turns])
 
 
 _added = jax.jit(added, donate_argnums=0)

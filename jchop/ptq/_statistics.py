@@ -110,8 +110,8 @@ def statistics(
     check_batches(batches, again=False)
     data = Data(QuantizedFunction(fun, ()), params, batches, progress=progress)
     sums, (program, _, sites) = data.sums()
-    found = {program.paths[leaf]: means(own) for leaf, own in sums.items()}
-    return Statistics(found, {program.paths[leaf]: reason for leaf, reason in sites.left_out.items()})
+    by_path = {program.paths[leaf]: means(own) for leaf, own in sums.items()}
+    return Statistics(by_path, {program.paths[leaf]: reason for leaf, reason in sites.left_out.items()})
 
 
 def means(sums: Sums) -> InputStatistics:

@@ -87,8 +87,8 @@ def _text_of(spec: Any) -> tuple[str, bool]:
     if not isinstance(spec, MatmulSpec):
         alone = as_spec(spec)
         spec = MatmulSpec(alone, alone, alone)
-    given = {field.name: getattr(spec, field.name) for field in fields(spec)}
-    return json.dumps({name: v if isinstance(v, bool | None) else str(v) for name, v in given.items()}), spec.stochastic
+    arguments = {field.name: getattr(spec, field.name) for field in fields(spec)}
+    return json.dumps({name: v if isinstance(v, bool | None) else str(v) for name, v in arguments.items()}), spec.stochastic
 
 
 @lru_cache(maxsize=256)
@@ -177,10 +177,10 @@ def _product(
 
 @partial(compiled, static_argnames=("spec", "batch"))
 def _gradients(g: Array, a: Array, b: Array, words: Array | None, *, spec: str, batch: int) -> tuple[Array, Array]:
-    def pulled(g: Array, a: Array, b: Array, words: Array | None) -> tuple[Array, Array]:
+    def pull_back(g: Array, a: Array, b: Array, words: Array | None) -> tuple[Array, Array]:
         return jax.vjp(lambda a, b: math.matmul(a, b, _spec_of(spec), key_of(words)), a, b)[1](g)
 
-    return over_rows(pulled, batch)(g, a, b, words)
+    return over_rows(pull_back, batch)(g, a, b, words)
 
 
 class _Product(torch.autograd.Function):

@@ -107,7 +107,7 @@ class OptimLP(Optimizer):
                 self._lift(leaves)
             loss = self.optimizer.step(None if closure is None else self._evaluating(closure, leaves))
             self._round_moments(leaves)
-            self._settle(leaves)
+            self._round_updates(leaves)
         finally:
             for leaf in leaves:
                 leaf.lower()
@@ -119,10 +119,10 @@ class OptimLP(Optimizer):
             yield from group["params"]
 
     def _leaf(self, index: int, p: torch.nn.Parameter) -> _Leaf:
-        held = self.accumulators.get(index)
-        if held is None:
-            held = _wide(p.data).clone() if _ACCUMULATOR in self._plans else _wide(p.data)
-        return _Leaf(index, p, p.data, held)
+        accumulator = self.accumulators.get(index)
+        if accumulator is None:
+            accumulator = _wide(p.data).clone() if _ACCUMULATOR in self._plans else _wide(p.data)
+        return _Leaf(index, p, p.data, accumulator)
 
     def _evaluating(self, closure: Callable[[], Any], leaves: list[_Leaf]) -> Callable[[], Any]:
         """The closure, evaluated at rounded parameters; the optimizer gets rounded gradients and accumulators."""
@@ -131,7 +131,7 @@ class OptimLP(Optimizer):
         def evaluate() -> Any:
             nonlocal again
             if again:
-                self._settle(leaves, weights_alone=True)
+                self._round_updates(leaves, weights_alone=True)
             for leaf in leaves:
                 leaf.lower()
             with torch.enable_grad():
@@ -153,14 +153,14 @@ class OptimLP(Optimizer):
             assert gradient is not None
             leaf.lift(self._rounded(_GRADIENT, leaf, _wide(gradient) * self.gradient_scale))
 
-    def _settle(self, leaves: list[_Leaf], *, weights_alone: bool = False) -> None:
+    def _round_updates(self, leaves: list[_Leaf], *, weights_alone: bool = False) -> None:
         """Round accumulators and parameters after the optimizer updated them."""
         for leaf in filter(_Leaf.moves, leaves):
             if not weights_alone and _ACCUMULATOR in self._plans:
                 leaf.moved.copy_(self._rounded(_ACCUMULATOR, leaf, leaf.moved))
-            rounded = self._rounded(_WEIGHT, leaf, leaf.moved)
-            if rounded.data_ptr() != leaf.stored.data_ptr():
-                leaf.stored.copy_(rounded)
+            weight = self._rounded(_WEIGHT, leaf, leaf.moved)
+            if weight.data_ptr() != leaf.stored.data_ptr():
+                leaf.stored.copy_(weight)
 
     def _round_moments(self, leaves: list[_Leaf]) -> None:
         if _MOMENTUM not in self._plans:
@@ -179,11 +179,11 @@ class OptimLP(Optimizer):
         plan = self._plans.get(role)
         if plan is None:
             return x
-        folded = (self.steps, leaf.index, role if place is None else place)
+        numbers = (self.steps, leaf.index, role if place is None else place)
         if not plan.draws:
             words = key_words(())
         else:
-            words = random_words() if self.seed is None else seed_words(self.seed, *folded)
+            words = random_words() if self.seed is None else seed_words(self.seed, *numbers)
         return round_now(x, words, plan.spec, 0, True)
 
     # -- as an optimizer of torch --------------------------------------------------------------------------------------
@@ -219,7 +219,7 @@ class OptimLP(Optimizer):
             for leaf in leaves:
                 leaf.lower()
         self.accumulators = {
-            index: held.to(leaves[index].stored.device, copy=True) for index, held in state_dict["accumulators"].items()
+            index: accumulator.to(leaves[index].stored.device, copy=True) for index, accumulator in state_dict["accumulators"].items()
         }
         self.steps = state_dict["steps"]
         self._link()
@@ -236,8 +236,8 @@ class OptimLP(Optimizer):
 class _Leaf:
     """A parameter, its memory, and the tensor that is updated for it: an accumulator, a float32 copy, or itself."""
 
-    def __init__(self, index: int, parameter: torch.nn.Parameter, stored: Tensor, moved: Tensor) -> None:
-        self.index, self.parameter, self.stored, self.moved = index, parameter, stored, moved
+    def __init__(self, index: int, parameter: torch.nn.Parameter, memory: Tensor, working: Tensor) -> None:
+        self.index, self.parameter, self.stored, self.moved = index, parameter, memory, working
 
     def moves(self) -> bool:
         """Whether optimizers move the parameter; one without a gradient is frozen."""
@@ -245,14 +245,14 @@ class _Leaf:
 
     def lift(self, gradient: Tensor | None) -> None:
         """Replace the data of the parameter by the updated tensor, with a gradient of its dtype."""
-        self._become(self.moved, gradient)
+        self._set_data(self.moved, gradient)
 
     def lower(self) -> None:
         """Restore the data of the parameter, in the same memory."""
         gradient = self.parameter.grad
-        self._become(self.stored, None if gradient is None else gradient.to(self.stored.dtype))
+        self._set_data(self.stored, None if gradient is None else gradient.to(self.stored.dtype))
 
-    def _become(self, data: Tensor, gradient: Tensor | None) -> None:
+    def _set_data(self, data: Tensor, gradient: Tensor | None) -> None:
         self.parameter.grad = None
         self.parameter.data = data
         self.parameter.grad = gradient

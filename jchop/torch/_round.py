@@ -65,11 +65,11 @@ def round_to_format(
     check_carrier("tensor", tensor)
     plan = plan_of(spec)
     words = drawn_words(plan.spec, plan.draws, seed, generator)
-    rounded = through(tensor, plan.spec, words, copy)
+    result = through(tensor, plan.spec, words, copy)
     if plan.gradient is None:
-        return rounded
+        return result
     return round_gradient(
-        rounded, plan.gradient, drawn_words(plan.gradient, plan.gradient_draws, gradient_seed, generator, _GRADIENT)
+        result, plan.gradient, drawn_words(plan.gradient, plan.gradient_draws, gradient_seed, generator, _GRADIENT)
     )
 
 

@@ -118,19 +118,19 @@ class _Header:
                     raise ValueError(f"the alignment {alignment} is no power of two up to 2^20")
             else:
                 self._skip_value(kind, 0)
-        found: dict[str, Blob] = {}
+        blobs: dict[str, Blob] = {}
         for _ in range(tensors):
             name = self._text()
-            if name in found:
+            if name in blobs:
                 raise ValueError(f"tensor {shown(name)} is duplicated")
-            found[name] = self._tensor(name, sizes, alignment)
-        unknown = [name for name, blob in found.items() if blob.kind not in sizes]
-        if found and len(unknown) == len(found):
-            kind, known = found[unknown[0]].kind, ", ".join(map(str, sizes))
-            raise ValueError(f"tensor {shown(unknown[0])} has type {kind}; known are {known}")
+            blobs[name] = self._tensor(name, sizes, alignment)
+        unknown = [name for name, blob in blobs.items() if blob.kind not in sizes]
+        if blobs and len(unknown) == len(blobs):
+            kind, types = blobs[unknown[0]].kind, ", ".join(map(str, sizes))
+            raise ValueError(f"tensor {shown(unknown[0])} has type {kind}; known are {types}")
         data = -(-(total - self._left) // alignment) * alignment
-        _check_places(found, total - data)
-        return found, data
+        _check_places(blobs, total - data)
+        return blobs, data
 
     def _tensor(self, name: str, sizes: Mapping[int, tuple[int, int]], alignment: int) -> Blob:
         if (axes := self._number(4)) > _MOST_AXES:
