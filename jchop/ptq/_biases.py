@@ -79,7 +79,7 @@ def find_biases(program: Any, sites: Sites) -> tuple[dict[int, BiasSite], dict[i
     biases: dict[int, BiasSite] = {}
     reasons: dict[int, str] = {}
     for leaf, site in sites.by_leaf.items():
-        sums = search.found.get(leaf, [])
+        sums = search.sums.get(leaf, [])
         if search.products.get(leaf, 0) != 1:
             reasons[leaf] = "several products take the weight"
         elif len(sums) > 1:
@@ -112,12 +112,12 @@ class _Term:
     Args:
         weight: the origin.
         sign: with which the product enters.
-        summed: whether the value has other terms.
+        has_others: whether the value has other terms.
     """
 
     weight: Origin
     sign: int = 1
-    summed: bool = False
+    has_others: bool = False
 
 
 _Terms = tuple[_Term, ...]
@@ -128,7 +128,7 @@ class _Search:
 
     def __init__(self, sites: Sites) -> None:
         self.sites = sites
-        self.found: dict[int, list[_Sum]] = {}
+        self.sums: dict[int, list[_Sum]] = {}
         self.products: dict[int, int] = {}
         self.loops: dict[int, tuple[int, ...]] = {}  # the loops that run over each parameter
 
@@ -139,7 +139,7 @@ class _Search:
 
         def terms(v: Any) -> _Terms:
             """The products in a value; a sum that has several uses is not followed."""
-            return () if hasattr(v, "val") else tuple(t for t in env.get(v, ()) if uses[v] == 1 or not t.summed)
+            return () if hasattr(v, "val") else tuple(t for t in env.get(v, ()) if uses[v] == 1 or not t.has_others)
 
         for step in plan.steps:
             results = self._step(step, [terms(v) for v in step.eqn.invars], uses, loops)
@@ -156,7 +156,7 @@ class _Search:
                 self.loops[site.leaf] = loops.get(site.leaf, ())
             if len(sites) != 1:
                 return []
-            return [(_Term(Origin(sites[0].leaf, _of_result(step.product, side, sites[0].laid, step.eqn))),)]
+            return [(_Term(Origin(sites[0].leaf, _of_result(step.product, side, sites[0].view, step.eqn))),)]
         if step.kind == "control":
             if step.name in ENTERED:
                 inner = step.inner[0]
@@ -187,7 +187,7 @@ class _Search:
             every = zip(signs, step.eqn.invars, operand_terms, strict=True)
             return [
                 tuple(
-                    replace(term, sign=sign * term.sign, summed=True)
+                    replace(term, sign=sign * term.sign, has_others=True)
                     for sign, v, terms in every
                     for term in terms
                     if uses[v] == 1 and v.aval.shape == shape
@@ -197,7 +197,7 @@ class _Search:
             (bias,) = parameter_origins[0]
             self.loops[bias.leaf] = loops.get(bias.leaf, ())
             bias_sum = _Sum(term.weight, bias, term.sign * signs[0] * signs[1], shape)
-            self.found.setdefault(term.weight.leaf, []).append(bias_sum)
+            self.sums.setdefault(term.weight.leaf, []).append(bias_sum)
         return []
 
 

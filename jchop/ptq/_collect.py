@@ -57,7 +57,7 @@ class Collector(Runner):
         lanes: what runs each trajectory; the sums are those of the last one, and beside it of the first.
         roundings: of the products of the last one.
         sites: the products.
-        wanted: the indexes of the parameters whose inputs are summed up.
+        leaves: the indexes of the parameters whose inputs are summed up.
     """
 
     def __init__(
@@ -67,7 +67,7 @@ class Collector(Runner):
         sites: Sites,
         leaves: frozenset[int],
     ) -> None:
-        self.lanes, self.roundings, self.sites, self.wanted = tuple(lanes), roundings, sites, leaves
+        self.lanes, self.roundings, self.sites, self.leaves = tuple(lanes), roundings, sites, leaves
         self._sums: dict[int, Sums] = {}
         self._window: tuple[Any, int] | None = None
         self._layers: tuple[Any, int] | None = None  # the same, also within loops
@@ -111,11 +111,11 @@ class Collector(Runner):
         before = self._sums.get(leaf)
         self._sums[leaf] = sums if before is None else added(before, sums)
 
-    def _add_of(self, leaf: int, make: Callable[[], Sums]) -> None:
+    def _add_if_inside(self, leaf: int, make: Callable[[], Sums]) -> None:
         """Add sums, which are zero, and not computed, in a turn that is not looked at."""
         self._add(leaf, make() if self._inside is None else _made_if(self._inside, make))
 
-    def _add_at(self, leaf: int, indexes: tuple[int, ...], make: Callable[[], Sums]) -> None:
+    def _add_layer(self, leaf: int, indexes: tuple[int, ...], make: Callable[[], Sums]) -> None:
         """Add sums to those of a layer of a stack, if it is looked at."""
         size, *rest = self.sites.stacks[leaf]
         place, *others = indexes
@@ -138,14 +138,14 @@ class Collector(Runner):
         """One equation, in each trajectory."""
         by_lane = self._by_lane(args)
         for site in self.sites.of_step.get(id(part), (0, ()))[1]:
-            if site.leaf in self.wanted:
-                self._look(part, site, by_lane)
+            if site.leaf in self.leaves:
+                self._add_input(part, site, by_lane)
         outs = self._each("run", part, seeds, by_lane)
         return self._align_choices(part.eqn, by_lane, outs) if _chooses(part.eqn) else outs
 
     def control(self, step: Any, seeds: Any, args: list[Any]) -> list[Any]:
         """A step that holds programs, taken apart if one of their products is looked at, or a choice is in them."""
-        if not any(self._looks(plan) for plan in step.inner):
+        if not any(self._has_sites(plan) for plan in step.inner):
             return self._each("control", step, seeds, self._by_lane(args))
         if step.name in ENTERED:
             inside = None if seeds is None else seeds.turn(step.number)
@@ -156,10 +156,10 @@ class Collector(Runner):
             return self._cond(step, seeds, args)
         return self._each("control", step, seeds, self._by_lane(args))
 
-    def _looks(self, plan: Plan) -> bool:
+    def _has_sites(self, plan: Plan) -> bool:
         steps = list(plan.walk())
         site_lists = (self.sites.of_step.get(id(step), (0, ()))[1] for step in steps)
-        if any(site.leaf in self.wanted for some in site_lists for site in some):
+        if any(site.leaf in self.leaves for some in site_lists for site in some):
             return True
         return len(self.lanes) > 1 and any(_chooses(step.eqn) for step in steps)
 
@@ -195,7 +195,7 @@ class Collector(Runner):
         full = [Lanes(map(as_jax, self._lanes(x))) for x in args]
         consts, start, xs = full[:num_consts], full[num_consts : num_consts + num_carry], full[num_consts + num_carry :]
         stacked_leaves = {o.leaf for fact in step.known[num_consts + num_carry :] for o in fact.origins}
-        window = self._window if stacked_leaves & self.wanted else None
+        window = self._window if stacked_leaves & self.leaves else None
 
         def slot(count: Any) -> Any:
             assert window is not None
@@ -270,14 +270,16 @@ class Collector(Runner):
             out, sums = branch(i, values)
             return out, {i: sums[i] if i in sums else jax.tree.map(_zeros, shape) for i, shape in every.items()}
 
-        out, sums = lax.switch(index, [lambda values, i=i: branch_with_zeros(i, values) for i in range(len(step.inner))], operands)
+        out, sums = lax.switch(
+            index, [lambda values, i=i: branch_with_zeros(i, values) for i in range(len(step.inner))], operands
+        )
         for leaf, value in sums.items():
             self._add(leaf, value)
         return [*map(Lanes, out)]
 
     # -- products ------------------------------------------------------------------------------------------------------
 
-    def _look(self, step: Any, site: Site, by_lane: Sequence[list[Any]]) -> None:
+    def _add_input(self, step: Any, site: Site, by_lane: Sequence[list[Any]]) -> None:
         """Add the input of a product to the sums of its weight."""
         side = self.sites.of_step[id(step)][0]
         product = Flipped(step.product) if side == 0 else step.product
@@ -296,9 +298,9 @@ class Collector(Runner):
             make = partial(_of_groups, x[0], None if other is None else other[0], sizes)
         indexes = self.sites.indexes.get((id(step), site.leaf))
         if indexes is None:
-            self._add_of(site.leaf, make)
+            self._add_if_inside(site.leaf, make)
         else:
-            self._add_at(site.leaf, indexes, make)
+            self._add_layer(site.leaf, indexes, make)
 
 
 class Errors(Collector):
@@ -328,21 +330,21 @@ class Errors(Collector):
             lows = ([*exact[:operand], own[operand], *exact[operand + 1 :]] for own in by_lane[1:])
             first, *others = (self.lanes[0].run(part, seeds, own)[0] for own in (exact, *lows))
             vectors = [_as_float(v).reshape(-1) for v in (first, *(first - other for other in others))]
-            self._add_of(key, partial(of_rows, jnp.stack(vectors, -1)[None]))
+            self._add_if_inside(key, partial(of_rows, jnp.stack(vectors, -1)[None]))
         return outs
 
     def control(self, step: Any, seeds: Any, args: list[Any]) -> list[Any]:
         """A step that holds programs, as often as it takes rounded parameters alone, else once."""
-        if step.name in ENTERED or self._looks_at(step):
+        if step.name in ENTERED or self._takes_operands(step):
             return super().control(step, seeds, args)
         if any(step.data):
             return self.lanes[0].control(step, seeds, self._by_lane(args)[0])
         return self._each("control", step, seeds, self._by_lane(args))
 
-    def _looks(self, plan: Plan) -> bool:
+    def _has_sites(self, plan: Plan) -> bool:
         return True
 
-    def _looks_at(self, step: Any) -> bool:
+    def _takes_operands(self, step: Any) -> bool:
         return step.name in ("scan", "cond") and any(id(s) in self._operands for p in step.inner for s in p.walk())
 
 
@@ -393,7 +395,7 @@ def _rows(product: Any, site: Site, x: Array, kernel: Sequence[int]) -> Array:
         return x[None]
     layout = product.forward.left
     matrices = layout.lay(x)
-    own = [i for i in range(site.batch) if site.laid.kept[i]]
+    own = [i for i in range(site.batch) if site.view.kept[i]]
     order = [*own, *(i for i in range(matrices.ndim - 1) if i not in own), matrices.ndim - 1]
     return matrices.transpose(order).reshape(site.layout.matrices[0], -1, matrices.shape[-1])
 

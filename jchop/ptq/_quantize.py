@@ -153,10 +153,9 @@ class _Job:
         memory: int | None = None,
     ) -> None:  # fmt: skip
         self.low, self.params, self.data, self.steps, self.key = low, data.params, data, steps, key
-        self.mapped, self.journal, self.tell, self.memory = mapping_record, journal, tell, memory
+        self.mapping_record, self.journal, self.tell, self.memory = mapping_record, journal, tell, memory
         self.rows: list[WeightRow] = []
         self.passes = mapping_record.passes
-        self.packed: Any = None
 
     def at_once(self) -> None:
         """All weights by the inputs of the model in full precision."""
@@ -209,7 +208,7 @@ class _Job:
     def _sizes(self, both: bool) -> dict[int, tuple[int, int]]:
         """The bytes of the statistics of each weight in a turn of its outermost loop, and the number of turns."""
         sizes = {}
-        for leaf, site in self.wanted.items():
+        for leaf, site in self.weight_sites.items():
             loops = self.program.shapes[leaf][: site.turns]
             dtype = jnp.promote_types(self.call.values[leaf].dtype, jnp.float32)
             each = turn_bytes(site, dtype, both) * math.prod(loops[1:])
@@ -222,7 +221,7 @@ class _Job:
             record = None if self.journal is None else self.journal.stage(number)
             before = len(self.rows)
             if record is not None:
-                self._again(record)
+                self._restore_stage(record)
             else:
                 sums = sums_of(stage)
                 self.fresh = Kept([], [], {})
@@ -234,7 +233,7 @@ class _Job:
                 for row in self.rows[before:]:
                     self.tell(row, number + 1, len(stages))
 
-    def _again(self, record: Kept) -> None:
+    def _restore_stage(self, record: Kept) -> None:
         """Take a stage from the folder of a run."""
         self.rows += record.rows
         for leaf, turn, parts in record.weights:
@@ -247,7 +246,9 @@ class _Job:
         """Take a rounded weight, or a layer of a stack of them."""
         numbers = numbers_of(packed_weight)
         if turn:
-            self.low_leaves[leaf] = jax.tree.map(lambda a, one: a.at[turn].set(one), self.low_leaves[leaf], packed_weight)
+            self.low_leaves[leaf] = jax.tree.map(
+                lambda a, one: a.at[turn].set(one), self.low_leaves[leaf], packed_weight
+            )
             self.numbers[leaf] = self.numbers[leaf].at[turn].set(numbers)
         else:
             self.low_leaves[leaf], self.numbers[leaf] = packed_weight, numbers
@@ -261,11 +262,11 @@ class _Job:
     def result(self) -> tuple[Any, PtqReport]:
         """The packed parameters and the report."""
         leaves = list(self.leaves)
-        for leaf in self.wanted:
+        for leaf in self.weight_sites:
             leaves[self.call.places[leaf]] = self.low_leaves[leaf]
         for leaf, bias in self.biases.items():
             leaves[self.call.places[leaf]] = self._pack_bias(leaf, bias)
-        self._others()
+        self._add_other_rows()
         return jax.tree.unflatten(self.tree, leaves), PtqReport(tuple(self.rows), self.passes)
 
     # -- parts ---------------------------------------------------------------------------------------------------------
@@ -280,13 +281,17 @@ class _Job:
         packed_params = self.low.pack(self.params, *self.call_args(), key=self.key)
         self.leaves, self.tree = jax.tree.flatten(packed_params, is_leaf=is_packed)
         packed_leaves = {i: self.leaves[self.call.places[i]] for i in self.program.placements}
-        self.wanted = weight_sites
-        self.low_leaves: dict[int, Any] = {i: packed_leaves[i] for i in self.wanted}
-        self.numbers = {i: numbers_of(v) for i, v in packed_leaves.items() if i not in self.wanted}
-        self.numbers |= {i: self.program.placements[i][0].turned(jnp.asarray(self.call.values[i])) for i in self.wanted}
+        self.weight_sites = weight_sites
+        self.low_leaves: dict[int, Any] = {i: packed_leaves[i] for i in self.weight_sites}
+        self.numbers = {i: numbers_of(v) for i, v in packed_leaves.items() if i not in self.weight_sites}
+        self.numbers |= {
+            i: self.program.placements[i][0].turned(jnp.asarray(self.call.values[i])) for i in self.weight_sites
+        }
         self.stages = list(self.sites.stages(list(weight_sites)))
-        self.beside = [some for some in self.sites.beside(self.program, self.stages) if some[0] in weight_sites]
-        for leaf, place, _ in self.beside:
+        self.other_layers = [
+            some for some in self.sites.other_layers(self.program, self.stages) if some[0] in weight_sites
+        ]
+        for leaf, place, _ in self.other_layers:
             self.numbers[leaf] = self.numbers[leaf].at[place].set(numbers_of(packed_leaves[leaf])[place])
         several = (i for i in weight_sites if i in self.sites.others)
         self.nearest = {i: numbers_of(packed_leaves[i]) for i in several if placements[i][0].turn is None}
@@ -295,7 +300,7 @@ class _Job:
         self.bias_of, self.no_bias = find_biases(self.program, self.sites) if self.steps.biases is not None else none
 
     def _in_first_product(self, leaf: int, site: Site) -> bool:
-        return self.program.placements[leaf][1].laid == site.laid
+        return self.program.placements[leaf][1].laid == site.view
 
     def call_args(self) -> tuple[Any, ...]:
         """The arguments after the parameters, as the program was traced for."""
@@ -304,7 +309,7 @@ class _Job:
 
     def _round(self, leaf: int, turn: tuple[int, ...], inputs: Sums | None) -> None:
         """Round a weight, or a layer of a stack of them."""
-        site, (placement, _) = self.wanted[leaf], self.program.placements[leaf]
+        site, (placement, _) = self.weight_sites[leaf], self.program.placements[leaf]
         if inputs is None:
             self.rows.append(self._row(leaf, note="no batch has its product"))
             return
@@ -347,7 +352,7 @@ class _Job:
                 rounding_key = jax.random.fold_in(rounding_key, number)
         path = self._path(leaf, turn)
         check_finite(weight, f"params: {path!r}")
-        layout, mean = self.wanted[leaf].layout, value(inputs.total) / divisor
+        layout, mean = self.weight_sites[leaf].layout, value(inputs.total) / divisor
         shift = None if inputs.shift is None else value(inputs.shift) / divisor
         with types_for(weight.dtype):
             if placement.turn is not None:  # the statistics are of inputs that are not rotated
@@ -356,13 +361,13 @@ class _Job:
                 cross, shift = None if cross is None else both(cross), None if shift is None else one(shift)
             how: Any = {"placement": placement, "layout": layout, "steps": self._steps_of(leaf)}
             out = round_parameter(weight, gram, cross, rounding_key, **how)
-        if bool(out.failed.any()):
+        if bool(out.no_factor.any()):
             raise ValueError(
                 f"params: the inputs of {path!r} have a Gram matrix that cannot be factorized even with damping="
                 f"{float(out.damping.max()):g}; its numbers lie too far apart"
             )
-        self._keep(leaf, turn, out.packed)
-        self.fresh.weights.append((leaf, turn, jax.tree.leaves(out.packed)))
+        self._keep(leaf, turn, out.weight)
+        self.fresh.weights.append((leaf, turn, jax.tree.leaves(out.weight)))
         if self.steps.biases is not None:
             out, why = self._correct_bias(leaf, turn, weight, out, mean, shift, rows)
             note = _joined(note, why)
@@ -370,15 +375,17 @@ class _Job:
         if self.steps.pruning is None and round(row.after, 2) < round(row.before, 2):  # as the report shows them
             why = "worse than nearest" if self.steps.correction is None else _NOT_COUNTED
             row = replace(row, note=_joined(row.note, why))
-        self.rows.append(self._of_mapping(leaf, turn, row))
+        self.rows.append(self._with_mapping(leaf, turn, row))
 
-    def _of_mapping(self, leaf: int, turn: tuple[int, ...], row: WeightRow) -> WeightRow:
+    def _with_mapping(self, leaf: int, turn: tuple[int, ...], row: WeightRow) -> WeightRow:
         """A row with the errors before the parameters were mapped, and with what was done."""
-        energy, before = self.mapped.before.get((leaf, turn), (0.0, 0.0))
-        methods = ", ".join([*self.mapped.methods.get(leaf, ()), *([] if row.method == "nearest" else [row.method])])
+        energy, before = self.mapping_record.before.get((leaf, turn), (0.0, 0.0))
+        methods = ", ".join(
+            [*self.mapping_record.methods.get(leaf, ()), *([] if row.method == "nearest" else [row.method])]
+        )
         return replace(
             row, method=methods or row.method, before=_decibels(energy, before) if energy else row.before,
-            note=_joined(row.note, self.mapped.note(leaf, turn)),
+            note=_joined(row.note, self.mapping_record.note(leaf, turn)),
         )  # fmt: skip
 
     def _correct_bias(
@@ -389,7 +396,7 @@ class _Job:
         site = self.bias_of.get(leaf)
         if site is None:
             return out, f"correct_biases: {self.no_bias[leaf]}"
-        layout = self.wanted[leaf].layout
+        layout = self.weight_sites[leaf].layout
         means = mean_errors(weight, out.numbers, mean, shift, layout=layout)
         own, whole = (np.asarray(v, np.float64) for v in means)
         places, counts = site.places(layout), np.asarray(rows, np.float64)
@@ -418,7 +425,9 @@ class _Job:
         note: str = "",
     ) -> WeightRow:  # fmt: skip
         array = self.leaves[self.call.places[leaf]] if leaf in self.program.placements else None
-        spec, bits = ("", math.nan) if array is None else (str(array.spec), 8 * array.nbytes / max(1, _size(array.shape)))
+        spec, bits = (
+            ("", math.nan) if array is None else (str(array.spec), 8 * array.nbytes / max(1, _size(array.shape)))
+        )
         path, shape = self._path(leaf, turn), tuple(self.program.shapes[leaf][len(turn) :])
         if out is None:
             return WeightRow(path, shape, spec, bits, "nearest" if array is not None else "", note=note)
@@ -434,23 +443,25 @@ class _Job:
     def _path(self, leaf: int, turn: tuple[int, ...]) -> str:
         return self.program.paths[leaf] + (f"[{','.join(map(str, turn))}]" if turn else "")
 
-    def _others(self) -> None:
+    def _add_other_rows(self) -> None:
         """Rows of other uses, of what is rounded by itself, and of weights that no rule rounds."""
-        self._other_uses()
-        for leaf, place, use in self.beside:
+        self._add_use_rows()
+        for leaf, place, use in self.other_layers:
             row = self._row(leaf, place, note=_BY_THEMSELVES.get(use, _NEVER))
-            self.rows.append(self._of_mapping(leaf, place, row))
-        for leaf in sorted({*self.program.placements, *self.sites.by_leaf, *self.sites.left_out} - set(self.wanted)):
+            self.rows.append(self._with_mapping(leaf, place, row))
+        for leaf in sorted(
+            {*self.program.placements, *self.sites.by_leaf, *self.sites.reasons} - set(self.weight_sites)
+        ):
             entry = self.program.placements.get(leaf)
             if entry is None:
                 note = "no rule rounds it"
-            elif leaf in self.sites.left_out:
-                note = self.sites.left_out[leaf]
+            elif leaf in self.sites.reasons:
+                note = self.sites.reasons[leaf]
             else:
                 note = _BY_THEMSELVES.get(entry[1].kind, "its product is not in every batch")
             self.rows.append(self._row(leaf, note=note))
 
-    def _other_uses(self) -> None:
+    def _add_use_rows(self) -> None:
         """Rows of the uses of weights beside the products that are looked at."""
         others = {leaf: self.sites.others[leaf] for leaf in self.nearest}
         errors: dict[Any, tuple[float, float, float]] = {}

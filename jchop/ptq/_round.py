@@ -34,7 +34,7 @@ class Outcome(NamedTuple):
     """A rounded parameter, and what there is to report of each of its matrices.
 
     Args:
-        packed: the parameter.
+        weight: the parameter.
         numbers: its numbers.
         energy: the mean square of the outputs W x, summed over them.
         before: that of the errors of the outputs if every element is rounded to nearest by itself.
@@ -43,10 +43,10 @@ class Outcome(NamedTuple):
         tries: how many factorizations there were.
         dead: how many columns had no input but zero.
         zeros: the share of numbers that are zero.
-        failed: whether there is no factorization even so.
+        no_factor: whether there is no factorization even so.
     """
 
-    packed: QArray | StoredAs
+    weight: QArray | StoredAs
     numbers: Array
     energy: Array
     before: Array
@@ -55,7 +55,7 @@ class Outcome(NamedTuple):
     tries: Array
     dead: Array
     zeros: Array
-    failed: Array
+    no_factor: Array
 
 
 @partial(compiled, static_argnames=("placement", "layout", "steps"))
@@ -89,7 +89,9 @@ def round_parameter(
         placement = replace(placement, spec=replace(placement.spec, format=placement.spec.scaled.dense))
     target, no_factor = weight, jnp.zeros(layout.matrices[0], bool)
     if steps.correction is not None and cross is not None:
-        new_matrices = _each(partial(_corrected, steps.correction), layout.lay(weight).astype(work), gram, cross.astype(work))
+        new_matrices = _each(
+            partial(_corrected, steps.correction), layout.lay(weight).astype(work), gram, cross.astype(work)
+        )
         no_factor = ~jnp.isfinite(new_matrices).all((1, 2))
         target = layout.back(new_matrices).astype(weight.dtype)
     target_matrices, mask = layout.lay(target).astype(work), None
@@ -116,14 +118,14 @@ def round_parameter(
 
         def descend_one(matrix: Array, gram: Array, by_element: tuple[Array, ...], mask: Array | None) -> Array:
             assert isinstance(steps.sweep, SignDescent)
-            how: Any = {"spec": spec, "dtype": weight.dtype, "by": steps.sweep, "kept": mask}
+            how: Any = {"spec": spec, "dtype": weight.dtype, "by": steps.sweep, "mask": mask}
             return sign_rounded(matrix, gram, by_element, scales, **how)
 
         def sweep_one(
             number: Array, matrix: Array, gram: Array, by_element: tuple[Array, ...], mask: Array | None
         ) -> tuple[Array, ...]:
             matrix_key = None if key is None else jax.random.fold_in(key, number)
-            how: Any = {"spec": spec, "dtype": weight.dtype, "by": steps.sweep, "pruning": pruning, "kept": mask}
+            how: Any = {"spec": spec, "dtype": weight.dtype, "by": steps.sweep, "pruning": pruning, "mask": mask}
             return _swept(matrix, gram, by_element, scales, matrix_key, **how)
 
         if isinstance(steps.sweep, SignDescent):
@@ -137,7 +139,9 @@ def round_parameter(
     low = numbers_of(packed_weight)
     differences = [layout.lay(v).astype(work) for v in (weight, weight - numbers_of(nearest), weight - low)]
     energy, before, after = (_each(_quadratic, v, gram) for v in differences)
-    return Outcome(packed_weight, low, energy, before, after, damping, tries, dead, (low == 0).mean(dtype=work), no_factor)
+    return Outcome(
+        packed_weight, low, energy, before, after, damping, tries, dead, (low == 0).mean(dtype=work), no_factor
+    )
 
 
 def pruning_of(steps: Steps, spec: Spec) -> Sparse | None:

@@ -201,8 +201,8 @@ class Data:
         self.low, self.params, self.batches, self.progress = low, params, batches, progress
         self.keys = None if key is None or not any(rule.stochastic for rule in low.rules) else Keys(key)
         self.count = 0
-        self._found: dict[int, tuple[Any, Sites]] = {}  # with the program, so that its id stays its own
-        self._compiled: dict[Any, Any] = {}
+        self._sites: dict[int, tuple[Any, Sites]] = {}  # with the program, so that its id stays its own
+        self._functions: dict[Any, Any] = {}
 
     def first(self) -> tuple[Any, Any, Sites]:
         """The program of the first batch, its arguments taken apart, and its sites; takes a batch."""
@@ -221,14 +221,14 @@ class Data:
 
     def sites(self, program: Any) -> Sites:
         """The sites of a program."""
-        if id(program) not in self._found:
-            self._found[id(program)] = program, find_sites(program)
-        return self._found[id(program)][1]
+        if id(program) not in self._sites:
+            self._sites[id(program)] = program, find_sites(program)
+        return self._sites[id(program)][1]
 
     @property
     def programs(self) -> list[tuple[Any, Sites]]:
         """The programs of all batches so far, each with its sites."""
-        return [*self._found.values()]
+        return [*self._sites.values()]
 
     def sums(
         self,
@@ -288,7 +288,7 @@ class Data:
         total: dict[tuple[int, int], Any] = {}
         for _, batch in numbered(self.batches):
             program, call, sites = self.program(batch)
-            if (id(program), "errors") not in self._compiled:
+            if (id(program), "errors") not in self._functions:
                 collector = Errors({leaf: sites.others.get(leaf, ()) for leaf in others})
 
                 def run(
@@ -296,8 +296,8 @@ class Data:
                 ) -> Any:
                     return collector.collect(plan, None, collector.values(values, overrides))
 
-                self._compiled[id(program), "errors"] = jax.jit(run), collector
-            function, collector = self._compiled[id(program), "errors"]
+                self._functions[id(program), "errors"] = jax.jit(run), collector
+            function, collector = self._functions[id(program), "errors"]
             for key, sums in function([*map(_array, call.values)], [{}, *map(dict, roundings)]).items():
                 place = collector.places[key]
                 total[place] = total.get(place, 0) + np.diagonal(np.asarray(value(sums.gram)[0], np.float64))
@@ -307,7 +307,7 @@ class Data:
         self, program: Any, sites: Sites, lanes: int, round_activations: bool, leaves: frozenset[int], size: int | None
     ) -> Any:
         key = (id(program), lanes, round_activations, leaves, size)
-        if key not in self._compiled:
+        if key not in self._functions:
             roundings = {
                 number: (replace(how, codes=False), weight)
                 for number, (how, weight) in program.runner.roundings.items()
@@ -320,9 +320,9 @@ class Data:
                 window = None if size is None else (start, size)
                 return collector.collect(program.plan, keys, collector.values(values, overrides), window)
 
-            self._compiled[key] = jax.jit(run)
+            self._functions[key] = jax.jit(run)
         with jax.disable_jit(False):
-            return self._compiled[key]
+            return self._functions[key]
 
 
 class Looked:
@@ -340,8 +340,8 @@ class Looked:
         self, data: Data, sites: Mapping[int, Site], trace: tuple[Any, Any, Sites], memory: int,
         sums: dict[int, Sums] | None = None,
     ) -> None:  # fmt: skip
-        self.data, self.sites, self.found, self.memory = data, sites, trace, memory
-        self.held, self.passes = sums or {}, 0 if sums is None else 1
+        self.data, self.sites, self.trace, self.memory = data, sites, trace, memory
+        self.sums, self.passes = sums or {}, 0 if sums is None else 1
 
     def of(self, leaves: Sequence[int], step: object) -> dict[int, Sums]:
         """The sums of some parameters at once.
@@ -349,9 +349,9 @@ class Looked:
         Raises:
             ValueError: if they need more memory than there is; `step` is that which needs them.
         """
-        if not self.held.keys() >= set(leaves):
+        if not self.sums.keys() >= set(leaves):
             if not self.fits(leaves):
-                paths = ", ".join(repr(self.found[0].paths[i]) for i in leaves)
+                paths = ", ".join(repr(self.trace[0].paths[i]) for i in leaves)
                 raise ValueError(
                     f"memory={self.memory} bytes is less than the {sum(map(self._bytes, leaves))} bytes that the "
                     f"statistics of {paths} need, all of which {step} looks at together"
@@ -360,17 +360,17 @@ class Looked:
             for leaf in order[order.index(leaves[0]) :]:  # and of those after them
                 if leaf not in some and self.fits([*some, leaf]):
                     some.append(leaf)
-            self.held = {}
-            self.held = self.data.sums(leaves=some)[0]
+            self.sums = {}
+            self.sums = self.data.sums(leaves=some)[0]
             self.passes += 1
-        return {leaf: self.held[leaf] for leaf in leaves}
+        return {leaf: self.sums[leaf] for leaf in leaves}
 
     def fits(self, leaves: Iterable[int]) -> bool:
         """Whether the sums of some parameters may be held at once."""
         return sum(map(self._bytes, leaves)) <= self.memory
 
     def _bytes(self, leaf: int) -> int:
-        site, parameter = self.sites[leaf], self.found[1].values[leaf]
+        site, parameter = self.sites[leaf], self.trace[1].values[leaf]
         dtype = jnp.promote_types(parameter.dtype, jnp.float32)
         return turn_bytes(site, dtype, False) * math.prod(parameter.shape[: site.turns])
 

@@ -30,7 +30,7 @@ class Site:
 
     Args:
         leaf: its index.
-        laid: how its first product takes it.
+        view: how its first product takes it.
         batch: how many of the axes that its product keeps, the first ones, are axes of a batch.
         layout: it as matrices.
         stack: how many axes of a stack it has in front.
@@ -39,7 +39,7 @@ class Site:
     """
 
     leaf: int
-    laid: Laid
+    view: Laid
     batch: int
     layout: MatrixLayout
     stack: int
@@ -68,7 +68,7 @@ _Lengths = dict[int, tuple[int, ...]]
 
 @dataclass(frozen=True)
 class _Loop:
-    stacked: frozenset[int]
+    leaves: frozenset[int]
     turns: tuple[int, ...]
     parts: list[Any]  # loops, and a leaf, the constant indexes of its stack, and the input of its product
 
@@ -83,11 +83,11 @@ class Sites:
         indexes: the constants by which a product takes one layer of a stack, by the identity of its step and the index
             of the parameter.
         stacks: the axes of these stacks, by the index of the parameter.
-        left_out: why a parameter that reaches a product is not looked at.
+        reasons: why a parameter that reaches a product is not looked at.
         others: what takes a parameter beside the products that are looked at: the step, which of its operands it is,
             and the use.
         parts: the products in the order of the program.
-        given: of each operand of a product 0 if it depends on no parameter, 1 if it does, 2 if it does on one that was
+        dependence: of each operand of a product 0 if it depends on no parameter, 1 if it does, 2 if it does on one that was
             joined with something; by the identity of its step.
     """
 
@@ -95,10 +95,10 @@ class Sites:
     of_step: dict[int, tuple[int, list[Site]]] = field(default_factory=dict)
     indexes: dict[tuple[int, int], tuple[int, ...]] = field(default_factory=dict)
     stacks: dict[int, tuple[int, ...]] = field(default_factory=dict)
-    left_out: dict[int, str] = field(default_factory=dict)
+    reasons: dict[int, str] = field(default_factory=dict)
     others: dict[int, list[tuple[ProductStep, int, Use]]] = field(default_factory=dict)
     parts: list[Any] = field(default_factory=list)
-    given: dict[int, list[int]] = field(default_factory=dict)
+    dependence: dict[int, list[int]] = field(default_factory=dict)
 
     def stages(self, leaves: Sequence[int]) -> Iterator[Stage]:
         """The stages of some parameters, in the order of the program; each turn of a loop by itself."""
@@ -109,7 +109,7 @@ class Sites:
             for place in dict.fromkeys(place for _, place in fresh):
                 yield Stage(tuple(leaf for leaf, own in fresh if own == place), place)
 
-    def beside(self, program: Any, stages: Sequence[Stage]) -> list[tuple[int, tuple[int, ...], str]]:
+    def other_layers(self, program: Any, stages: Sequence[Stage]) -> list[tuple[int, tuple[int, ...], str]]:
         """The layers of stacks that are in none of some stages: the parameter, the indexes, and its use if known."""
         stage_layers = {(leaf, stage.turn) for stage in stages for leaf in stage.leaves}
         layers = []
@@ -132,7 +132,7 @@ def _flat(parts: Sequence[Any], turn: dict[int, tuple[int, ...]]) -> Iterator[li
                 yield pending
             pending, last = [], None
             for number in part.turns:
-                yield from _flat(part.parts, {**turn, **{i: (*turn.get(i, ()), number) for i in part.stacked}})
+                yield from _flat(part.parts, {**turn, **{i: (*turn.get(i, ()), number) for i in part.leaves}})
             continue
         leaf, indexes, source = part
         if pending and source is not last:
@@ -148,7 +148,7 @@ def find_sites(program: Any) -> Sites:
     """The sites of a program that `QuantizedFunction.traced` gave."""
     sites = Sites()
     arguments = [int(i < len(program.paths)) for i in range(len(program.plan.jaxpr.invars))]
-    _follow(program.plan, arguments, sites.given)
+    _follow(program.plan, arguments, sites.dependence)
     first: dict[int, Laid] = {}
     for leaf, uses in program.uses.items():
         view = next((use.laid for use in uses if use.kind == "product"), None)
@@ -156,14 +156,14 @@ def find_sites(program: Any) -> Sites:
             first[leaf] = view
     index_counts: dict[int, list[int]] = {}  # how many constant indexes each product takes
     for step in (step for step in program.plan.walk() if step.product is not None):
-        for uses, dependence in zip(step.uses, sites.given[id(step)], strict=False):
+        for uses, dependence in zip(step.uses, sites.dependence[id(step)], strict=False):
             for use in uses:
                 indexes = _indexes(use, program.shapes[use.leaf]) if dependence != _JOINED else ()
                 index_counts.setdefault(use.leaf, []).append(len(indexes))
     sites.stacks = {leaf: program.shapes[leaf][: counts[0]] for leaf, counts in index_counts.items() if all(counts)}
     _walk(program.plan, program, first, sites, {}, "")
-    for leaf in set(sites.left_out) & set(sites.by_leaf):
-        del sites.left_out[leaf]
+    for leaf in set(sites.reasons) & set(sites.by_leaf):
+        del sites.reasons[leaf]
     for step in program.plan.walk():
         for place, use in ((place, use) for place, some in enumerate(step.uses) for use in some):
             if use.leaf in sites.by_leaf and _is_beside(step, place, use, program.shapes[use.leaf], sites):
@@ -171,13 +171,13 @@ def find_sites(program: Any) -> Sites:
     return sites
 
 
-def _is_beside(step: ProductStep, place: int, use: Use, shape: tuple[int, ...], found: Sites) -> bool:
+def _is_beside(step: ProductStep, place: int, use: Use, shape: tuple[int, ...], sites: Sites) -> bool:
     """Whether a use is none that is looked at, and takes numbers that one of these takes, too."""
-    side, step_sites = found.of_step.get(id(step), (0, []))
+    side, step_sites = sites.of_step.get(id(step), (0, []))
     if (side == place and any(site.leaf == use.leaf for site in step_sites)) or not (step.product or any(step.data)):
         return False
-    layer = _indexes(use, shape) if use.leaf in found.stacks else ()
-    layers = [own for (_, leaf), own in found.indexes.items() if leaf == use.leaf]
+    layer = _indexes(use, shape) if use.leaf in sites.stacks else ()
+    layers = [own for (_, leaf), own in sites.indexes.items() if leaf == use.leaf]
     return not layers or any(own[: len(layer)] == layer for own in layers)
 
 
@@ -190,7 +190,9 @@ def _walk(plan: Plan, program: Any, first: dict[int, Laid], sites: Sites, loops:
             reason = inside or _closed(step)
             if step.name == "scan":
                 num_consts, num_carry = carry_count(step.eqn.params)
-                stacked_leaves = frozenset(o.leaf for fact in step.known[num_consts + num_carry :] for o in fact.origins)
+                stacked_leaves = frozenset(
+                    o.leaf for fact in step.known[num_consts + num_carry :] for o in fact.origins
+                )
                 turns = range(step.eqn.params["length"])
                 more = {leaf: (*loops.get(leaf, ()), len(turns)) for leaf in stacked_leaves}
                 loop = _Loop(stacked_leaves, tuple(reversed(turns) if step.eqn.params["reverse"] else turns), [])
@@ -210,33 +212,33 @@ def _closed(step: Any) -> str:
 
 
 def _at(
-    step: ProductStep, program: Any, first: dict[int, Laid], found: Sites, loops: _Lengths, inside: str
+    step: ProductStep, program: Any, first: dict[int, Laid], sites: Sites, loops: _Lengths, inside: str
 ) -> Iterator[tuple[int, tuple[int, ...], Any]]:
     """The sites of one product, each with the constant indexes of its layer and the variable that is its input."""
     sides = [i for i in (0, 1) if step.uses and step.uses[i]]
     for side in sides:
         step_sites = []
         for use in step.uses[side]:
-            reason = inside or _refused(step, side, use, first, found.given[id(step)])
+            reason = inside or _refused(step, side, use, first, sites.dependence[id(step)])
             site = None
             if not reason:
                 site = _site(step, side, use, program.shapes[use.leaf], loops.get(use.leaf, ()))
                 reason = site if isinstance(site, str) else ""
             if reason or not isinstance(site, Site):
-                found.left_out.setdefault(use.leaf, reason)
+                sites.reasons.setdefault(use.leaf, reason)
                 continue
-            indexes = _indexes(use, program.shapes[use.leaf]) if use.leaf in found.stacks and not site.turns else ()
+            indexes = _indexes(use, program.shapes[use.leaf]) if use.leaf in sites.stacks and not site.turns else ()
             if indexes:
                 site = replace(site, turns=len(indexes))
-                found.indexes[id(step), use.leaf] = indexes
-            before = found.by_leaf.setdefault(use.leaf, site)
+                sites.indexes[id(step), use.leaf] = indexes
+            before = sites.by_leaf.setdefault(use.leaf, site)
             if before != site:
-                found.left_out.setdefault(use.leaf, "another product takes it in another loop")
+                sites.reasons.setdefault(use.leaf, "another product takes it in another loop")
                 continue
             step_sites.append(site)
             yield use.leaf, indexes, step.eqn.invars[1 - side]
         if step_sites:
-            found.of_step[id(step)] = side, step_sites
+            sites.of_step[id(step)] = side, step_sites
 
 
 def _indexes(use: Use, shape: tuple[int, ...]) -> tuple[int, ...]:
@@ -255,7 +257,7 @@ def _indexes(use: Use, shape: tuple[int, ...]) -> tuple[int, ...]:
 
 
 def _follow(plan: Plan, dependence: Sequence[int], operands: dict[int, list[int]]) -> list[int]:
-    """Whether results of a program depend on parameters, as `Sites.given`; `operands` gets the operands of products."""
+    """Whether results of a program depend on parameters, as `Sites.dependence`; `operands` gets the operands of products."""
     env = dict(zip(plan.jaxpr.invars, dependence, strict=True))
 
     def read(v: Any) -> int:
@@ -322,7 +324,9 @@ def _site(step: ProductStep, side: int, use: Use, shape: tuple[int, ...], turns:
         free_sizes, axes, batches = apart, origin.axes, 1
     part_sizes = [math.prod(part.size for part in parts) for parts in (*axes[:batches], view.summed)]
     axis_lengths = [*free_sizes[:batches], math.prod(sizes[axis] for axis in operand.summed)]
-    partly = part_sizes[-1] != axis_lengths[-1] or any(n not in (1, size) for n, size in zip(part_sizes, axis_lengths, strict=True))
+    partly = part_sizes[-1] != axis_lengths[-1] or any(
+        n not in (1, size) for n, size in zip(part_sizes, axis_lengths, strict=True)
+    )
     stack = stack_of(shape, view)
     layout = None if partly else MatrixLayout.of(shape, stack, Laid(axes, view.summed), batches)
     if layout is None:

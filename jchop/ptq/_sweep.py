@@ -181,7 +181,9 @@ def sweep(
         stay = [] if mask is None else [lax.dynamic_slice_in_dim(mask, start, block)]
         if sparsity is not None:
             stay = [jnp.ones(part.shape, bool)]
-        _, errors, block_codes, *_ = lax.fori_loop(0, block, one_column, (part, jnp.zeros_like(part), block_codes, *stay))
+        _, errors, block_codes, *_ = lax.fori_loop(
+            0, block, one_column, (part, jnp.zeros_like(part), block_codes, *stay)
+        )
         work = work - jnp.matmul(ahead.T, errors, precision=_PRECISION)
         codes = lax.dynamic_update_slice_in_dim(codes, block_codes, start, 0)
         return work, codes, loss + (errors * errors).sum(0)

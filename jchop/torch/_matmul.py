@@ -88,7 +88,9 @@ def _text_of(spec: Any) -> tuple[str, bool]:
         alone = as_spec(spec)
         spec = MatmulSpec(alone, alone, alone)
     arguments = {field.name: getattr(spec, field.name) for field in fields(spec)}
-    return json.dumps({name: v if isinstance(v, bool | None) else str(v) for name, v in arguments.items()}), spec.stochastic
+    return json.dumps(
+        {name: v if isinstance(v, bool | None) else str(v) for name, v in arguments.items()}
+    ), spec.stochastic
 
 
 @lru_cache(maxsize=256)

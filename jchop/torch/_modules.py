@@ -52,7 +52,9 @@ def quantize_module(module: nn.Module, rules: Mapping[str, Mapping[str, Any]], s
                 if not own:
                     roundings = Roundings(bias=roundings.bias, output=roundings.output)
             _check_layer(layer, path, roundings, opaque)
-            used.setdefault(pattern, set()).update(_equip(layer, path, roundings, names, (seed, number), packed_tensors))
+            used.setdefault(pattern, set()).update(
+                _equip(layer, path, roundings, names, (seed, number), packed_tensors)
+            )
     for pattern, roundings in module_rules.items():
         if pattern not in used:
             raise ValueError(f"rules: {pattern!r} matches {_why_unused(pattern, module_rules, layers)}")

@@ -146,36 +146,36 @@ class OptimLP(Optimizer):
         """Replace parameters by the tensors that the optimizer updates, and gradients by rounded ones."""
         for leaf in filter(_Leaf.moves, leaves):
             if _WEIGHT in self._plans:
-                require_rounding(leaf.stored.dtype, leaf.stored.ndim, self._plans[_WEIGHT].spec)
+                require_rounding(leaf.memory.dtype, leaf.memory.ndim, self._plans[_WEIGHT].spec)
             if _ACCUMULATOR in self._plans:
-                self.accumulators[leaf.index] = leaf.moved
+                self.accumulators[leaf.index] = leaf.working
             gradient = leaf.parameter.grad
             assert gradient is not None
-            leaf.lift(self._rounded(_GRADIENT, leaf, _wide(gradient) * self.gradient_scale))
+            leaf.lift(self._round(_GRADIENT, leaf, _wide(gradient) * self.gradient_scale))
 
     def _round_updates(self, leaves: list[_Leaf], *, weights_alone: bool = False) -> None:
         """Round accumulators and parameters after the optimizer updated them."""
         for leaf in filter(_Leaf.moves, leaves):
             if not weights_alone and _ACCUMULATOR in self._plans:
-                leaf.moved.copy_(self._rounded(_ACCUMULATOR, leaf, leaf.moved))
-            weight = self._rounded(_WEIGHT, leaf, leaf.moved)
-            if weight.data_ptr() != leaf.stored.data_ptr():
-                leaf.stored.copy_(weight)
+                leaf.working.copy_(self._round(_ACCUMULATOR, leaf, leaf.working))
+            weight = self._round(_WEIGHT, leaf, leaf.working)
+            if weight.data_ptr() != leaf.memory.data_ptr():
+                leaf.memory.copy_(weight)
 
     def _round_moments(self, leaves: list[_Leaf]) -> None:
         if _MOMENTUM not in self._plans:
             return
         moving = list(filter(_Leaf.moves, leaves))
-        moments = [(leaf, list(_moments(self.state.get(leaf.parameter, {}), leaf.stored.shape))) for leaf in moving]
+        moments = [(leaf, list(_moments(self.state.get(leaf.parameter, {}), leaf.memory.shape))) for leaf in moving]
         for leaf, values in moments:
             for number, value in enumerate(values):
-                value.copy_(self._rounded(_MOMENTUM, leaf, value, _MOMENTUM + number))
+                value.copy_(self._round(_MOMENTUM, leaf, value, _MOMENTUM + number))
         if moving and not any(values for _, values in moments):
             raise ValueError(
                 f"momentum={self._plans[_MOMENTUM].spec!r}, but {type(self.optimizer).__name__} keeps none"
             )
 
-    def _rounded(self, role: int, leaf: _Leaf, x: Tensor, place: int | None = None) -> Tensor:
+    def _round(self, role: int, leaf: _Leaf, x: Tensor, place: int | None = None) -> Tensor:
         plan = self._plans.get(role)
         if plan is None:
             return x
@@ -219,7 +219,8 @@ class OptimLP(Optimizer):
             for leaf in leaves:
                 leaf.lower()
         self.accumulators = {
-            index: accumulator.to(leaves[index].stored.device, copy=True) for index, accumulator in state_dict["accumulators"].items()
+            index: accumulator.to(leaves[index].memory.device, copy=True)
+            for index, accumulator in state_dict["accumulators"].items()
         }
         self.steps = state_dict["steps"]
         self._link()
@@ -237,7 +238,7 @@ class _Leaf:
     """A parameter, its memory, and the tensor that is updated for it: an accumulator, a float32 copy, or itself."""
 
     def __init__(self, index: int, parameter: torch.nn.Parameter, memory: Tensor, working: Tensor) -> None:
-        self.index, self.parameter, self.stored, self.moved = index, parameter, memory, working
+        self.index, self.parameter, self.memory, self.working = index, parameter, memory, working
 
     def moves(self) -> bool:
         """Whether optimizers move the parameter; one without a gradient is frozen."""
@@ -245,12 +246,12 @@ class _Leaf:
 
     def lift(self, gradient: Tensor | None) -> None:
         """Replace the data of the parameter by the updated tensor, with a gradient of its dtype."""
-        self._set_data(self.moved, gradient)
+        self._set_data(self.working, gradient)
 
     def lower(self) -> None:
         """Restore the data of the parameter, in the same memory."""
         gradient = self.parameter.grad
-        self._set_data(self.stored, None if gradient is None else gradient.to(self.stored.dtype))
+        self._set_data(self.memory, None if gradient is None else gradient.to(self.memory.dtype))
 
     def _set_data(self, data: Tensor, gradient: Tensor | None) -> None:
         self.parameter.grad = None

@@ -157,14 +157,14 @@ class _Through(torch.autograd.Function):
     def setup_context(ctx: Any, inputs: tuple, output: Tensor) -> None:
         del output
         tensor, words, ctx.spec, _ = inputs
-        ctx.clipped = clips(ctx.spec)
-        if ctx.clipped:
+        ctx.clips = clips(ctx.spec)
+        if ctx.clips:
             ctx.save_for_backward(tensor, words)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         (gradient,) = gradients
-        if ctx.clipped:
+        if ctx.clips:
             gradient = _Clip.apply(gradient, *ctx.saved_tensors, ctx.spec)
         return gradient, None, None, None  # type: ignore[return-value]
 

@@ -77,7 +77,7 @@ def map_parameters(data: Data, steps: Sequence[Mapping], memory: int | None = No
         weight_sites = {
             leaf: site
             for leaf, site in sites.by_leaf.items()
-            if leaf in program.placements and program.placements[leaf][1].laid == site.laid
+            if leaf in program.placements and program.placements[leaf][1].laid == site.view
         }
         for leaf in [leaf for leaf in weight_sites if program.placements[leaf][0].turn is not None]:
             del weight_sites[leaf]
@@ -103,9 +103,9 @@ class _Job:
         call: its arguments.
         graph: the program as a graph.
         others: programs of batches of other shapes.
-        looked: the statistics of the inputs.
-        wanted: the sites of the weights that are rounded, by their indexes.
-        mapped: what is reported.
+        lazy_sums: the statistics of the inputs.
+        weight_sites: the sites of the weights that are rounded, by their indexes.
+        record: what is reported.
     """
 
     def __init__(
@@ -113,22 +113,22 @@ class _Job:
         weight_sites: dict[int, Site], record: Mapped,
     ) -> None:  # fmt: skip
         self.step, self.program, self.call, self.graph, self.others = step, program, call, graph, others
-        self.looked, self.wanted, self.mapped = lazy_sums, weight_sites, record
-        self.changed: dict[int, Any] = {}
+        self.lazy_sums, self.weight_sites, self.record = lazy_sums, weight_sites, record
+        self.new_values: dict[int, Any] = {}
 
     def run(self) -> None:
         """Every weight that is rounded, with those that share its input."""
         previous: set[int] = set()
         for place in self.graph.places:
             leaf = place.site.leaf
-            if leaf in previous or leaf not in self.wanted:
+            if leaf in previous or leaf not in self.weight_sites:
                 continue
             previous.add(leaf)
             try:
                 fold = self._fold(place)
             except RefusedError as reason:
                 what = "rotation" if isinstance(self.step, Rotate) else "factors"
-                self.mapped.add(leaf, f"no {what} by {self.step.name}: {reason}")
+                self.record.add(leaf, f"no {what} by {self.step.name}: {reason}")
                 continue
             members = self._members(fold)
             previous |= set(members)
@@ -137,14 +137,14 @@ class _Job:
     def result(self, params: Any) -> Any:
         """The parameters with those that are changed."""
         leaves, tree = jax.tree.flatten(params, is_leaf=is_packed)
-        for leaf, value in self.changed.items():
+        for leaf, value in self.new_values.items():
             leaves[self.call.places[leaf]] = value
         return jax.tree.unflatten(tree, leaves)
 
     def _fold(self, place: Place) -> Fold:
         if not isinstance(self.step, Rotate):
             return self._fold_in_all_batches(place, fold_of)
-        before = dict(self.changed)
+        before = dict(self.new_values)
         while True:
             try:
                 return self._fold_in_all_batches(place, lambda own: turn_of(own, self._value))
@@ -152,10 +152,10 @@ class _Job:
                 try:
                     self._move_gain(min(reason.leaves))
                 except RefusedError as why:
-                    self.changed = before
+                    self.new_values = before
                     raise RefusedError(f"{reason}, {why}") from None
             except RefusedError:
-                self.changed = before
+                self.new_values = before
                 raise
 
     def _fold_in_all_batches(self, place: Place, search: Callable[[Place], Fold]) -> Fold:
@@ -191,7 +191,7 @@ class _Job:
                 raise RefusedError(f"and not all of {path} goes into the weights after it")
             for target, label in targets.items():
                 self._change(target, partial(multiplied, label=label, factors=factors))
-            self.changed[leaf] = np.ones_like(self._value(leaf))
+            self.new_values[leaf] = np.ones_like(self._value(leaf))
             return
         raise RefusedError(f"and {path} does not go into the weights after it")
 
@@ -201,21 +201,21 @@ class _Job:
         for place in self.graph.places:
             weight, inputs = (fold.labels.get(place.node.ins[side]) for side in (place.side, 1 - place.side))
             own = weight is not None and inputs is not None and weight.power == 1
-            if own and place.site.leaf in self.wanted and self.graph.parameters[place.site.leaf] in fold.labels:
+            if own and place.site.leaf in self.weight_sites and self.graph.parameters[place.site.leaf] in fold.labels:
                 places.setdefault(place.site.leaf, place)
         return places
 
     def _map(self, place: Place, fold: Fold, places: dict[int, Place]) -> None:
         more = [leaf for leaf in _by_leaf(fold) if self._needs_errors(leaf)]
-        if self.looked.fits({*places, *more}):
-            self.looked.of([*dict.fromkeys([*places, *more])], self.step)
+        if self.lazy_sums.fits({*places, *more}):
+            self.lazy_sums.of([*dict.fromkeys([*places, *more])], self.step)
         if isinstance(self.step, Rotate):
             by = Blocks.of(fold.channels.free, self.step.seed)
             self._report(fold, places, f"{self.step.name} by {by}")
             for leaf, label in _by_leaf(fold).items():
                 self._change(leaf, partial(rotated, label=label, by=by))
             return
-        sums = self.looked.of([*places], self.step)
+        sums = self.lazy_sums.of([*places], self.step)
         members = [self._member(fold, own, sums[leaf]) for leaf, own in places.items()]
         count = fold.channels.count
         if isinstance(self.step, Awq):
@@ -235,18 +235,18 @@ class _Job:
         leaves = (leaf for leaf in _by_leaf(fold) if leaf not in places or _leads_on(self.graph.parameters[leaf], fold))
         targets = sorted(self.program.paths[leaf] for leaf in leaves)
         for leaf in places:
-            self.mapped.methods.setdefault(leaf, []).append(self.step.name)
+            self.record.methods.setdefault(leaf, []).append(self.step.name)
             if targets:
-                self.mapped.add(leaf, f"{what} folded into {', '.join(targets)}")
-            turns = list(np.ndindex(*self._shape(leaf)[: self.wanted[leaf].turns])) if by_turn else [()]
+                self.record.add(leaf, f"{what} folded into {', '.join(targets)}")
+            turns = list(np.ndindex(*self._shape(leaf)[: self.weight_sites[leaf].turns])) if by_turn else [()]
             for turn, text in zip(turns, choices, strict=False):
-                self.mapped.add(leaf, text, turn)
+                self.record.add(leaf, text, turn)
 
     def _shape(self, leaf: int) -> tuple[int, ...]:
         return self.program.shapes[leaf]
 
     def _value(self, leaf: int) -> Any:
-        return self.changed.get(leaf, self.call.values[leaf])
+        return self.new_values.get(leaf, self.call.values[leaf])
 
     def _member(self, fold: Fold, place: Place, sums: Sums) -> Member:
         site, node = place.site, place.node
@@ -276,13 +276,13 @@ class _Job:
 
     def _needs_errors(self, leaf: int) -> bool:
         """Whether the errors of a weight before any step are needed, and not known."""
-        return leaf in self.wanted and not any(own == leaf for own, _ in self.mapped.before)
+        return leaf in self.weight_sites and not any(own == leaf for own, _ in self.record.before)
 
     def _record_errors(self, leaf: int) -> None:
         """The errors of a weight that is rounded as it was before any step."""
         if not self._needs_errors(leaf):
             return
-        site, sums = self.wanted[leaf], self.looked.of([leaf], self.step)[leaf]
+        site, sums = self.weight_sites[leaf], self.lazy_sums.of([leaf], self.step)[leaf]
         placement = _to_nearest(self.program.placements[leaf][0])
         weights = jnp.asarray(self._value(leaf))
         for place in np.ndindex(*weights.shape[: site.stack]):
@@ -292,7 +292,7 @@ class _Job:
                     weight, inputs.gram, None, None, placement=placement, layout=site.layout, steps=Steps()
                 )
             energy, before = (float((v * inputs.count).sum()) for v in (out.energy, out.before))
-            self.mapped.before[leaf, place] = energy, before
+            self.record.before[leaf, place] = energy, before
 
     def _change(self, leaf: int, change: Callable[[Any], Any]) -> None:
         """Change a parameter.
@@ -308,7 +308,7 @@ class _Job:
                 f"params: {self.program.paths[leaf]!r} of dtype {before.dtype} overflows under the factors of "
                 f"{self.step}"
             )
-        self.changed[leaf] = after
+        self.new_values[leaf] = after
 
 
 def multiplied(parameter: Any, label: Label, factors: np.ndarray) -> Any:

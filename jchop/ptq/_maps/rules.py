@@ -33,13 +33,13 @@ class Seen:
         node: the node.
         label: the factors.
         place: which operand or result has them.
-        made: whether it is a result.
+        is_result: whether it is a result.
     """
 
     node: Node
     label: Label
     place: int
-    made: bool
+    is_result: bool
 
     @property
     def loops(self) -> int:
@@ -139,7 +139,7 @@ def _carried(port: Seen) -> Ways:
     """A value outside of a loop, and in all of its turns."""
     (outer,), (inner,) = port.node.ins, port.node.outs
     place, length = len(outer.loops), inner.loops[-1]
-    if not port.made:
+    if not port.is_result:
         axes = port.label.axes
         yield [port.label], [port.label.to((*axes[:place], _flat(length), *axes[place:]))]
         return
@@ -157,17 +157,17 @@ def _reshape(port: Seen) -> Ways:
     (before,), (after,) = port.node.ins[:1], port.node.outs
     if port.node.params.get("dimensions") is not None:
         raise RefusedError(f"{port.node} moves axes too")
-    other = before if port.made else after
+    other = before if port.is_result else after
     yield _pair(port, port.on(reshaped(port.own, other.shape)))
 
 
 def _pair(port: Seen, other: Label) -> tuple[list[Label | None], list[Label | None]]:
-    return port.from_first(other, port.label) if port.made else port.from_first(port.label, other)
+    return port.from_first(other, port.label) if port.is_result else port.from_first(port.label, other)
 
 
 def _transpose(port: Seen) -> Ways:
     order = port.node.params["permutation"]
-    if port.made:
+    if port.is_result:
         axes: list[Axis] = [()] * len(order)
         for i, axis in enumerate(order):
             axes[axis] = port.own[i]
@@ -179,9 +179,11 @@ def _transpose(port: Seen) -> Ways:
 def _broadcast(port: Seen) -> Ways:
     dims, shape = port.node.params["broadcast_dimensions"], port.node.ins[0].shape
     out = port.node.outs[0].shape
-    if port.made:
+    if port.is_result:
         same_size = {axis for i, axis in enumerate(dims) if shape[i] == out[axis]}
-        ties = [run for axis, runs in enumerate(port.own) if axis not in same_size and not is_flat(runs) for run in runs]
+        ties = [
+            run for axis, runs in enumerate(port.own) if axis not in same_size and not is_flat(runs) for run in runs
+        ]
         if ties:
             yield Tie(tuple(ties))
             return
@@ -207,7 +209,7 @@ def _along(name: str, what: str) -> Callable[[Seen], Ways]:
 
 def _sized(port: Seen) -> Label:
     """The factors of the other value of a node, some axes of which, without factors, have other lengths."""
-    other = port.node.ins[0] if port.made else port.node.outs[0]
+    other = port.node.ins[0] if port.is_result else port.node.outs[0]
     axes = [runs if sizes_of([runs]) == (n,) else _flat(n) for runs, n in zip(port.own, other.shape, strict=True)]
     return port.on(axes)
 
@@ -248,7 +250,7 @@ def _pad(port: Seen) -> Ways:
 
 def _reduce(port: Seen) -> Ways:
     reduce_axes = {int(axis) for axis in port.node.params["axes"]}
-    if not port.made:
+    if not port.is_result:
         port.flat_on(sorted(reduce_axes), "reduces its channels to one")
         axes = [runs for i, runs in enumerate(port.own) if i not in reduce_axes]
     else:
@@ -260,7 +262,7 @@ def _reduce(port: Seen) -> Ways:
 def _squeeze(port: Seen) -> Ways:
     squeeze_axes = {axis % len(port.node.ins[0].shape) for axis in port.node.params["dimensions"]}
     rest = iter(port.own)
-    if port.made:
+    if port.is_result:
         axes = [() if i in squeeze_axes else next(rest) for i in range(len(port.node.ins[0].shape))]
     else:
         axes = [runs for i, runs in enumerate(port.own) if i not in squeeze_axes]
@@ -270,7 +272,7 @@ def _squeeze(port: Seen) -> Ways:
 def _expand(port: Seen) -> Ways:
     new = {axis % len(port.node.outs[0].shape) for axis in port.node.params["dimensions"]}
     rest = iter(port.own)
-    if port.made:
+    if port.is_result:
         axes = [runs for i, runs in enumerate(port.own) if i not in new]
     else:
         axes = [() if i in new else next(rest) for i in range(len(port.node.outs[0].shape))]
@@ -283,8 +285,8 @@ def _gather(port: Seen) -> Ways:
     sizes, single = port.node.params["slice_sizes"], {*numbers.collapsed_slice_dims, *numbers.operand_batching_dims}
     rows = zip((i for i in range(len(sizes)) if i not in single), numbers.offset_dims, strict=True)
     whole = [(axis, out) for axis, out in rows if sizes[axis] == table.shape[axis]]
-    there = {out: axis for axis, out in whole} if port.made else dict(whole)
-    yield _pair(port, _moved(port, there, table if port.made else port.node.outs[0]))
+    there = {out: axis for axis, out in whole} if port.is_result else dict(whole)
+    yield _pair(port, _moved(port, there, table if port.is_result else port.node.outs[0]))
 
 
 def _scatter(port: Seen) -> Ways:
@@ -293,7 +295,7 @@ def _scatter(port: Seen) -> Ways:
     single = {*numbers.inserted_window_dims, *numbers.operand_batching_dims}
     windows = zip((i for i in range(len(rows.shape)) if i not in single), numbers.update_window_dims, strict=True)
     whole = {axis: own for axis, own in windows if rows.shape[axis] == updates.shape[own]}
-    if port.made or not port.place:
+    if port.is_result or not port.place:
         yield [port.label, None, _moved(port, whole, updates)], [port.label]
     else:
         label = _moved(port, {own: axis for axis, own in whole.items()}, rows)
@@ -325,7 +327,7 @@ def _power(exponent: Callable[[dict[str, Any]], Fraction]) -> Callable[[Seen], W
         by = exponent(port.node.params)
         if not by:
             raise RefusedError(f"{port.node} does not commute with factors")
-        yield _pair(port, port.label.to_power(1 / by if port.made else by))
+        yield _pair(port, port.label.to_power(1 / by if port.is_result else by))
 
     return rule
 
@@ -333,10 +335,10 @@ def _power(exponent: Callable[[dict[str, Any]], Fraction]) -> Callable[[Seen], W
 def _mul(port: Seen) -> Ways:
     a, b = port.node.ins
     if a is b:
-        other = port.label.to_power(Fraction(1, 2) if port.made else 2)
-        yield ([other] * 2, [port.label]) if port.made else ([port.label] * 2, [other])
+        other = port.label.to_power(Fraction(1, 2) if port.is_result else 2)
+        yield ([other] * 2, [port.label]) if port.is_result else ([port.label] * 2, [other])
         return
-    if not port.made:
+    if not port.is_result:
         ins: list[Label | None] = [None, None]
         ins[port.place] = port.label
         yield ins, [port.label]
@@ -352,7 +354,7 @@ def _mul(port: Seen) -> Ways:
 
 
 def _div(port: Seen) -> Ways:
-    if port.made:
+    if port.is_result:
         ways: list[list[Label | None]] = [[port.label, None], [None, port.label.to_power(-1)]]
         for way, value in zip(ways, port.node.ins, strict=True):
             if not value.source:
@@ -387,7 +389,7 @@ def _dot(port: Seen) -> Ways:
     used = [{*dot.contracting[side], *dot.batch[side]} for side in (0, 1)]
     free = [[axis for axis in range(ndims[side]) if axis not in used[side]] for side in (0, 1)]
     num_batch = len(dot.batch[0])
-    if port.made:
+    if port.is_result:
         yield from _dot_back(port, dot, free, ndims)
         return
     side, other = port.place, 1 - port.place
@@ -445,12 +447,12 @@ def _conv(port: Seen) -> Ways:
         values = [*port.node.ins[:2], *port.node.outs]
         if {value.shape[axis] for value, axis in zip(values, axes, strict=True)} != {conv.feature_groups}:
             raise RefusedError(f"{port.node} has feature_group_count={conv.feature_groups}")
-        own = axes[2 if port.made else port.place]
+        own = axes[2 if port.is_result else port.place]
         port.flat_on([i for i in range(len(port.own)) if i != own], "does not keep its channels apart")
         yield from _depthwise(port, [label(v, axis, port.own[own]) for v, axis in zip(values, axes, strict=True)])
         return
-    if port.made or (port.place == 1 and not is_flat(port.own[kernel[0]])):
-        axis = out[1] if port.made else kernel[0]
+    if port.is_result or (port.place == 1 and not is_flat(port.own[kernel[0]])):
+        axis = out[1] if port.is_result else kernel[0]
         port.flat_on([i for i in range(len(port.own)) if i != axis], "does not keep its channels apart")
         runs = port.own[axis]
         yield [None, label(port.node.ins[1], kernel[0], runs)], [label(port.node.outs[0], out[1], runs)]
@@ -463,12 +465,13 @@ def _conv(port: Seen) -> Ways:
 
 def _depthwise(port: Seen, labels: Sequence[Label]) -> Ways:
     """Each channel of an image times one of a kernel: two of image, kernel and result have factors."""
-    pairs = [(1, 2), (0, 2)] if port.made else [(0, 1), (0, 2)] if port.place == 0 else [(1, 2), (0, 1)]
+    pairs = [(1, 2), (0, 2)] if port.is_result else [(0, 1), (0, 2)] if port.place == 0 else [(1, 2), (0, 1)]
     for pair in pairs:
         inverse = pair == (0, 1)
-        first = port.place if not port.made else 2
+        first = port.place if not port.is_result else 2
         way = [
-            None if i not in pair else own.to_power(-1) if inverse and i != first else own for i, own in enumerate(labels)
+            None if i not in pair else own.to_power(-1) if inverse and i != first else own
+            for i, own in enumerate(labels)
         ]
         yield way[:2], way[2:]
 
@@ -477,12 +480,12 @@ def _ragged(port: Seen) -> Ways:
     """Rows (m, k) and matrices (g, k, n): which matrix a row meets depends on data."""
     flat = [[_flat(n) for n in v.shape] for v in (*port.node.ins[:2], port.node.outs[0])]
     none: list[Label | None] = [None] * len(port.node.ins)
-    if port.made or port.place == 0:
+    if port.is_result or port.place == 0:
         port.flat_on([0], "does not keep its channels apart")
     elif not is_flat(port.own[0]):
         yield Tie(tuple(port.own[0]))
         return
-    if port.made or (port.place == 1 and is_flat(port.own[1])):
+    if port.is_result or (port.place == 1 and is_flat(port.own[1])):
         runs = port.own[-1]
         weight = port.on([*flat[1][:2], runs])
         yield [None, weight, *none[2:]], [port.on([flat[2][0], runs])]

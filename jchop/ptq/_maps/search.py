@@ -43,7 +43,7 @@ def channels_of(place: Place) -> tuple[int, tuple[int, ...], list[tuple[int, int
     value = place.node.ins[place.side]
     shape, loops = (*value.loops, *value.shape), len(value.loops)
     operand = (place.node.product.forward.left, place.node.product.forward.right)[place.side]
-    batch = [operand.kept[i] for i in range(place.site.batch) if place.site.laid.kept[i]]
+    batch = [operand.kept[i] for i in range(place.site.batch) if place.site.view.kept[i]]
     axes = [i for i, over in enumerate(place.turns) if over]
     axes += [loops + axis for axis in (*batch, *operand.summed)]
     count, channel_axes = 1, []
@@ -84,7 +84,7 @@ def fold_of(place: Place, ways: Callable[..., Ways] = ways_of, together: bool = 
 
 class _Search:
     def __init__(self, place: Place, ways: Callable[..., Ways]) -> None:
-        self.place, self.ways, self.left = place, ways, _MOST
+        self.place, self.ways, self.budget = place, ways, _MOST
 
     def start(self, channels: Channels) -> Fold:
         """From the weight, under more and more ties."""
@@ -104,21 +104,23 @@ class _Search:
         while pending or open_pairs:
             several = not pending
             value, node = (pending or open_pairs).pop()
-            self.left -= 1
-            if self.left < 0:
+            self.budget -= 1
+            if self.budget < 0:
                 raise RefusedError("the program is too long to follow")
             ways = self._ways(labels, value, node)
             if len(ways) > 1 and not several:
                 open_pairs.insert(0, (value, node))
             elif len(ways) > 1:
-                return self._first(channels, labels, open_pairs, node, ways)
+                return self._first_way(channels, labels, open_pairs, node, ways)
             elif isinstance(ways[0], Tie):
                 return self.start(channels.tie(ways[0].runs))
             else:
-                self._take(labels, pending, node, ways[0])
+                self._apply_way(labels, pending, node, ways[0])
         return Fold(channels, {value: label for value, label in labels.items() if label is not None})
 
-    def _first(self, channels: Channels, labels: _Known, pending: list[_Pair], node: Node, ways: Sequence[Any]) -> Fold:
+    def _first_way(
+        self, channels: Channels, labels: _Known, pending: list[_Pair], node: Node, ways: Sequence[Any]
+    ) -> Fold:
         """The first way that leads to an end."""
         reasons: list[RefusedError] = []
         for way in ways:
@@ -126,7 +128,7 @@ class _Search:
                 if isinstance(way, Tie):
                     return self.start(channels.tie(way.runs))
                 own, more = dict(labels), list(pending)
-                self._take(own, more, node, way)
+                self._apply_way(own, more, node, way)
                 return self._solve(channels, own, more)
             except RefusedError as reason:
                 reasons.append(reason)
@@ -153,7 +155,7 @@ class _Search:
                 return False
         return True
 
-    def _take(self, labels: _Known, pending: list[_Pair], node: Node, way: Any) -> None:
+    def _apply_way(self, labels: _Known, pending: list[_Pair], node: Node, way: Any) -> None:
         for value, label in zip((*node.ins, *node.outs), (*way[0], *way[1]), strict=True):
             if not value.zero and value not in labels:
                 self._set(labels, pending, value, label, node)

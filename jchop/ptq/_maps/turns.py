@@ -57,7 +57,7 @@ def turn_of(place: Place, value_of: Callable[[int], Any]) -> Fold:
 class _Turns:
     def __init__(self, value_of: Callable[[int], Any]) -> None:
         self.value_of = value_of
-        self.known: dict[tuple[Value, tuple[int, ...]], frozenset[int] | None] = {}
+        self.cache: dict[tuple[Value, tuple[int, ...]], frozenset[int] | None] = {}
 
     def ways_of(self, node: Node, label: Label, place: int, is_result: bool) -> Ways:
         """As `rules.ways_of`, of a rotation."""
@@ -83,7 +83,7 @@ class _Turns:
             return fitted(port, rule(self, port))
         if node.product is None and node.name not in _LINEAR:
             raise _refused(port)
-        return ways_of(node, port.label, port.place, port.made)
+        return ways_of(node, port.label, port.place, port.is_result)
 
     # -- values that are the same along channels -----------------------------------------------------------------------
 
@@ -96,12 +96,12 @@ class _Turns:
             first = parameter[tuple(slice(0, 1) if i in axes else slice(None) for i in range(parameter.ndim))]
             return frozenset() if bool((parameter == first).all()) else frozenset({value.leaf})
         key = value, axes
-        if key not in self.known:
-            self.known[key] = None  # a value that a loop carries may vary
+        if key not in self.cache:
+            self.cache[key] = None  # a value that a loop carries may vary
             makers = [node for node in value.nodes if value in node.outs]
             parts = [self._of_maker(node, value, axes) for node in makers]
-            self.known[key] = _union(parts) if makers else None
-        return self.known[key]
+            self.cache[key] = _union(parts) if makers else None
+        return self.cache[key]
 
     def _of_maker(self, node: Node, value: Value, axes: tuple[int, ...]) -> frozenset[int] | None:
         if not node.ins:
@@ -168,7 +168,7 @@ def _mul(rotation: _Turns, port: Seen) -> Ways:
         yield from _square(rotation, port)
         return
     by = [rotation.varying(v, _turned(port) if v.shape else ()) for v in (a, b)]
-    side = port.place if not port.made else 1 if by[0] == frozenset() else 0
+    side = port.place if not port.is_result else 1 if by[0] == frozenset() else 0
     other = by[1 - side]
     if other is None:
         raise _refused(port)
@@ -179,7 +179,7 @@ def _mul(rotation: _Turns, port: Seen) -> Ways:
 
 def _div(rotation: _Turns, port: Seen) -> Ways:
     by = rotation.varying(port.node.ins[1], _turned(port) if port.node.ins[1].shape else ())
-    if by is None or (port.place == 1 and not port.made):
+    if by is None or (port.place == 1 and not port.is_result):
         raise _refused(port)
     if by:
         raise GainError(port.node, by)
@@ -189,7 +189,7 @@ def _div(rotation: _Turns, port: Seen) -> Ways:
 def _square(_: _Turns, port: Seen) -> Ways:
     if port.node.params.get("y", 2) != 2:
         raise _refused(port)
-    powers = (Fraction(1, 2), 1) if port.made else (1, 2)
+    powers = (Fraction(1, 2), 1) if port.is_result else (1, 2)
     before, after = (port.label.to_power(power) for power in powers)
     yield [before] * len(port.node.ins), [after]
 
@@ -197,28 +197,28 @@ def _square(_: _Turns, port: Seen) -> Ways:
 def _sum(_: _Turns, port: Seen) -> Ways:
     """A sum of squares of all rotated channels, or along other axes."""
     reduce_axes = {int(axis) for axis in port.node.params["axes"]}
-    if port.label.power == 2 and not port.made and reduce_axes.issuperset(_turned(port)):
+    if port.label.power == 2 and not port.is_result and reduce_axes.issuperset(_turned(port)):
         yield [port.label], [None]
     else:
-        yield from ways_of(port.node, port.label, port.place, port.made)
+        yield from ways_of(port.node, port.label, port.place, port.is_result)
 
 
 def _select(rotation: _Turns, port: Seen) -> Ways:
     condition = port.node.ins[0]
     if rotation.varying(condition, _turned(port) if condition.shape else ()) != frozenset():
         raise _refused(port)
-    yield from ways_of(port.node, port.label, port.place, port.made)
+    yield from ways_of(port.node, port.label, port.place, port.is_result)
 
 
 def _dot(port: Seen) -> Iterator[Any]:
     """A product sums over all of the channels, or none; those of its batch are not mixed."""
     dot: Any = port.node.product
-    batch = range(len(dot.batch[0])) if port.made else dot.batch[port.place]
+    batch = range(len(dot.batch[0])) if port.is_result else dot.batch[port.place]
     ties = [run for axis in batch for run in port.own[axis] if run[1]]
     if ties:
         yield Tie(tuple(ties))
     else:
-        yield from ways_of(port.node, port.label, port.place, port.made)
+        yield from ways_of(port.node, port.label, port.place, port.is_result)
 
 
 _RULES: dict[str, Callable[[_Turns, Seen], Ways]] = {

@@ -70,7 +70,9 @@ def _block(facts: Facts, shape: tuple[int, int], scales: tuple[int, ...], bits: 
         ValueError: if several groups of the configuration fit.
     """
     own = [weights for weights in _arguments(facts) if weights.get("num_bits", bits) == bits]
-    claims = {_sizes(weights, shape) for weights in own} if scales != (1, 1) else {None}  # one scale fits all strategies
+    claims = (
+        {_sizes(weights, shape) for weights in own} if scales != (1, 1) else {None}
+    )  # one scale fits all strategies
     candidates = sorted(sizes for sizes in claims if sizes is not None)
     fitting = [sizes for sizes in candidates if tuple(-(-n // m) for n, m in zip(shape, sizes, strict=True)) == scales]
     check(len(fitting) < 2, f"groups of {fitting} fit; a group with the module's name in its targets says which")
@@ -96,7 +98,10 @@ def _read_packed(parts: Parts, facts: Facts) -> QArray:
         zero = _unpacked_zero(zero, scale, bits)
     elif zero is not None:
         zero_shape = (words_of(shape[0], bits, each), scale.shape[1])
-        check(zero.dtype == _WORD and zero.shape == zero_shape, f"weight_zero_point must be int32 of shape {list(zero_shape)}")
+        check(
+            zero.dtype == _WORD and zero.shape == zero_shape,
+            f"weight_zero_point must be int32 of shape {list(zero_shape)}",
+        )
         zero = from_words(zero.T, bits, shape[0], each).T.astype(np.int32)
         check(scale.shape[0] == shape[0], "weight_zero_point needs a scale for each row")
     index = parts.get("weight_g_idx")
@@ -133,7 +138,9 @@ def _shape(data: np.ndarray) -> tuple[int, int]:
     return int(data[0]), int(data[1])
 
 
-def _form(word_rows: np.ndarray, shape: tuple[int, int], zero: np.ndarray | None, facts: Facts) -> tuple[int, int | None]:
+def _form(
+    word_rows: np.ndarray, shape: tuple[int, int], zero: np.ndarray | None, facts: Facts
+) -> tuple[int, int | None]:
     """The width of the codes, and how many are in each word if some of its bits are spare; else None.
 
     The configuration names widths and the version. What it leaves open, the numbers of words and spare bits show.

@@ -95,7 +95,9 @@ def _finish(
     full_config = config_of(layout, config, record)
     if len(names) > 1:
         homes = {tensor: name for name, one in zip(names, records, strict=True) for tensor in one["tensors"]}
-        _write_json(target / INDEX, {"metadata": {"total_size": sum(one["size"] for one in records)}, "weight_map": homes})
+        _write_json(
+            target / INDEX, {"metadata": {"total_size": sum(one["size"] for one in records)}, "weight_map": homes}
+        )
     if full_config:
         _write_json(target / CONFIG, full_config)
 
@@ -198,25 +200,25 @@ class _Tensors:
 
     def __init__(self, file: IO[bytes], most: int) -> None:
         self.entries: dict[str, Entry] = {}
-        self._file, self._left = file, most
-        self._kept: dict[str, np.ndarray] = {}
+        self._file, self._space = file, most
+        self._arrays: dict[str, np.ndarray] = {}
         self._starts: dict[str, int] = {}
 
     def add(self, name: str, array: np.ndarray) -> None:
         if name in self.entries:
             raise ValueError(f"two arrays have a tensor of the name {name!r}")
         self.entries[name] = Entry(array.dtype, tuple(array.shape))
-        if array.nbytes <= self._left:
-            self._kept[name] = np.asarray(array)
-            self._left -= array.nbytes
+        if array.nbytes <= self._space:
+            self._arrays[name] = np.asarray(array)
+            self._space -= array.nbytes
         else:
             self._starts[name] = self._file.tell()
             self._file.write(np.ascontiguousarray(array).reshape(-1).view(np.uint8).data)
 
     def read(self, name: str) -> np.ndarray:
         """A tensor, or its numbers in one axis."""
-        if name in self._kept:
-            return self._kept[name]
+        if name in self._arrays:
+            return self._arrays[name]
         self._file.seek(self._starts[name])
         entry = self.entries[name]
         return np.frombuffer(self._file.read(math.prod(entry.shape) * entry.dtype.itemsize), np.uint8).view(entry.dtype)

@@ -16,9 +16,7 @@ def spread(rows: np.ndarray, bits: int, count: int) -> np.ndarray:
         shifts = np.arange(0, 8, bits, dtype=np.uint8)
         codes = (rows[..., None] >> shifts) & np.uint8((1 << bits) - 1)
         return codes.reshape(*rows.shape[:-1], -1)[..., :count]
-    stream = np.unpackbits(rows, axis=-1, count=count * bits, bitorder="little").reshape(
-        *rows.shape[:-1], count, bits
-    )
+    stream = np.unpackbits(rows, axis=-1, count=count * bits, bitorder="little").reshape(*rows.shape[:-1], count, bits)
     codes = np.zeros(stream.shape[:-1], np.uint8)
     for bit in range(bits):
         codes |= stream[..., bit] << np.uint8(bit)

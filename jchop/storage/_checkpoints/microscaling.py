@@ -39,7 +39,11 @@ def _groups(shape: tuple[int, ...], scale: np.ndarray, group: int) -> None:
 
 def _nibbles(entries: Entries) -> tuple[int, ...] | None:
     packed_codes = entries["weight_packed"]
-    return (packed_codes.shape[0], 2 * packed_codes.shape[1]) if packed_codes.dtype == _BYTE and matrix(packed_codes) else None
+    return (
+        (packed_codes.shape[0], 2 * packed_codes.shape[1])
+        if packed_codes.dtype == _BYTE and matrix(packed_codes)
+        else None
+    )
 
 
 # -- nvfp4 -------------------------------------------------------------------------------------------------------------

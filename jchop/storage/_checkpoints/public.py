@@ -93,8 +93,12 @@ def load_checkpoint(
                     raise ValueError(f"{error}{others if len(names) > 1 else ''}") from None
                 unread[name] = str(error)
     if unread:
-        more = f", and {len(unread) - 1} more: {', '.join(map(shown, list(unread)[1:_MOST]))}" if len(unread) > 1 else ""
-        warnings.warn(f"{shown(next(iter(unread)))} is not read: {next(iter(unread.values()))}{more}", RuntimeWarning, 2)
+        more = (
+            f", and {len(unread) - 1} more: {', '.join(map(shown, list(unread)[1:_MOST]))}" if len(unread) > 1 else ""
+        )
+        warnings.warn(
+            f"{shown(next(iter(unread)))} is not read: {next(iter(unread.values()))}{more}", RuntimeWarning, 2
+        )
     return arrays
 
 
@@ -166,7 +170,7 @@ def write_jobs(
     shard_bytes: int = SHARD,
     run: str = "",
     others: Sequence[Path] = (),
-    progress: Progress = lambda name, done, total: None,
+    progress: Progress = lambda name, count, total: None,
 ) -> bool:
     """Writes arrays to a folder or a file by its ending; whether an unfinished run was continued."""
     check_bool("exact", exact)
@@ -201,7 +205,7 @@ def convert(
     shard_bytes: int = SHARD,
     change: Change = lambda name, value: value,
     options: str = "",
-    progress: Progress = lambda name, done, total: None,
+    progress: Progress = lambda name, count, total: None,
 ) -> bool:
     """Writes a checkpoint in another layout, array by array; other files of a folder (tokenizer) are copied.
 

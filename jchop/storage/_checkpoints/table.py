@@ -277,7 +277,9 @@ def _check_config(layout: str, config: Facts) -> None:
         value = config.get(name)
         if value is not None and str(value).lower() not in values:
             meaning = f" ({_FOREIGN['SCB']})" if name == "load_in_8bit" else ""
-            raise ValueError(f"{CONFIG} has {name}={shown(value)}{meaning}, and read are {', '.join(values)}; {_WAY_OUT}")
+            raise ValueError(
+                f"{CONFIG} has {name}={shown(value)}{meaning}, and read are {', '.join(values)}; {_WAY_OUT}"
+            )
 
 
 #: The most different groups of weights whose modules no group names.
@@ -309,7 +311,9 @@ def _own_facts(config: Facts) -> Callable[[str], dict[str, Any]]:
 def beside_weights(config: Facts) -> list[str]:
     """The fields of a configuration that say more than how weights are stored, and that no layout writes."""
     quantization_config = field(config, CONFIG, dict, {})
-    groups = [group for group in field(quantization_config, "config_groups", dict, {}).values() if isinstance(group, dict)]
+    groups = [
+        group for group in field(quantization_config, "config_groups", dict, {}).values() if isinstance(group, dict)
+    ]
     names = [name for name in ("input_activations", "output_activations") if any(group.get(name) for group in groups)]
     names += [name for name in ("kv_cache_scheme", "transform_config") if quantization_config.get(name)]
     return names + (["activation_scheme"] if quantization_config.get("activation_scheme") == "static" else [])

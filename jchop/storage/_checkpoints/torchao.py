@@ -98,7 +98,10 @@ def _read_float8(parts: Parts, facts: Facts) -> QArray:
 
 def _read_int4(parts: Parts, facts: Facts) -> QArray:
     packed_codes = parts["qdata"]
-    check(packed_codes.dtype.itemsize == 1 and "act_pre_scale" not in parts, "qdata must be bytes, without an act_pre_scale")
+    check(
+        packed_codes.dtype.itemsize == 1 and "act_pre_scale" not in parts,
+        "qdata must be bytes, without an act_pre_scale",
+    )
     codes = spread(packed_codes.view(np.uint8), 4, 2 * packed_codes.shape[1])
     scale, zero = parts["scale"], parts["zero_point"]
     ok = matrix_of(scale) and scale.shape == zero.shape and scale.dtype == zero.dtype

@@ -61,11 +61,11 @@ def _look_gptq(entries: Entries) -> tuple[int, ...] | None:
 
 def _read_gptq(parts: Parts, facts: Facts, *, offset: int) -> QArray:
     words, zeros = parts["qweight"], parts["qzeros"]
-    config_bits = None if field(facts, "dynamic", dict) else field(facts, "bits", int)  # modules may have their own bits
+    config_bits = (
+        None if field(facts, "dynamic", dict) else field(facts, "bits", int)
+    )  # modules may have their own bits
     form = _words(parts, config_bits)  # type: ignore[arg-type]
-    check(
-        form is not None, f"bits={facts.get('bits')} of the configuration does not fit qzeros of shape {zeros.shape}"
-    )
+    check(form is not None, f"bits={facts.get('bits')} of the configuration does not fit qzeros of shape {zeros.shape}")
     assert form is not None
     bits, columns, out = form
     scales = parts["scales"]

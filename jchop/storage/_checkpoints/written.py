@@ -98,7 +98,9 @@ def _in_rows(layout: Layout, name: str, q: QArray, exact: bool, record: Record) 
 
 def _check_alone(row: Row, parts: dict[str, np.ndarray], q: QArray) -> None:
     """Refuses tensors that need a configuration to be read; ValueError."""
-    has_own_groups = q.ndim != 2 or any(part.endswith("g_idx") for part in parts)  # the groups of gpt-oss, or of each column
+    has_own_groups = q.ndim != 2 or any(
+        part.endswith("g_idx") for part in parts
+    )  # the groups of gpt-oss, or of each column
     try:
         result = row.read(parts, {})
         same = has_own_groups or lengths(pieces(result)) == lengths(pieces(q))

@@ -45,7 +45,7 @@ class NpyFile:
     Attributes:
         shape: shape of the array.
         dtype: dtype of the result of `read`, in native byte order.
-        stored: dtype of the file.
+        file_dtype: dtype of the file.
         fortran_order: whether the first axis varies fastest.
 
     Raises:
@@ -60,11 +60,11 @@ class NpyFile:
         self._file = open_regular(path, name)
         try:
             self._size = os.fstat(self._file.fileno()).st_size
-            self.stored, self.fortran_order, self.shape = self._header()
+            self.file_dtype, self.fortran_order, self.shape = self._header()
         except BaseException:
             self._file.close()
             raise
-        self.dtype = self.stored.newbyteorder("=") if dtype is None else dtype
+        self.dtype = self.file_dtype.newbyteorder("=") if dtype is None else dtype
 
     def __enter__(self) -> Self:
         return self
@@ -136,7 +136,7 @@ class NpyFile:
             ValueError: if the file has become shorter, or holds a number that `dtype` cannot hold.
         """
         order = -1 if self.fortran_order else 1
-        part = np.empty(tuple(shape)[::order], self.stored)
+        part = np.empty(tuple(shape)[::order], self.file_dtype)
         if part.size:
             self._fill(part, self.shape[::order], tuple(starts)[::order], 0)
         return self._convert(part.T if self.fortran_order else part)
@@ -154,7 +154,7 @@ class NpyFile:
         window = tuple(slice(at, at + n) for at, n in zip(starts[1:], part.shape[1:], strict=True))
         step = max(1, _BLOCK // (row * part.itemsize))
         for i in range(0, len(part), step):
-            rows = np.empty((min(step, len(part) - i), *whole[1:]), self.stored)
+            rows = np.empty((min(step, len(part) - i), *whole[1:]), self.file_dtype)
             self._read_into(rows, base + (starts[0] + i) * row)
             part[i : i + step] = rows[(slice(None), *window)]
         return None
@@ -180,7 +180,7 @@ class NpyFile:
         return got
 
     def _convert(self, part: np.ndarray) -> np.ndarray:
-        if self.dtype == self.stored.newbyteorder("="):
+        if self.dtype == self.file_dtype.newbyteorder("="):
             return part.astype(self.dtype, copy=False)
         if part.dtype.kind in "biuf":
             with np.errstate(over="ignore", invalid="ignore"):
@@ -189,7 +189,7 @@ class NpyFile:
             if same:
                 return result
         raise ValueError(
-            f"{self._name} holds {self.stored} values that {self.dtype} cannot hold: they would be rounded twice"
+            f"{self._name} holds {self.file_dtype} values that {self.dtype} cannot hold: they would be rounded twice"
         )
 
 
