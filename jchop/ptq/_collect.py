@@ -307,7 +307,7 @@ class Errors(Collector):
     """Runs a program in full precision, and sums up squares of what steps make of rounded parameters.
 
     Args:
-        others: steps by the parameter, as `Sites.others`.
+        others: steps by the parameter, as `WeightSites.others`.
     """
 
     def __init__(self, others: Mapping[int, Sequence[Any]]) -> None:

@@ -142,7 +142,7 @@ class Journal:
         self._files = before.pop("files")
         differences = sorted(name for name in {*before, *run.facts} if before.get(name) != run.facts.get(name))
         if len(differences) > 1 and "function" in differences:
-            differences.remove("function")  # its digest is that of a trace for parameters and data, so it follows them
+            differences.remove("function")  # its digest is that of a trace for parameters and data, and follows them
         if differences:
             raise ValueError(
                 f"resume={str(folder)!r} holds a run with other {' and '.join(differences)}; it continues with the same "

@@ -119,7 +119,7 @@ class Part(NamedTuple):
 
 
 def check_fits(stages: Sequence[Stage], sizes: Mapping[int, tuple[int, int]], memory: int, path: Any) -> None:
-    """Refuse less memory than each turn of weights that share an input needs; arguments as of `parts_of`.
+    """Refuse less memory than each turn of weights that share an input needs; arguments as of `split_stages`.
 
     Raises:
         ValueError: that names those that need the most.
@@ -146,7 +146,7 @@ def parts_of(stages: Sequence[Stage], sizes: Mapping[int, tuple[int, int]], memo
         path: of a parameter by its index, for an error.
 
     Raises:
-        ValueError: as `check_fits`.
+        ValueError: as `check_memory`.
     """
     check_fits(stages, sizes, memory, path)
     groups: dict[tuple[int, ...], list[Stage]] = {}
@@ -279,7 +279,7 @@ class Data:
         """Sums of squares over all batches, of what steps make of parameters: of their results, and of their errors.
 
         Args:
-            others: the uses, as `Sites.others` of the first batch; those of other programs count, too.
+            others: the uses, as `WeightSites.others` of the first batch; those of other programs count, too.
             roundings: two roundings of the parameters.
 
         Returns:

@@ -87,8 +87,8 @@ class Sites:
         others: what takes a parameter beside the products that are looked at: the step, which of its operands it is,
             and the use.
         parts: the products in the order of the program.
-        dependence: of each operand of a product 0 if it depends on no parameter, 1 if it does, 2 if it does on one that was
-            joined with something; by the identity of its step.
+        dependence: of each operand of a product 0 if it depends on no parameter, 1 if it does, 2 if it does on one that
+            was joined with something; by the identity of its step.
     """
 
     by_leaf: dict[int, Site] = field(default_factory=dict)
@@ -257,7 +257,7 @@ def _indexes(use: Use, shape: tuple[int, ...]) -> tuple[int, ...]:
 
 
 def _follow(plan: Plan, dependence: Sequence[int], operands: dict[int, list[int]]) -> list[int]:
-    """Whether results of a program depend on parameters, as `Sites.dependence`; `operands` gets the operands of products."""
+    """Whether results of a program depend on parameters, as `WeightSites.dependence`; fills `operands`, of products."""
     env = dict(zip(plan.jaxpr.invars, dependence, strict=True))
 
     def read(v: Any) -> int:

@@ -141,7 +141,7 @@ class Steps:
         return ", ".join(names) or "nearest"
 
 
-#: The field of `Steps` of each kind, in the order in which they are taken.
+#: The field of `CalibrationSteps` of each kind, in the order in which they are taken.
 _FIELDS: dict[type, str] = {
     Correction: "correction",
     Sparse: "pruning",

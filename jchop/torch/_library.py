@@ -147,26 +147,30 @@ def _permuted_back(tensor: Tensor, order: tuple[int, ...], source: Tensor) -> Te
 
 
 @round_op.register_fake
-def _(x: Tensor, words: Tensor, spec: str, batch: int, copy: bool) -> Tensor:
+def _fake_round(x: Tensor, words: Tensor, spec: str, batch: int, copy: bool) -> Tensor:
     del words, copy
     require_rounding(x.dtype, x.ndim - batch, spec)
     return torch.empty_like(x)
 
 
 @within_range_op.register_fake
-def _(gradient: Tensor, x: Tensor, words: Tensor, spec: str, batch: int) -> Tensor:
+def _fake_within_range(gradient: Tensor, x: Tensor, words: Tensor, spec: str, batch: int) -> Tensor:
     del x, words, spec, batch
     return torch.empty_like(gradient, memory_format=torch.contiguous_format)
 
 
 @round_op.register_vmap
-def _(info: Any, in_dims: Any, x: Tensor, words: Tensor, spec: str, batch: int, copy: bool) -> tuple[Tensor, int]:
+def _vmap_round(
+    info: Any, in_dims: Any, x: Tensor, words: Tensor, spec: str, batch: int, copy: bool
+) -> tuple[Tensor, int]:
     x, words = in_front(info, in_dims, x, words)
     return round_op(x, words, spec, batch + 1, copy), 0
 
 
 @within_range_op.register_vmap
-def _(info: Any, in_dims: Any, gradient: Tensor, x: Tensor, words: Tensor, spec: str, batch: int) -> tuple[Tensor, int]:
+def _vmap_within_range(
+    info: Any, in_dims: Any, gradient: Tensor, x: Tensor, words: Tensor, spec: str, batch: int
+) -> tuple[Tensor, int]:
     gradient, x, words = in_front(info, in_dims, gradient, x, words)
     return within_range_op(gradient, x, words, spec, batch + 1), 0
 

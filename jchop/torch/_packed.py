@@ -89,7 +89,7 @@ def numbers_op(parts: list[Tensor], text: str, dtype: str) -> Tensor:
 
 
 @numbers_op.register_fake
-def _(parts: list[Tensor], text: str, dtype: str) -> Tensor:
+def _fake_numbers(parts: list[Tensor], text: str, dtype: str) -> Tensor:
     return parts[0].new_empty(joined(list(parts), json.loads(text)).shape, dtype=_NUMBERS[dtype])
 
 

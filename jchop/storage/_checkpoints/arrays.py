@@ -102,7 +102,7 @@ def integer_array(
         bits: 2 to 8.
         kinds: grouping of each axis.
     """
-    shape, middle, most = codes.shape, 1 << bits - 1, (1 << bits) - 1
+    shape, middle, most = codes.shape, 1 << (bits - 1), (1 << bits) - 1
     zeros = np.full(scale.shape, middle, np.int32) if zero is None else zero.astype(np.int32)
     check(zeros.shape == scale.shape, f"zero points have shape {list(zeros.shape)}, and scales {list(scale.shape)}")
     if (below := scale < 0).any():
@@ -129,7 +129,7 @@ def float_array(codes: np.ndarray, scale: np.ndarray, element: ElementFormat, ki
         element: the format of e.
         kinds: grouping of each axis.
     """
-    sign = np.uint8(1 << element.bits - 1)
+    sign = np.uint8(1 << (element.bits - 1))
     if (below := scale < 0).any():
         codes = np.where(over_elements(below, kinds, codes.shape), codes ^ sign, codes)
         scale = np.abs(scale)
@@ -203,7 +203,7 @@ def unsigned(parts: Pieces, bits: Sequence[int]) -> tuple[np.ndarray, np.ndarray
     )
     check(parts.fmt.zero_point != "float", "its zero points are numbers, not integers")
     scale = float_scales(parts)
-    middle = 1 << element.bits - 1
+    middle = 1 << (element.bits - 1)
     zero = np.zeros(scale.shape, np.int32) if parts.zero is None else parts.zero
     if getattr(element, "signed", True):
         return parts.codes ^ np.uint8(middle), scale, zero + middle

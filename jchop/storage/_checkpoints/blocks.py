@@ -107,7 +107,7 @@ def _signed(q: QArray, bits: int) -> tuple[np.ndarray, np.ndarray]:
         fits and q.shape[1] % 32 == 0,
         f"it has the grouping of {weight.fmt}, not whole groups of 32 along its last axis",
     )
-    middle = 1 << bits - 1
+    middle = 1 << (bits - 1)
     check(bool(((zero == middle) | (zero == middle - 1)).all()), "a zero point is not in the middle")
     flip = zero != middle
     codes = np.where(np.repeat(flip, 32, 1), (1 << bits) - 1 - codes, codes).astype(np.uint8)

@@ -115,7 +115,7 @@ def _unpacked_zero(zero: np.ndarray, scale: np.ndarray, bits: int) -> np.ndarray
     """Zero points of signed codes, one for each scale, as those of unsigned codes."""
     ok = zero.dtype == _BYTE and zero.size == scale.size
     check(ok, "weight_zero_point must be int8, one for each scale")
-    return zero.reshape(scale.shape).astype(np.int32) + (1 << bits - 1)
+    return zero.reshape(scale.shape).astype(np.int32) + (1 << (bits - 1))
 
 
 def ordered(codes: np.ndarray, scale: np.ndarray, zero: np.ndarray | None, index: np.ndarray, bits: int) -> QArray:
@@ -178,7 +178,7 @@ def _write_packed(q: QArray, exact: bool) -> tuple[dict[str, np.ndarray], dict[s
     weight, index = by_index(pieces(q))
     codes, scale, zero = unsigned(weight, _WIDTHS)
     bits = weight.fmt.element.bits
-    symmetric = bool((zero == 1 << bits - 1).all())
+    symmetric = bool((zero == 1 << (bits - 1)).all())
     facts = facts_of(weight, "int", symmetric)
     if facts["strategy"] != "tensor":
         along_rows(weight)
@@ -188,7 +188,7 @@ def _write_packed(q: QArray, exact: bool) -> tuple[dict[str, np.ndarray], dict[s
         parts["weight_zero_point"] = np.ascontiguousarray(to_words(zero.astype(np.uint8).T, bits).T)
     if facts["strategy"] == "tensor":  # a single scale, and a zero point that is not packed
         parts["weight_scale"] = scale.reshape(1)
-        parts |= {} if symmetric else {"weight_zero_point": (zero - (1 << bits - 1)).astype(np.int8).reshape(1)}
+        parts |= {} if symmetric else {"weight_zero_point": (zero - (1 << (bits - 1))).astype(np.int8).reshape(1)}
     if index is None:
         return parts, facts
     return {**parts, "weight_g_idx": index}, {**facts, "actorder": "group"}

@@ -43,7 +43,7 @@ def write_folder(
     Args:
         jobs: the arrays in the order of the files.
         target: the folder, which must not have tensors yet, except of an unfinished run of the same text.
-        layout: of `NAMES`, but no GGUF.
+        layout: of `LAYOUT_NAMES`, but no GGUF.
         config: fields of ``config.json``.
         exact: whether every number must stay the same.
         shard_bytes: bytes of arrays in one file.

@@ -24,7 +24,7 @@ def spread(rows: np.ndarray, bits: int, count: int) -> np.ndarray:
 
 
 def pack(codes: np.ndarray, bits: int, multiple: int = 1) -> np.ndarray:
-    """The inverse of `spread`; each row is padded with zeros to a multiple of so many bytes."""
+    """The inverse of `unpack_bits`; each row is padded with zeros to a multiple of so many bytes."""
     count = codes.shape[-1]
     size = -(-count * bits // (8 * multiple)) * multiple
     if bits == 8:

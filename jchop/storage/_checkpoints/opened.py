@@ -78,7 +78,7 @@ def open_checkpoint(path: Path, layout: str) -> Checkpoint:
 
     Args:
         path: a file or a folder.
-        layout: one of `NAMES`, or "auto".
+        layout: one of `LAYOUT_NAMES`, or "auto".
 
     Raises:
         OSError: if it cannot be read.

@@ -76,7 +76,7 @@ def _bits(facts: Facts) -> int:
 def _read_int8(parts: Parts, facts: Facts) -> QArray:
     codes, bits = parts["qdata"], _bits(facts)
     check(codes.dtype == _BYTE, f"qdata is of dtype {codes.dtype}, and must be int8")
-    half = 1 << bits - 1
+    half = 1 << (bits - 1)
     check(bool(((codes >= -half) & (codes < half)).all()), f"an element is no integer of {bits} bits")
     scale, kinds = _grouping(facts, codes.shape, parts["scale"])
     zero = parts.get("zero_point")
@@ -151,7 +151,7 @@ def _dtype(name: str) -> dict[str, str]:
 def _write_int8(q: QArray, exact: bool) -> tuple[dict[str, np.ndarray], dict[str, Any]]:
     weight = pieces(q)
     codes, scale, zero = unsigned(weight, range(2, 9))
-    half = 1 << weight.fmt.element.bits - 1
+    half = 1 << (weight.fmt.element.bits - 1)
     shift = zero - half
     check(bool(((shift >= -128) & (shift < 128)).all()), "a zero point is no integer of 8 bits")
     parts = {"qdata": (codes.astype(np.int16) - half).astype(np.int8), "scale": scale}

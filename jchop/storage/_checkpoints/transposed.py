@@ -100,7 +100,7 @@ def _write_gptq(q: QArray, exact: bool, *, offset: int) -> tuple[dict[str, np.nd
         "scales": scales,
         "g_idx": (np.arange(columns) // size).astype(np.int32) if index is None else index,
     }
-    symmetric = bool((zero == 1 << bits - 1).all())
+    symmetric = bool((zero == 1 << (bits - 1)).all())
     facts = {"bits": bits, "group_size": size, "whole": size >= columns, "sym": symmetric}
     facts["desc_act"] = index is not None
     return parts, facts

@@ -23,7 +23,7 @@ def read_object(text: str, reader: Callable[[str], Reader[Any]]) -> dict[str, An
 
     Args:
         text: the object, possibly with white space around it.
-        reader: the reader of the value of a key: `small`, `string` or `strings`.
+        reader: the reader of the value of a key: `small_value`, `json_string` or `string_object`.
 
     Raises:
         ValueError: if the text is not such an object, has a duplicate key, or has too many entries.

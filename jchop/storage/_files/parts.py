@@ -85,7 +85,7 @@ def write_together(
     Args:
         path: of the file, which is the same for all processes.
         tensors: arrays by name.
-        entries: as from `lay_out`.
+        entries: as from `place_tensors`.
         metadata: texts for the header.
     """
     from jax.experimental import multihost_utils

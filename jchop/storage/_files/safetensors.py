@@ -254,7 +254,7 @@ class TensorWriter:
 
     Args:
         file: open for writing, at its start, and seekable.
-        entries: the tensors, as returned by `lay_out`.
+        entries: the tensors, as returned by `place_tensors`.
         metadata: texts for the header.
 
     Raises:

@@ -16,7 +16,7 @@ from jchop.storage._files.json import document, read_object, shown, small, strin
 from jchop.storage._files.safetensors import Entry, TensorFile
 
 INDEX, SINGLE, CONFIG = "model.safetensors.index.json", "model.safetensors", "config.json"
-#: The record of a folder that `convert` has not finished.
+#: The record of a folder that `convert_checkpoint` has not finished.
 JOURNAL = ".jchop-unfinished.json"
 #: The longest configuration and index, in bytes, and the most files of a folder.
 _LONGEST_CONFIG, _LONGEST_INDEX, _MOST_FILES = 1 << 20, 1 << 24, 4096
