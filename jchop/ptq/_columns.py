@@ -98,7 +98,10 @@ def one_each(spec: Spec) -> Spec:
 def round_column(
     column: Array, scale: Any, zero: Any, spec: Spec, dtype: Any, key: Array | None = None
 ) -> tuple[Array, Array]:
-    """The codes of a vector, one entry for each element, and their numbers in `dtype`; `spec` is that of `elementwise_spec`."""
+    """The codes of a vector, one entry for each element, and their numbers in `dtype`.
+
+    `spec` is one of `elementwise_spec`.
+    """
     scale_args = {} if scale is None else {"scale": scale, "zero_point": zero}
     q = quantize(column, spec, key, impl="xla", **scale_args)
     entries = spread(q.qvalue, spec.element, column.shape[0])

@@ -145,8 +145,8 @@ class Journal:
             differences.remove("function")  # its digest is that of a trace for parameters and data, and follows them
         if differences:
             raise ValueError(
-                f"resume={str(folder)!r} holds a run with other {' and '.join(differences)}; it continues with the same "
-                "alone. Give the old ones, another folder, or delete this one to begin anew"
+                f"resume={str(folder)!r} holds a run with other {' and '.join(differences)}; it continues with the "
+                "same alone. Give the old ones, another folder, or delete this one to begin anew"
             )
 
     def _write(self) -> None:

@@ -331,9 +331,9 @@ class Looked:
     Args:
         data: the batches.
         sites: of the parameters that may be asked for, by their indexes, in the order of the program.
-        found: the program, its arguments and its sites.
+        trace: the program, its arguments and its sites.
         memory: in bytes.
-        held: the sums that are known, if all are.
+        sums: the sums that are known, if all are.
     """
 
     def __init__(

@@ -64,7 +64,7 @@ def added(a: Sums, b: Sums) -> Sums:
 def of_rows(x: Array, y: Array | None = None, mask: Array | None = None) -> Sums:
     """The sums over rows.
 
-    A product of matrices sums over as many rows as `_ROWS_PER_PRODUCT` in the carrier; the sums of those are compensated.
+    A product of matrices sums over `_ROWS_PER_PRODUCT` rows in the carrier; the sums of those are compensated.
 
     Args:
         x: (batch, rows, summed).

@@ -19,7 +19,7 @@ Array = jax.Array
 
 __all__ = ["Factor", "factor", "order_of", "sweep"]
 
-#: The damping after a failed factorization is so many times the one before, at least `_LEAST_DAMPING`; and tried so often.
+#: The damping after a failed factorization is so many times the one before, at least the least; and tried so often.
 _GROWTH, _LEAST, _MOST_TRIES = 4.0, 1e-6, 24
 _PRECISION = lax.Precision.HIGHEST
 
