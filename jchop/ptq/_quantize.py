@@ -148,8 +148,9 @@ class _Job:
     """The state of a calibration: packed parameters, their numbers, and rows of the report."""
 
     def __init__(
-        self, low: QuantizedFunction, data: Data, steps: Steps, key: Array | None, mapping_record: Mapped,
-        journal: Journal | None = None, tell: Callable[[WeightRow, int, int], object] | None = None,
+        self, low: QuantizedFunction, data: Data, steps: Steps, key: Array | None,
+        mapping_record: Mapped, journal: Journal | None = None,
+        tell: Callable[[WeightRow, int, int], object] | None = None,
         memory: int | None = None,
     ) -> None:  # fmt: skip
         self.low, self.params, self.data, self.steps, self.key = low, data.params, data, steps, key
@@ -435,8 +436,8 @@ class _Job:
         assert rows is not None
         energy, before, after = (float((v * rows).sum()) for v in (out.energy, out.before, out.after))
         return WeightRow(
-            path, shape, spec, bits, self._steps_of(leaf).names, _decibels(energy, before), _decibels(energy, after),
-            float(out.damping.max()), int(out.tries.max()), int(out.dead.sum()), float(rows.sum()),
+            path, shape, spec, bits, self._steps_of(leaf).names, _decibels(energy, before),
+            _decibels(energy, after), float(out.damping.max()), int(out.tries.max()), int(out.dead.sum()), float(rows.sum()),
             float(out.zeros), bias, note,
         )  # fmt: skip
 

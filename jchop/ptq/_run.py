@@ -22,8 +22,8 @@ from jchop.ptq._sums import Sums, added, of_rows, value
 
 Array = jax.Array
 
-__all__ = ["Data", "Looked", "Part", "as_bytes", "changed_batches", "check_batches", "check_fits", "parts_of",
-           "turn_bytes"]  # fmt: skip
+__all__ = ["Data", "Looked", "Part", "as_bytes", "changed_batches", "check_batches", "check_fits",
+           "parts_of", "turn_bytes"]  # fmt: skip
 
 _UNITS = {"B": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
 

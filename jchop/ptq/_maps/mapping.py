@@ -109,8 +109,8 @@ class _Job:
     """
 
     def __init__(
-        self, step: Mapping, program: Any, call: Any, graph: Graph, others: Sequence[Graph], lazy_sums: Looked,
-        weight_sites: dict[int, Site], record: Mapped,
+        self, step: Mapping, program: Any, call: Any, graph: Graph, others: Sequence[Graph],
+        lazy_sums: Looked, weight_sites: dict[int, Site], record: Mapped,
     ) -> None:  # fmt: skip
         self.step, self.program, self.call, self.graph, self.others = step, program, call, graph, others
         self.lazy_sums, self.weight_sites, self.record = lazy_sums, weight_sites, record

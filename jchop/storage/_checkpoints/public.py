@@ -148,7 +148,8 @@ def save_checkpoint(
         if isinstance(leaf, Rearranged) and layout != PLAIN:
             raise ValueError(
                 f"{name!r} of shape {list(leaf.shape)} is stored in the shape {list(leaf.stored.shape)}, because its "
-                f"groups run over several axes; the layouts {OWN} and {PLAIN} hold it, and layout={layout!r} does not"
+                f"groups run over several axes; the layouts {OWN} and {PLAIN} hold it, "
+                f"and layout={layout!r} does not"
             )
         codes = leaf.stored if isinstance(leaf, Rearranged) else leaf
         nbytes = written_bytes(layout, codes.nbytes, leaf.shape, isinstance(leaf, packed_types))

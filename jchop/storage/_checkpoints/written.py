@@ -76,7 +76,8 @@ def _in_rows(layout: Layout, name: str, q: QArray, exact: bool, record: Record) 
     if not (layout.appends or name == WEIGHT or name.endswith(f".{WEIGHT}")):
         raise ValueError(
             f"{name!r} is quantized, and the layout {layout.name} has quantized arrays named '….weight' alone, of axes "
-            f"(out, in). The layouts {OWN} and {PLAIN} hold any name; jchop.storage.save_checkpoint takes new names"
+            f"(out, in). The layouts {OWN} and {PLAIN} hold any name; "
+            "jchop.storage.save_checkpoint takes new names"
         )
     reasons = []
     for row in layout.rows:

@@ -75,8 +75,8 @@ class Shards:
         for name, file in self._index.items():
             if name not in self._homes or self._homes[name].path.name != file:
                 raise ValueError(
-                    f"{self.path / INDEX}: tensor {shown(name)} is not in {shown(file)}; if it is tied to another, "
-                    "remove its line from the index"
+                    f"{self.path / INDEX}: tensor {shown(name)} is not in {shown(file)}; "
+                    "if it is tied to another, remove its line from the index"
                 )
 
     @property
