@@ -116,9 +116,8 @@ class Layout:
         used |= {name for weight in unread.values() for name in weight.tensors}
         for name in names:
             if self.records and name.endswith("_qdata") and name not in used:
-                why = (
-                    f"tensor {shown(name)} is of no weight named '….weight', and {self.name} has only these; {_WAY_OUT}"
-                )
+                fault = f"tensor {shown(name)} is of no weight named '….weight'"
+                why = f"{fault}, and {self.name} has only these; {_WAY_OUT}"
                 stem = name.removesuffix("qdata")
                 unread[name] = Unread(why, list(_starting(names, stem)))
         return weights, unread
