@@ -436,8 +436,8 @@ class _Job:
         assert rows is not None
         energy, before, after = (float((v * rows).sum()) for v in (out.energy, out.before, out.after))
         return WeightRow(
-            path, shape, spec, bits, self._steps_of(leaf).names, _decibels(energy, before),
-            _decibels(energy, after), float(out.damping.max()), int(out.tries.max()), int(out.dead.sum()), float(rows.sum()),
+            path, shape, spec, bits, self._steps_of(leaf).names, _decibels(energy, before), _decibels(energy, after),
+            float(out.damping.max()), int(out.tries.max()), int(out.dead.sum()), float(rows.sum()),
             float(out.zeros), bias, note,
         )  # fmt: skip
 
