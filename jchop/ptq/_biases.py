@@ -76,23 +76,23 @@ def find_biases(program: Any, sites: Sites) -> tuple[dict[int, BiasSite], dict[i
     """
     search = _Search(sites)
     search.walk(program.plan, {}, {})
-    found: dict[int, BiasSite] = {}
-    none: dict[int, str] = {}
+    biases: dict[int, BiasSite] = {}
+    reasons: dict[int, str] = {}
     for leaf, site in sites.by_leaf.items():
-        seen = search.found.get(leaf, [])
+        sums = search.sums.get(leaf, [])
         if search.products.get(leaf, 0) != 1:
-            none[leaf] = "several products take the weight"
-        elif len(seen) > 1:
-            none[leaf] = "several parameters are added to its product"
-        elif not seen:
-            none[leaf] = "no bias is added to its product"
+            reasons[leaf] = "several products take the weight"
+        elif len(sums) > 1:
+            reasons[leaf] = "several parameters are added to its product"
+        elif not sums:
+            reasons[leaf] = "no bias is added to its product"
         else:
-            made = _made(program, site.stack, site.turns, seen[0], search.loops)
-            if isinstance(made, str):
-                none[leaf] = made
+            bias = _made(program, site.stack, site.turns, sums[0], search.loops)
+            if isinstance(bias, str):
+                reasons[leaf] = bias
             else:
-                found[leaf] = made
-    return found, none
+                biases[leaf] = bias
+    return biases, reasons
 
 
 @dataclass(frozen=True)
@@ -112,12 +112,12 @@ class _Term:
     Args:
         weight: the origin.
         sign: with which the product enters.
-        summed: whether the value has other terms.
+        has_others: whether the value has other terms.
     """
 
     weight: Origin
     sign: int = 1
-    summed: bool = False
+    has_others: bool = False
 
 
 _Terms = tuple[_Term, ...]
@@ -128,104 +128,104 @@ class _Search:
 
     def __init__(self, sites: Sites) -> None:
         self.sites = sites
-        self.found: dict[int, list[_Sum]] = {}
+        self.sums: dict[int, list[_Sum]] = {}
         self.products: dict[int, int] = {}
         self.loops: dict[int, tuple[int, ...]] = {}  # the loops that run over each parameter
 
     def walk(self, plan: Plan, env: dict[Any, _Terms], loops: Mapping[int, tuple[int, ...]]) -> list[_Terms]:
         """What is known of the results of a program."""
-        read = [v for step in plan.steps for v in step.eqn.invars] + list(plan.jaxpr.outvars)
-        uses = Counter(v for v in read if not hasattr(v, "val"))
+        reads = [v for step in plan.steps for v in step.eqn.invars] + list(plan.jaxpr.outvars)
+        uses = Counter(v for v in reads if not hasattr(v, "val"))
 
         def terms(v: Any) -> _Terms:
             """The products in a value; a sum that has several uses is not followed."""
-            return () if hasattr(v, "val") else tuple(t for t in env.get(v, ()) if uses[v] == 1 or not t.summed)
+            return () if hasattr(v, "val") else tuple(t for t in env.get(v, ()) if uses[v] == 1 or not t.has_others)
 
         for step in plan.steps:
-            made = self._step(step, [terms(v) for v in step.eqn.invars], uses, loops)
-            env.update(zip(step.eqn.outvars, made, strict=False))
+            results = self._step(step, [terms(v) for v in step.eqn.invars], uses, loops)
+            env.update(zip(step.eqn.outvars, results, strict=False))
         return [terms(v) for v in plan.jaxpr.outvars]
 
     def _step(
-        self, step: Any, tracked: list[_Terms], uses: Mapping[Any, int], loops: Mapping[int, tuple[int, ...]]
+        self, step: Any, operand_terms: list[_Terms], uses: Mapping[Any, int], loops: Mapping[int, tuple[int, ...]]
     ) -> Sequence[_Terms]:
         if id(step) in self.sites.of_step:
-            side, some = self.sites.of_step[id(step)]
-            for site in some:
+            side, sites = self.sites.of_step[id(step)]
+            for site in sites:
                 self.products[site.leaf] = self.products.get(site.leaf, 0) + 1
                 self.loops[site.leaf] = loops.get(site.leaf, ())
-            if len(some) != 1:
+            if len(sites) != 1:
                 return []
-            return [(_Term(Origin(some[0].leaf, _of_result(step.product, side, some[0].laid, step.eqn))),)]
+            return [(_Term(Origin(sites[0].leaf, _of_result(step.product, side, sites[0].view, step.eqn))),)]
         if step.kind == "control":
             if step.name in ENTERED:
                 inner = step.inner[0]
-                return self.walk(inner, dict(zip(inner.jaxpr.invars, tracked, strict=True)), loops)
+                return self.walk(inner, dict(zip(inner.jaxpr.invars, operand_terms, strict=True)), loops)
             more = loops
             if step.name == "scan":
-                fixed, carried = carry_count(step.eqn.params)
-                stacked = {o.leaf for fact in step.known[fixed + carried :] for o in fact.origins}
-                more = {**loops, **{leaf: (*loops.get(leaf, ()), id(step)) for leaf in stacked}}
+                num_consts, num_carry = carry_count(step.eqn.params)
+                stacked_leaves = {o.leaf for fact in step.known[num_consts + num_carry :] for o in fact.origins}
+                more = {**loops, **{leaf: (*loops.get(leaf, ()), id(step)) for leaf in stacked_leaves}}
             for inner in step.inner:
                 self.walk(inner, {}, more)
             return []
-        if step.name in _SUMS and any(tracked):
-            return self._sum(step, tracked, uses, loops)
-        if tracked and tracked[0] and len(step.eqn.outvars) == 1:
+        if step.name in _SUMS and any(operand_terms):
+            return self._sum(step, operand_terms, uses, loops)
+        if operand_terms and operand_terms[0] and len(step.eqn.outvars) == 1:
             before, after = (v.aval.shape for v in (step.eqn.invars[0], step.eqn.outvars[0]))
-            out = [(t, moved(step.name, step.eqn.params, t.weight, before, after)) for t in tracked[0]]
+            out = [(t, moved(step.name, step.eqn.params, t.weight, before, after)) for t in operand_terms[0]]
             return [tuple(replace(t, weight=o) for t, o in out if o is not None and o.moved)]
         return []
 
     def _sum(
-        self, step: Any, tracked: list[_Terms], uses: Mapping[Any, int], loops: Mapping[int, tuple[int, ...]]
+        self, step: Any, operand_terms: list[_Terms], uses: Mapping[Any, int], loops: Mapping[int, tuple[int, ...]]
     ) -> Sequence[_Terms]:
         """The terms of a sum; none of one with a parameter, which is noted."""
         shape, signs = tuple(step.eqn.outvars[0].aval.shape), _SUMS[step.name]
-        given = [fact.origins for fact in step.known if not fact.data and fact.origins]
-        if not given:
-            every = zip(signs, step.eqn.invars, tracked, strict=True)
+        parameter_origins = [fact.origins for fact in step.known if not fact.data and fact.origins]
+        if not parameter_origins:
+            every = zip(signs, step.eqn.invars, operand_terms, strict=True)
             return [
                 tuple(
-                    replace(term, sign=sign * term.sign, summed=True)
+                    replace(term, sign=sign * term.sign, has_others=True)
                     for sign, v, terms in every
                     for term in terms
                     if uses[v] == 1 and v.aval.shape == shape
                 )
             ]
-        for term in (*tracked[0], *tracked[1]) if len(given[0]) == 1 else ():
-            (bias,) = given[0]
+        for term in (*operand_terms[0], *operand_terms[1]) if len(parameter_origins[0]) == 1 else ():
+            (bias,) = parameter_origins[0]
             self.loops[bias.leaf] = loops.get(bias.leaf, ())
-            found = _Sum(term.weight, bias, term.sign * signs[0] * signs[1], shape)
-            self.found.setdefault(term.weight.leaf, []).append(found)
+            bias_sum = _Sum(term.weight, bias, term.sign * signs[0] * signs[1], shape)
+            self.sums.setdefault(term.weight.leaf, []).append(bias_sum)
         return []
 
 
-def _of_result(product: Any, side: int, laid: Laid, eqn: Any) -> tuple[Axis, ...]:
+def _of_result(product: Any, side: int, view: Laid, eqn: Any) -> tuple[Axis, ...]:
     """The parts of a weight's axes that the axes of a product are."""
     ndim = len(eqn.outvars[0].aval.shape)
     if isinstance(product, Dot):
         batch = len(product.batch[0])
-        own, free = laid.kept[batch:], ((),) * (ndim - len(laid.kept))
-        return (*laid.kept[:batch], *((*own, *free) if side == 0 else (*free, *own)))
+        own, free = view.kept[batch:], ((),) * (ndim - len(view.kept))
+        return (*view.kept[:batch], *((*own, *free) if side == 0 else (*free, *own)))
     last = product.numbers.out_spec[1] if isinstance(product, Conv) else ndim - 1
-    return tuple(laid.kept[-1] if axis == last else () for axis in range(ndim))
+    return tuple(view.kept[-1] if axis == last else () for axis in range(ndim))
 
 
-def _made(program: Any, stack: int, turns: int, seen: _Sum, loops: Mapping[int, tuple[int, ...]]) -> BiasSite | str:
+def _made(program: Any, stack: int, turns: int, bias_sum: _Sum, loops: Mapping[int, tuple[int, ...]]) -> BiasSite | str:
     """The bias of a sum, or why it is none."""
-    leaf = seen.bias.leaf
+    leaf = bias_sum.bias.leaf
     path, shape = program.paths[leaf], program.shapes[leaf]
-    if not seen.bias.moved:
+    if not bias_sum.bias.moved:
         return f"its bias {path!r} is computed with before it is added"
     if len(program.uses[leaf]) != 1:
         return f"its bias {path!r} is used elsewhere, too"
-    before = stack_of(shape, Laid(seen.bias.axes, ()))
-    if stack != turns or before != turns or loops[leaf] != loops[seen.weight.leaf]:
+    before = stack_of(shape, Laid(bias_sum.bias.axes, ()))
+    if stack != turns or before != turns or loops[leaf] != loops[bias_sum.weight.leaf]:
         return f"its bias {path!r} is not that of each layer of the stack alone"
     axes = []
-    given = seen.bias.axes or ((),) * len(seen.shape)  # a number without axes is not broadcast before a sum
-    for size, of_weight, own in zip(seen.shape, seen.weight.axes, given, strict=True):
+    bias_axes = bias_sum.bias.axes or ((),) * len(bias_sum.shape)  # a number without axes is not broadcast before a sum
+    for size, of_weight, own in zip(bias_sum.shape, bias_sum.weight.axes, bias_axes, strict=True):
         if own and (_size(of_weight) != size or _size(own) != size or not of_weight):
             return f"its bias {path!r} has an axis that the weight has not"
         if own:
@@ -233,7 +233,7 @@ def _made(program: Any, stack: int, turns: int, seen: _Sum, loops: Mapping[int, 
     core = shape[before:]
     if math.prod(_size(own) for _, own in axes) != math.prod(core):
         return f"only a part of its bias {path!r} is added"
-    return BiasSite(leaf, seen.sign, tuple(core), tuple(axes))
+    return BiasSite(leaf, bias_sum.sign, tuple(core), tuple(axes))
 
 
 def _size(parts: Axis) -> int:
@@ -278,5 +278,5 @@ def averaged(values: np.ndarray, counts: np.ndarray, places: np.ndarray, size: i
     """
     weights = np.broadcast_to(counts[:, None], values.shape).ravel()
     total = np.bincount(places.ravel(), weights=weights, minlength=size)
-    found = np.bincount(places.ravel(), weights=weights * values.ravel(), minlength=size)
-    return found / np.where(total > 0, total, 1)
+    value_sums = np.bincount(places.ravel(), weights=weights * values.ravel(), minlength=size)
+    return value_sums / np.where(total > 0, total, 1)

@@ -43,29 +43,29 @@ def clipped(by: Clip, target: Array, gram: Array, *, placement: Placement, layou
     spec = placement.spec
     if spec.rounding.stochastic:
         spec = replace(spec, rounding=Rounding.NEAREST_EVEN, random_bits=None)
-    held, numbers = replace(placement, spec=spec), group_numbers(placement, layout, jnp)
+    nearest_placement, numbers = replace(placement, spec=spec), group_numbers(placement, layout, jnp)
     count = group_count(placement)
     wide = layout.lay(target).astype(gram.dtype)
     inside = _inner_products(placement, layout, gram)
     flat = numbers.reshape(-1)
     low, high = (of(wide.reshape(-1), flat, count) for of in (jax.ops.segment_min, jax.ops.segment_max))
 
-    def bounded(share: Array) -> Array:
+    def clip_to(share: Array) -> Array:
         return jnp.clip(wide, (share * low)[numbers], (share * high)[numbers])
 
-    def turn(i: Array, state: tuple[Array, Array]) -> tuple[Array, Array]:
+    def try_share(i: Array, state: tuple[Array, Array]) -> tuple[Array, Array]:
         best, least = state
         share = (1 - i * (1 - by.least) / by.points).astype(wide.dtype)
-        packed = held.pack(layout.back(bounded(share)).astype(target.dtype))
-        _, made = rounded_under(packed, target, layout)
-        error = wide - layout.lay(made).astype(wide.dtype)
-        found = jax.ops.segment_sum((error * inside(error)).reshape(-1), flat, count)
-        better = found < least
-        return jnp.where(better, share, best), jnp.minimum(found, least)
+        packed_weight = nearest_placement.pack(layout.back(clip_to(share)).astype(target.dtype))
+        _, values = rounded_under(packed_weight, target, layout)
+        error = wide - layout.lay(values).astype(wide.dtype)
+        losses = jax.ops.segment_sum((error * inside(error)).reshape(-1), flat, count)
+        better = losses < least
+        return jnp.where(better, share, best), jnp.minimum(losses, least)
 
     start = jnp.ones(count, wide.dtype), jnp.full(count, jnp.inf, wide.dtype)
-    best, _ = lax.fori_loop(0, by.points + 1, turn, start)
-    return layout.back(bounded(best)).astype(target.dtype)
+    best, _ = lax.fori_loop(0, by.points + 1, try_share, start)
+    return layout.back(clip_to(best)).astype(target.dtype)
 
 
 def group_count(placement: Placement) -> int:
@@ -123,12 +123,12 @@ def _inner_products(placement: Placement, layout: MatrixLayout, gram: Array) -> 
 
 
 def rounded_under(
-    packed: QArray | StoredAs, target: Array, layout: MatrixLayout, key: Array | None = None
+    packed_weight: QArray | StoredAs, target: Array, layout: MatrixLayout, key: Array | None = None
 ) -> tuple[Array, Array]:
     """The codes and the numbers of a parameter, in its shape, under the scales of a packed one."""
-    stored = stored_of(packed)
-    scales = element_scales(stored)
-    spec, dtype = one_each(stored.spec), target.dtype
+    q = stored_of(packed_weight)
+    scales = element_scales(q)
+    spec, dtype = one_each(q.spec), target.dtype
     parts = [part.reshape(-1) for part in scales.by_element]
     entries, numbers = round_column(target.reshape(-1), *scales.of(parts), spec, dtype, key)
     return entries.reshape(layout.shape), numbers.reshape(layout.shape)

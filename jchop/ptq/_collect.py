@@ -57,7 +57,7 @@ class Collector(Runner):
         lanes: what runs each trajectory; the sums are those of the last one, and beside it of the first.
         roundings: of the products of the last one.
         sites: the products.
-        wanted: the indexes of the parameters whose inputs are summed up.
+        leaves: the indexes of the parameters whose inputs are summed up.
     """
 
     def __init__(
@@ -65,9 +65,9 @@ class Collector(Runner):
         lanes: Sequence[Runner],
         roundings: dict[int, tuple[Roundings, int]],
         sites: Sites,
-        wanted: frozenset[int],
+        leaves: frozenset[int],
     ) -> None:
-        self.lanes, self.roundings, self.sites, self.wanted = tuple(lanes), roundings, sites, wanted
+        self.lanes, self.roundings, self.sites, self.leaves = tuple(lanes), roundings, sites, leaves
         self._sums: dict[int, Sums] = {}
         self._window: tuple[Any, int] | None = None
         self._layers: tuple[Any, int] | None = None  # the same, also within loops
@@ -87,16 +87,16 @@ class Collector(Runner):
         """
         self._window = self._layers = window
         try:
-            return self._collected(plan, seeds, values)[1]
+            return self._run_and_collect(plan, seeds, values)[1]
         finally:
             self._window = self._layers = None
 
-    def values(self, values: Sequence[Any], changed: Sequence[Mapping[int, Any]]) -> list[Any]:
+    def values(self, values: Sequence[Any], overrides: Sequence[Mapping[int, Any]]) -> list[Any]:
         """The arguments of a program, of which each trajectory has changed some, by their index."""
-        some = {i for own in changed for i in own}
-        return [Lanes(own.get(i, x) for own in changed) if i in some else x for i, x in enumerate(values)]
+        some = {i for own in overrides for i in own}
+        return [Lanes(own.get(i, x) for own in overrides) if i in some else x for i, x in enumerate(values)]
 
-    def _collected(self, plan: Plan, seeds: Any, values: Sequence[Any]) -> tuple[list[Lanes], dict[int, Sums]]:
+    def _run_and_collect(self, plan: Plan, seeds: Any, values: Sequence[Any]) -> tuple[list[Lanes], dict[int, Sums]]:
         outer, self._sums = self._sums, {}
         try:
             out = [self._lanes(value) for value in interpret(self, plan, seeds, values)]
@@ -111,11 +111,11 @@ class Collector(Runner):
         before = self._sums.get(leaf)
         self._sums[leaf] = sums if before is None else added(before, sums)
 
-    def _add_of(self, leaf: int, make: Callable[[], Sums]) -> None:
+    def _add_if_inside(self, leaf: int, make: Callable[[], Sums]) -> None:
         """Add sums, which are zero, and not computed, in a turn that is not looked at."""
         self._add(leaf, make() if self._inside is None else _made_if(self._inside, make))
 
-    def _add_at(self, leaf: int, indexes: tuple[int, ...], make: Callable[[], Sums]) -> None:
+    def _add_layer(self, leaf: int, indexes: tuple[int, ...], make: Callable[[], Sums]) -> None:
         """Add sums to those of a layer of a stack, if it is looked at."""
         size, *rest = self.sites.stacks[leaf]
         place, *others = indexes
@@ -125,12 +125,12 @@ class Collector(Runner):
             start, size = self._layers
             place = _slot(place - start, size)
             sums = _made_if(place < size, make)
-        held = self._sums.get(leaf)
-        if held is None:
-            held = jax.tree.map(lambda v: jnp.zeros((size, *rest, *v.shape), v.dtype), sums)
+        totals = self._sums.get(leaf)
+        if totals is None:
+            totals = jax.tree.map(lambda v: jnp.zeros((size, *rest, *v.shape), v.dtype), sums)
         at = (place, *others)
-        after = added(jax.tree.map(lambda v: v[at], held), sums)
-        self._sums[leaf] = jax.tree.map(lambda v, one: v.at[at].set(one, mode="drop"), held, after)
+        after = added(jax.tree.map(lambda v: v[at], totals), sums)
+        self._sums[leaf] = jax.tree.map(lambda v, one: v.at[at].set(one, mode="drop"), totals, after)
 
     # -- equations -----------------------------------------------------------------------------------------------------
 
@@ -138,14 +138,14 @@ class Collector(Runner):
         """One equation, in each trajectory."""
         by_lane = self._by_lane(args)
         for site in self.sites.of_step.get(id(part), (0, ()))[1]:
-            if site.leaf in self.wanted:
-                self._look(part, site, by_lane)
+            if site.leaf in self.leaves:
+                self._add_input(part, site, by_lane)
         outs = self._each("run", part, seeds, by_lane)
-        return self._chosen(part.eqn, by_lane, outs) if _chooses(part.eqn) else outs
+        return self._align_choices(part.eqn, by_lane, outs) if _chooses(part.eqn) else outs
 
     def control(self, step: Any, seeds: Any, args: list[Any]) -> list[Any]:
         """A step that holds programs, taken apart if one of their products is looked at, or a choice is in them."""
-        if not any(self._looks(plan) for plan in step.inner):
+        if not any(self._has_sites(plan) for plan in step.inner):
             return self._each("control", step, seeds, self._by_lane(args))
         if step.name in ENTERED:
             inside = None if seeds is None else seeds.turn(step.number)
@@ -156,10 +156,10 @@ class Collector(Runner):
             return self._cond(step, seeds, args)
         return self._each("control", step, seeds, self._by_lane(args))
 
-    def _looks(self, plan: Plan) -> bool:
+    def _has_sites(self, plan: Plan) -> bool:
         steps = list(plan.walk())
-        found = (self.sites.of_step.get(id(step), (0, ()))[1] for step in steps)
-        if any(site.leaf in self.wanted for some in found for site in some):
+        site_lists = (self.sites.of_step.get(id(step), (0, ()))[1] for step in steps)
+        if any(site.leaf in self.leaves for some in site_lists for site in some):
             return True
         return len(self.lanes) > 1 and any(_chooses(step.eqn) for step in steps)
 
@@ -170,7 +170,7 @@ class Collector(Runner):
         outs = [getattr(lane, what)(step, seeds, args) for lane, args in zip(self.lanes, by_lane, strict=True)]
         return [Lanes(values) for values in zip(*outs, strict=True)]
 
-    def _chosen(self, eqn: Any, by_lane: Sequence[list[Any]], outs: list[Any]) -> list[Any]:
+    def _align_choices(self, eqn: Any, by_lane: Sequence[list[Any]], outs: list[Any]) -> list[Any]:
         """The results of a choice, with the order of the last trajectory in all of them."""
         params, last = eqn.params, by_lane[-1]
         if eqn.primitive.name == "sort" and len(last) > 1:
@@ -191,11 +191,11 @@ class Collector(Runner):
     def _scan(self, step: Any, seeds: Any, args: list[Any]) -> list[Any]:
         """A loop: the sums of stacked parameters are those of each turn, those of others run through the turns."""
         params = step.eqn.params
-        fixed, carried = carry_count(params)
+        num_consts, num_carry = carry_count(params)
         full = [Lanes(map(as_jax, self._lanes(x))) for x in args]
-        consts, start, xs = full[:fixed], full[fixed : fixed + carried], full[fixed + carried :]
-        stacked = {o.leaf for fact in step.known[fixed + carried :] for o in fact.origins}
-        window = self._window if stacked & self.wanted else None
+        consts, start, xs = full[:num_consts], full[num_consts : num_consts + num_carry], full[num_consts + num_carry :]
+        stacked_leaves = {o.leaf for fact in step.known[num_consts + num_carry :] for o in fact.origins}
+        window = self._window if stacked_leaves & self.leaves else None
 
         def slot(count: Any) -> Any:
             assert window is not None
@@ -208,40 +208,40 @@ class Collector(Runner):
             if window is not None:
                 self._window, self._inside = None, slot(count) < window[1]
             try:
-                out, sums = self._collected(step.inner[0], inside, [*consts, *map(Lanes, carry), *map(Lanes, x)])
+                out, sums = self._run_and_collect(step.inner[0], inside, [*consts, *map(Lanes, carry), *map(Lanes, x)])
             finally:
                 self._window, self._inside = before
             after = [tuple(strong(lanes)) for lanes in out]
-            return after[:carried], after[carried:], sums
+            return after[:num_carry], after[num_carry:], sums
 
         begin = [tuple(strong(lanes)) for lanes in start]
         each = [tuple(lanes) for lanes in xs]
         one = jax.eval_shape(lambda x: jax.tree.map(lambda v: v[0], x), each)
         shapes = jax.eval_shape(lambda carry, x: once(carry, jnp.uint32(0), x)[2], begin, one)
-        shared = {leaf: jax.tree.map(_zeros, sums) for leaf, sums in shapes.items() if leaf not in stacked}
-        held: dict[int, Any] = {}  # the turns of the window, which is written to in the loop
+        shared_sums = {leaf: jax.tree.map(_zeros, sums) for leaf, sums in shapes.items() if leaf not in stacked_leaves}
+        window_sums: dict[int, Any] = {}  # the turns of the window, which is written to in the loop
         if window is not None:
             size = window[1]
-            held = {
+            window_sums = {
                 leaf: jax.tree.map(lambda v: jnp.zeros((size, *v.shape), v.dtype), sums)
                 for leaf, sums in shapes.items()
-                if leaf in stacked
+                if leaf in stacked_leaves
             }
 
-        def turn(state: Any, x: Any) -> tuple[Any, Any]:
-            carry, before, chosen, count = state
+        def body(state: Any, x: Any) -> tuple[Any, Any]:
+            carry, before, slots, count = state
             carry, ys, sums = once(carry, count, x)
             after = {leaf: added(before[leaf], sums[leaf]) for leaf in before}
             own = {leaf: value for leaf, value in sums.items() if leaf not in before}
             if window is not None:
                 place = slot(count)
                 write = lambda v, one: v.at[place].set(one, mode="drop")  # noqa: E731
-                chosen, own = {leaf: jax.tree.map(write, chosen[leaf], own[leaf]) for leaf in chosen}, {}
-            return (carry, after, chosen, count + jnp.uint32(1)), (ys, own)
+                slots, own = {leaf: jax.tree.map(write, slots[leaf], own[leaf]) for leaf in slots}, {}
+            return (carry, after, slots, count + jnp.uint32(1)), (ys, own)
 
         state, (ys, own) = lax.scan(
-            turn,
-            (begin, shared, held, jnp.uint32(0)),
+            body,
+            (begin, shared_sums, window_sums, jnp.uint32(0)),
             each,
             length=params["length"],
             reverse=params["reverse"],
@@ -259,32 +259,34 @@ class Collector(Runner):
 
         def branch(i: int, values: Any) -> tuple[Any, dict[int, Sums]]:
             inside = None if seeds is None else seeds.turn(step.number + i)
-            out, sums = self._collected(step.inner[i], inside, [*map(Lanes, values)])
+            out, sums = self._run_and_collect(step.inner[i], inside, [*map(Lanes, values)])
             return [tuple(strong(lanes)) for lanes in out], sums
 
         every: dict[int, Any] = {}
         for i in range(len(step.inner)):
             every |= jax.eval_shape(lambda values, i=i: branch(i, values)[1], operands)
 
-        def filled(i: int, values: Any) -> tuple[Any, dict[int, Sums]]:
+        def branch_with_zeros(i: int, values: Any) -> tuple[Any, dict[int, Sums]]:
             out, sums = branch(i, values)
             return out, {i: sums[i] if i in sums else jax.tree.map(_zeros, shape) for i, shape in every.items()}
 
-        out, sums = lax.switch(index, [lambda values, i=i: filled(i, values) for i in range(len(step.inner))], operands)
+        out, sums = lax.switch(
+            index, [lambda values, i=i: branch_with_zeros(i, values) for i in range(len(step.inner))], operands
+        )
         for leaf, value in sums.items():
             self._add(leaf, value)
         return [*map(Lanes, out)]
 
     # -- products ------------------------------------------------------------------------------------------------------
 
-    def _look(self, step: Any, site: Site, by_lane: Sequence[list[Any]]) -> None:
+    def _add_input(self, step: Any, site: Site, by_lane: Sequence[list[Any]]) -> None:
         """Add the input of a product to the sums of its weight."""
         side = self.sites.of_step[id(step)][0]
         product = Flipped(step.product) if side == 0 else step.product
         inputs = [args[1 - side] for args in by_lane]
         how = self.roundings.get(id(step))
-        left = None if how is None else how[0].left
-        if how is not None and left is not None and not is_stochastic(left):
+        rounding = None if how is None else how[0].left
+        if how is not None and rounding is not None and not is_stochastic(rounding):
             inputs[-1] = _rounded(product.forward.left, _as_float(inputs[-1]), how[0])
         extra = by_lane[-1][2:]
         kernel = by_lane[-1][side].shape
@@ -296,16 +298,16 @@ class Collector(Runner):
             make = partial(_of_groups, x[0], None if other is None else other[0], sizes)
         indexes = self.sites.indexes.get((id(step), site.leaf))
         if indexes is None:
-            self._add_of(site.leaf, make)
+            self._add_if_inside(site.leaf, make)
         else:
-            self._add_at(site.leaf, indexes, make)
+            self._add_layer(site.leaf, indexes, make)
 
 
 class Errors(Collector):
     """Runs a program in full precision, and sums up squares of what steps make of rounded parameters.
 
     Args:
-        others: steps by the parameter, as `Sites.others`.
+        others: steps by the parameter, as `WeightSites.others`.
     """
 
     def __init__(self, others: Mapping[int, Sequence[Any]]) -> None:
@@ -328,21 +330,21 @@ class Errors(Collector):
             lows = ([*exact[:operand], own[operand], *exact[operand + 1 :]] for own in by_lane[1:])
             first, *others = (self.lanes[0].run(part, seeds, own)[0] for own in (exact, *lows))
             vectors = [_as_float(v).reshape(-1) for v in (first, *(first - other for other in others))]
-            self._add_of(key, partial(of_rows, jnp.stack(vectors, -1)[None]))
+            self._add_if_inside(key, partial(of_rows, jnp.stack(vectors, -1)[None]))
         return outs
 
     def control(self, step: Any, seeds: Any, args: list[Any]) -> list[Any]:
         """A step that holds programs, as often as it takes rounded parameters alone, else once."""
-        if step.name in ENTERED or self._looks_at(step):
+        if step.name in ENTERED or self._takes_operands(step):
             return super().control(step, seeds, args)
         if any(step.data):
             return self.lanes[0].control(step, seeds, self._by_lane(args)[0])
         return self._each("control", step, seeds, self._by_lane(args))
 
-    def _looks(self, plan: Plan) -> bool:
+    def _has_sites(self, plan: Plan) -> bool:
         return True
 
-    def _looks_at(self, step: Any) -> bool:
+    def _takes_operands(self, step: Any) -> bool:
         return step.name in ("scan", "cond") and any(id(s) in self._operands for p in step.inner for s in p.walk())
 
 
@@ -392,10 +394,10 @@ def _rows(product: Any, site: Site, x: Array, kernel: Sequence[int]) -> Array:
     if isinstance(product, Ragged):
         return x[None]
     layout = product.forward.left
-    laid = layout.lay(x)
-    own = [i for i in range(site.batch) if site.laid.kept[i]]
-    order = [*own, *(i for i in range(laid.ndim - 1) if i not in own), laid.ndim - 1]
-    return laid.transpose(order).reshape(site.layout.matrices[0], -1, laid.shape[-1])
+    matrices = layout.lay(x)
+    own = [i for i in range(site.batch) if site.view.kept[i]]
+    order = [*own, *(i for i in range(matrices.ndim - 1) if i not in own), matrices.ndim - 1]
+    return matrices.transpose(order).reshape(site.layout.matrices[0], -1, matrices.shape[-1])
 
 
 def _patches(conv: Conv, x: Array, kernel: Sequence[int]) -> Array:
@@ -408,13 +410,13 @@ def _patches(conv: Conv, x: Array, kernel: Sequence[int]) -> Array:
     """
     space = [kernel[axis] for axis in conv.numbers.rhs_spec[2:]]
     image = x.transpose(conv.numbers.lhs_spec)
-    found = lax.conv_general_dilated_patches(
+    patches = lax.conv_general_dilated_patches(
         image, space, conv.strides, conv.padding, conv.input_dilation, conv.kernel_dilation,
         precision=lax.Precision.HIGHEST,
     )  # fmt: skip
     groups, places = conv.feature_groups, math.prod(space)
     inner = image.shape[1] // groups
-    apart = found.reshape(found.shape[0], groups, inner, places, -1)
+    apart = patches.reshape(patches.shape[0], groups, inner, places, -1)
     return apart.transpose(1, 0, 4, 3, 2).reshape(groups, -1, places * inner)
 
 

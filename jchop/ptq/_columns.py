@@ -54,9 +54,9 @@ class ElementScales:
         return scale, zero[0] if zero else None
 
 
-def stored_of(packed: QArray | StoredAs) -> QArray:
+def stored_of(packed_weight: QArray | StoredAs) -> QArray:
     """The array that holds the codes of a packed parameter."""
-    return packed.stored if isinstance(packed, StoredAs) else packed
+    return packed_weight.stored if isinstance(packed_weight, StoredAs) else packed_weight
 
 
 def element_scales(q: QArray) -> ElementScales:
@@ -98,18 +98,21 @@ def one_each(spec: Spec) -> Spec:
 def round_column(
     column: Array, scale: Any, zero: Any, spec: Spec, dtype: Any, key: Array | None = None
 ) -> tuple[Array, Array]:
-    """The codes of a vector, one entry for each element, and their numbers in `dtype`; `spec` is that of `one_each`."""
-    given = {} if scale is None else {"scale": scale, "zero_point": zero}
-    q = quantize(column, spec, key, impl="xla", **given)
+    """The codes of a vector, one entry for each element, and their numbers in `dtype`.
+
+    `spec` is one of `elementwise_spec`.
+    """
+    scale_args = {} if scale is None else {"scale": scale, "zero_point": zero}
+    q = quantize(column, spec, key, impl="xla", **scale_args)
     entries = spread(q.qvalue, spec.element, column.shape[0])
     return entries, dequantize(q, dtype)
 
 
-def with_entries(packed: QArray | StoredAs, entries: Array) -> QArray | StoredAs:
+def with_entries(packed_weight: QArray | StoredAs, entries: Array) -> QArray | StoredAs:
     """A packed parameter with other codes, one entry for each element, in the order of its numbers."""
-    if isinstance(packed, StoredAs):
-        stored = with_entries(packed.stored, entries)
-        assert isinstance(stored, QArray)
-        return replace(packed, stored=stored)
-    codes = gather(entries.reshape(packed.shape or (1,)), packed.spec.element)
-    return replace(packed, qvalue=codes)
+    if isinstance(packed_weight, StoredAs):
+        q = with_entries(packed_weight.stored, entries)
+        assert isinstance(q, QArray)
+        return replace(packed_weight, stored=q)
+    codes = gather(entries.reshape(packed_weight.shape or (1,)), packed_weight.spec.element)
+    return replace(packed_weight, qvalue=codes)

@@ -138,8 +138,8 @@ def calibrated(
     if resume is not None:
         journal = Journal(resume, fingerprint(low, params, batches, plan, in_order, key, most))
     data = Data(low, params, batches, key, progress)
-    mapped = map_parameters(data, plan.mappings, most)
-    job = _Job(low, data, plan, key, mapped, journal, tell, most)
+    mapping_record = map_parameters(data, plan.mappings, most)
+    job = _Job(low, data, plan, key, mapping_record, journal, tell, most)
     job.in_order() if in_order else job.at_once() if most is None else job.in_parts()
     return job.result()
 
@@ -148,15 +148,15 @@ class _Job:
     """The state of a calibration: packed parameters, their numbers, and rows of the report."""
 
     def __init__(
-        self, low: QuantizedFunction, data: Data, steps: Steps, key: Array | None, mapped: Mapped,
-        journal: Journal | None = None, tell: Callable[[WeightRow, int, int], object] | None = None,
+        self, low: QuantizedFunction, data: Data, steps: Steps, key: Array | None,
+        mapping_record: Mapped, journal: Journal | None = None,
+        tell: Callable[[WeightRow, int, int], object] | None = None,
         memory: int | None = None,
     ) -> None:  # fmt: skip
         self.low, self.params, self.data, self.steps, self.key = low, data.params, data, steps, key
-        self.mapped, self.journal, self.tell, self.memory = mapped, journal, tell, memory
+        self.mapping_record, self.journal, self.tell, self.memory = mapping_record, journal, tell, memory
         self.rows: list[WeightRow] = []
-        self.passes = mapped.passes
-        self.packed: Any = None
+        self.passes = mapping_record.passes
 
     def at_once(self) -> None:
         """All weights by the inputs of the model in full precision."""
@@ -177,15 +177,15 @@ class _Job:
         self._start(self.data.first())
         parts = parts_of(self.stages, self._sizes(False), self.memory, self.program.paths.__getitem__)
         part_of = {stage: part for part in parts for stage in part.stages}
-        held: list[Any] = [None, {}]
+        current: list[Any] = [None, {}]
 
         def sums_of(stage: Stage) -> Mapping[int, Sums]:
             part = part_of[stage]
-            if held[0] is not part:
-                held[:] = None, {}
-                held[:] = part, self.data.sums(wanted=part.leaves, window=part.window)[0]
+            if current[0] is not part:
+                current[:] = None, {}
+                current[:] = part, self.data.sums(leaves=part.leaves, window=part.window)[0]
                 self.passes += 1
-            return _turn(held[1], stage, part.window)
+            return _turn(current[1], stage, part.window)
 
         self._stages([stage for part in parts for stage in part.stages], sums_of)
 
@@ -193,10 +193,10 @@ class _Job:
         """One stage after the other, by the inputs of the model as it is rounded so far."""
         self._start(self.data.first())
         full: dict[int, Array] = {}
-        compared = self.steps.correction is not None or self.steps.biases is not None
-        trajectories = [full] if compared else []
+        both = self.steps.correction is not None or self.steps.biases is not None
+        trajectories = [full] if both else []
         if self.memory is not None:
-            check_fits(self.stages, self._sizes(compared), self.memory, self.program.paths.__getitem__)
+            check_fits(self.stages, self._sizes(both), self.memory, self.program.paths.__getitem__)
 
         def sums_of(stage: Stage) -> Mapping[int, Sums]:
             window = (stage.turn[0], 1) if self.memory is not None and stage.turn else None
@@ -208,21 +208,21 @@ class _Job:
 
     def _sizes(self, both: bool) -> dict[int, tuple[int, int]]:
         """The bytes of the statistics of each weight in a turn of its outermost loop, and the number of turns."""
-        found = {}
-        for leaf, site in self.wanted.items():
+        sizes = {}
+        for leaf, site in self.weight_sites.items():
             loops = self.program.shapes[leaf][: site.turns]
             dtype = jnp.promote_types(self.call.values[leaf].dtype, jnp.float32)
             each = turn_bytes(site, dtype, both) * math.prod(loops[1:])
-            found[leaf] = each, loops[0] if loops else 1
-        return found
+            sizes[leaf] = each, loops[0] if loops else 1
+        return sizes
 
     def _stages(self, stages: Sequence[Stage], sums_of: Callable[[Stage], Mapping[int, Sums]]) -> None:
         """Round the weights stage after stage; those that a killed run finished are taken from its folder."""
         for number, stage in enumerate(stages):
-            kept = None if self.journal is None else self.journal.stage(number)
+            record = None if self.journal is None else self.journal.stage(number)
             before = len(self.rows)
-            if kept is not None:
-                self._again(kept)
+            if record is not None:
+                self._restore_stage(record)
             else:
                 sums = sums_of(stage)
                 self.fresh = Kept([], [], {})
@@ -234,68 +234,74 @@ class _Job:
                 for row in self.rows[before:]:
                     self.tell(row, number + 1, len(stages))
 
-    def _again(self, kept: Kept) -> None:
+    def _restore_stage(self, record: Kept) -> None:
         """Take a stage from the folder of a run."""
-        self.rows += kept.rows
-        for leaf, turn, parts in kept.weights:
+        self.rows += record.rows
+        for leaf, turn, parts in record.weights:
             like = self.low_leaves[leaf]
             self._keep(leaf, turn, jax.tree.unflatten(jax.tree.structure(like), parts))
-        for leaf, bias in kept.biases.items():
+        for leaf, bias in record.biases.items():
             self._keep_bias(leaf, bias)
 
-    def _keep(self, leaf: int, turn: tuple[int, ...], packed: Any) -> None:
+    def _keep(self, leaf: int, turn: tuple[int, ...], packed_weight: Any) -> None:
         """Take a rounded weight, or a layer of a stack of them."""
-        numbers = numbers_of(packed)
+        numbers = numbers_of(packed_weight)
         if turn:
-            self.low_leaves[leaf] = jax.tree.map(lambda a, one: a.at[turn].set(one), self.low_leaves[leaf], packed)
+            self.low_leaves[leaf] = jax.tree.map(
+                lambda a, one: a.at[turn].set(one), self.low_leaves[leaf], packed_weight
+            )
             self.numbers[leaf] = self.numbers[leaf].at[turn].set(numbers)
         else:
-            self.low_leaves[leaf], self.numbers[leaf] = packed, numbers
+            self.low_leaves[leaf], self.numbers[leaf] = packed_weight, numbers
 
     def _keep_bias(self, leaf: int, bias: Array) -> None:
         """Take a corrected bias."""
         self.biases[leaf] = bias
-        rounded = self._rounded_bias(leaf, bias)
-        self.numbers[leaf] = numbers_of(rounded) if is_packed(rounded) else rounded
+        low_bias = self._pack_bias(leaf, bias)
+        self.numbers[leaf] = numbers_of(low_bias) if is_packed(low_bias) else low_bias
 
     def result(self) -> tuple[Any, PtqReport]:
         """The packed parameters and the report."""
         leaves = list(self.leaves)
-        for leaf in self.wanted:
+        for leaf in self.weight_sites:
             leaves[self.call.places[leaf]] = self.low_leaves[leaf]
         for leaf, bias in self.biases.items():
-            leaves[self.call.places[leaf]] = self._rounded_bias(leaf, bias)
-        self._others()
+            leaves[self.call.places[leaf]] = self._pack_bias(leaf, bias)
+        self._add_other_rows()
         return jax.tree.unflatten(self.tree, leaves), PtqReport(tuple(self.rows), self.passes)
 
     # -- parts ---------------------------------------------------------------------------------------------------------
 
-    def _start(self, found: tuple[Any, Any, Sites]) -> None:
+    def _start(self, trace: tuple[Any, Any, Sites]) -> None:
         """Everything rounded by itself; weights that are calibrated still count in full precision."""
-        self.program, self.call, self.sites = found
+        self.program, self.call, self.sites = trace
         placements = self.program.placements
-        wanted = {i: v for i, v in self.sites.by_leaf.items() if i in placements and self._in_first_product(i, v)}
-        for i in wanted:
+        weight_sites = {i: v for i, v in self.sites.by_leaf.items() if i in placements and self._in_first_product(i, v)}
+        for i in weight_sites:
             _check_spec(self.steps, self.program.paths[i], self.program.shapes[i], *placements[i])
-        packed = self.low.pack(self.params, *self.call_args(), key=self.key)
-        self.leaves, self.tree = jax.tree.flatten(packed, is_leaf=is_packed)
-        rounded = {i: self.leaves[self.call.places[i]] for i in self.program.placements}
-        self.wanted = wanted
-        self.low_leaves: dict[int, Any] = {i: rounded[i] for i in self.wanted}
-        self.numbers = {i: numbers_of(v) for i, v in rounded.items() if i not in self.wanted}
-        self.numbers |= {i: self.program.placements[i][0].turned(jnp.asarray(self.call.values[i])) for i in self.wanted}
-        self.stages = list(self.sites.stages(list(wanted)))
-        self.beside = [some for some in self.sites.beside(self.program, self.stages) if some[0] in wanted]
-        for leaf, place, _ in self.beside:
-            self.numbers[leaf] = self.numbers[leaf].at[place].set(numbers_of(rounded[leaf])[place])
-        several = (i for i in wanted if i in self.sites.others)
-        self.nearest = {i: numbers_of(rounded[i]) for i in several if placements[i][0].turn is None}
+        packed_params = self.low.pack(self.params, *self.call_args(), key=self.key)
+        self.leaves, self.tree = jax.tree.flatten(packed_params, is_leaf=is_packed)
+        packed_leaves = {i: self.leaves[self.call.places[i]] for i in self.program.placements}
+        self.weight_sites = weight_sites
+        self.low_leaves: dict[int, Any] = {i: packed_leaves[i] for i in self.weight_sites}
+        self.numbers = {i: numbers_of(v) for i, v in packed_leaves.items() if i not in self.weight_sites}
+        self.numbers |= {
+            i: self.program.placements[i][0].turned(jnp.asarray(self.call.values[i])) for i in self.weight_sites
+        }
+        self.stages = list(self.sites.stages(list(weight_sites)))
+        self.other_layers = [
+            some for some in self.sites.other_layers(self.program, self.stages) if some[0] in weight_sites
+        ]
+        for leaf, place, _ in self.other_layers:
+            self.numbers[leaf] = self.numbers[leaf].at[place].set(numbers_of(packed_leaves[leaf])[place])
+        several = (i for i in weight_sites if i in self.sites.others)
+        self.nearest = {i: numbers_of(packed_leaves[i]) for i in several if placements[i][0].turn is None}
         self.biases: dict[int, Array] = {}  # corrected ones, before they are rounded
         none: tuple[dict[int, BiasSite], dict[int, str]] = {}, {}
         self.bias_of, self.no_bias = find_biases(self.program, self.sites) if self.steps.biases is not None else none
 
     def _in_first_product(self, leaf: int, site: Site) -> bool:
-        return self.program.placements[leaf][1].laid == site.laid
+        return self.program.placements[leaf][1].laid == site.view
 
     def call_args(self) -> tuple[Any, ...]:
         """The arguments after the parameters, as the program was traced for."""
@@ -304,16 +310,16 @@ class _Job:
 
     def _round(self, leaf: int, turn: tuple[int, ...], inputs: Sums | None) -> None:
         """Round a weight, or a layer of a stack of them."""
-        site, (placement, _) = self.wanted[leaf], self.program.placements[leaf]
+        site, (placement, _) = self.weight_sites[leaf], self.program.placements[leaf]
         if inputs is None:
             self.rows.append(self._row(leaf, note="no batch has its product"))
             return
         count = value(inputs.count)
-        reached = bool((count > 0).any())
+        has_input = bool((count > 0).any())
         missing = int((count == 0).sum())
         note = "" if site.turns == site.stack else "one statistic for the whole stack"
         if missing:
-            note = _NEVER if not reached else f"no input reached {missing} of its {count.size} matrices"
+            note = _NEVER if not has_input else f"no input reached {missing} of its {count.size} matrices"
         few = int(((count > 0) & (count < site.layout.matrices[1])).sum())
         limits = jnp.finfo(inputs.largest.dtype)
         least = float(np.sqrt(float(limits.tiny) / float(limits.eps)))
@@ -325,8 +331,8 @@ class _Job:
         if few and (isinstance(steps.sweep, Sweep) or steps.correction is not None):
             some = "" if few == count.size else f" in {few} of its {count.size} matrices"
             note = _joined(note, f"fewer rows than inputs{some}")
-        shared = self.call.values[leaf].shape[len(turn) : site.stack]
-        for place in np.ndindex(*shared):
+        shared_shape = self.call.values[leaf].shape[len(turn) : site.stack]
+        for place in np.ndindex(*shared_shape):
             self._round_one(leaf, (*turn, *place), inputs, note, placement)
 
     def _steps_of(self, leaf: int) -> Steps:
@@ -339,15 +345,15 @@ class _Job:
         gram = value(inputs.gram) / divisor[..., None]
         cross = None if inputs.cross is None else value(inputs.cross) / divisor[..., None]
         weight = jnp.asarray(self.call.values[leaf])[turn]
-        drawn = None
+        rounding_key = None
         if placement.spec.rounding.stochastic:
             assert self.key is not None
-            drawn = jax.random.fold_in(self.key, leaf)
+            rounding_key = jax.random.fold_in(self.key, leaf)
             for number in turn:
-                drawn = jax.random.fold_in(drawn, number)
+                rounding_key = jax.random.fold_in(rounding_key, number)
         path = self._path(leaf, turn)
         check_finite(weight, f"params: {path!r}")
-        layout, mean = self.wanted[leaf].layout, value(inputs.total) / divisor
+        layout, mean = self.weight_sites[leaf].layout, value(inputs.total) / divisor
         shift = None if inputs.shift is None else value(inputs.shift) / divisor
         with types_for(weight.dtype):
             if placement.turn is not None:  # the statistics are of inputs that are not rotated
@@ -355,14 +361,14 @@ class _Job:
                 weight, gram, mean = placement.turned(weight), both(gram), one(mean)
                 cross, shift = None if cross is None else both(cross), None if shift is None else one(shift)
             how: Any = {"placement": placement, "layout": layout, "steps": self._steps_of(leaf)}
-            out = round_parameter(weight, gram, cross, drawn, **how)
-        if bool(out.failed.any()):
+            out = round_parameter(weight, gram, cross, rounding_key, **how)
+        if bool(out.no_factor.any()):
             raise ValueError(
                 f"params: the inputs of {path!r} have a Gram matrix that cannot be factorized even with damping="
                 f"{float(out.damping.max()):g}; its numbers lie too far apart"
             )
-        self._keep(leaf, turn, out.packed)
-        self.fresh.weights.append((leaf, turn, jax.tree.leaves(out.packed)))
+        self._keep(leaf, turn, out.weight)
+        self.fresh.weights.append((leaf, turn, jax.tree.leaves(out.weight)))
         if self.steps.biases is not None:
             out, why = self._correct_bias(leaf, turn, weight, out, mean, shift, rows)
             note = _joined(note, why)
@@ -370,15 +376,17 @@ class _Job:
         if self.steps.pruning is None and round(row.after, 2) < round(row.before, 2):  # as the report shows them
             why = "worse than nearest" if self.steps.correction is None else _NOT_COUNTED
             row = replace(row, note=_joined(row.note, why))
-        self.rows.append(self._of_mapping(leaf, turn, row))
+        self.rows.append(self._with_mapping(leaf, turn, row))
 
-    def _of_mapping(self, leaf: int, turn: tuple[int, ...], row: WeightRow) -> WeightRow:
+    def _with_mapping(self, leaf: int, turn: tuple[int, ...], row: WeightRow) -> WeightRow:
         """A row with the errors before the parameters were mapped, and with what was done."""
-        energy, before = self.mapped.before.get((leaf, turn), (0.0, 0.0))
-        taken = ", ".join([*self.mapped.methods.get(leaf, ()), *([] if row.method == "nearest" else [row.method])])
+        energy, before = self.mapping_record.before.get((leaf, turn), (0.0, 0.0))
+        methods = ", ".join(
+            [*self.mapping_record.methods.get(leaf, ()), *([] if row.method == "nearest" else [row.method])]
+        )
         return replace(
-            row, method=taken or row.method, before=_decibels(energy, before) if energy else row.before,
-            note=_joined(row.note, self.mapped.note(leaf, turn)),
+            row, method=methods or row.method, before=_decibels(energy, before) if energy else row.before,
+            note=_joined(row.note, self.mapping_record.note(leaf, turn)),
         )  # fmt: skip
 
     def _correct_bias(
@@ -389,39 +397,41 @@ class _Job:
         site = self.bias_of.get(leaf)
         if site is None:
             return out, f"correct_biases: {self.no_bias[leaf]}"
-        layout = self.wanted[leaf].layout
+        layout = self.weight_sites[leaf].layout
         means = mean_errors(weight, out.numbers, mean, shift, layout=layout)
         own, whole = (np.asarray(v, np.float64) for v in means)
         places, counts = site.places(layout), np.asarray(rows, np.float64)
-        moved, own_moved = (averaged(v, counts, places, math.prod(site.shape)) for v in (whole, own))
+        mean_error, mean_own = (averaged(v, counts, places, math.prod(site.shape)) for v in (whole, own))
         before = self.biases.get(site.leaf, jnp.asarray(self.call.values[site.leaf]))
-        change = jnp.asarray(site.sign * moved.reshape(site.shape), before.dtype)
+        change = jnp.asarray(site.sign * mean_error.reshape(site.shape), before.dtype)
         self._keep_bias(site.leaf, before.at[turn].add(change) if turn else before + change)
         self.fresh.biases[site.leaf] = self.biases[site.leaf]
-        taken = own_moved[places]
-        gained = (2 * own * taken - taken * taken).sum(1)
-        return out._replace(after=jnp.maximum(out.after - jnp.asarray(gained, out.after.dtype), 0)), ""
+        correction = mean_own[places]
+        gain = (2 * own * correction - correction * correction).sum(1)
+        return out._replace(after=jnp.maximum(out.after - jnp.asarray(gain, out.after.dtype), 0)), ""
 
-    def _rounded_bias(self, leaf: int, bias: Array) -> Any:
+    def _pack_bias(self, leaf: int, bias: Array) -> Any:
         """A bias as its rule stores it."""
-        placed = self.program.placements.get(leaf)
-        if placed is None:
+        entry = self.program.placements.get(leaf)
+        if entry is None:
             return bias
-        drawn = None
-        if placed[0].spec.rounding.stochastic:
+        rounding_key = None
+        if entry[0].spec.rounding.stochastic:
             assert self.key is not None
-            drawn = jax.random.fold_in(self.key, leaf)
-        return placed[0].pack(bias, drawn)
+            rounding_key = jax.random.fold_in(self.key, leaf)
+        return entry[0].pack(bias, rounding_key)
 
     def _row(
         self, leaf: int, turn: tuple[int, ...] = (), out: Outcome | None = None, rows: Array | None = None,
         note: str = "",
     ) -> WeightRow:  # fmt: skip
-        held = self.leaves[self.call.places[leaf]] if leaf in self.program.placements else None
-        spec, bits = ("", math.nan) if held is None else (str(held.spec), 8 * held.nbytes / max(1, _size(held.shape)))
+        array = self.leaves[self.call.places[leaf]] if leaf in self.program.placements else None
+        spec, bits = (
+            ("", math.nan) if array is None else (str(array.spec), 8 * array.nbytes / max(1, _size(array.shape)))
+        )
         path, shape = self._path(leaf, turn), tuple(self.program.shapes[leaf][len(turn) :])
         if out is None:
-            return WeightRow(path, shape, spec, bits, "nearest" if held is not None else "", note=note)
+            return WeightRow(path, shape, spec, bits, "nearest" if array is not None else "", note=note)
         bias = self.program.paths[self.bias_of[leaf].leaf] if leaf in self.bias_of else ""
         assert rows is not None
         energy, before, after = (float((v * rows).sum()) for v in (out.energy, out.before, out.after))
@@ -434,23 +444,25 @@ class _Job:
     def _path(self, leaf: int, turn: tuple[int, ...]) -> str:
         return self.program.paths[leaf] + (f"[{','.join(map(str, turn))}]" if turn else "")
 
-    def _others(self) -> None:
+    def _add_other_rows(self) -> None:
         """Rows of other uses, of what is rounded by itself, and of weights that no rule rounds."""
-        self._other_uses()
-        for leaf, place, use in self.beside:
+        self._add_use_rows()
+        for leaf, place, use in self.other_layers:
             row = self._row(leaf, place, note=_BY_THEMSELVES.get(use, _NEVER))
-            self.rows.append(self._of_mapping(leaf, place, row))
-        for leaf in sorted({*self.program.placements, *self.sites.by_leaf, *self.sites.left_out} - set(self.wanted)):
-            placed = self.program.placements.get(leaf)
-            if placed is None:
+            self.rows.append(self._with_mapping(leaf, place, row))
+        for leaf in sorted(
+            {*self.program.placements, *self.sites.by_leaf, *self.sites.reasons} - set(self.weight_sites)
+        ):
+            entry = self.program.placements.get(leaf)
+            if entry is None:
                 note = "no rule rounds it"
-            elif leaf in self.sites.left_out:
-                note = self.sites.left_out[leaf]
+            elif leaf in self.sites.reasons:
+                note = self.sites.reasons[leaf]
             else:
-                note = _BY_THEMSELVES.get(placed[1].kind, "its product is not in every batch")
+                note = _BY_THEMSELVES.get(entry[1].kind, "its product is not in every batch")
             self.rows.append(self._row(leaf, note=note))
 
-    def _other_uses(self) -> None:
+    def _add_use_rows(self) -> None:
         """Rows of the uses of weights beside the products that are looked at."""
         others = {leaf: self.sites.others[leaf] for leaf in self.nearest}
         errors: dict[Any, tuple[float, float, float]] = {}
@@ -459,11 +471,11 @@ class _Job:
             self.passes += 1
         for leaf, place, use in ((leaf, place, use) for leaf, uses in others.items() for place, use in enumerate(uses)):
             row = self._row(leaf, note=f"taken by {_named(use)}")
-            found = errors.get((leaf, place))
-            if found is None:
+            squares = errors.get((leaf, place))
+            if squares is None:
                 row = replace(row, note=_joined(row.note, "its errors are not measured"))
             else:
-                row = replace(row, before=_decibels(found[0], found[1]), after=_decibels(found[0], found[2]))
+                row = replace(row, before=_decibels(squares[0], squares[1]), after=_decibels(squares[0], squares[2]))
             self.rows.append(replace(row, method=self._steps_of(leaf).names))
 
 

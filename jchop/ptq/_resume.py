@@ -140,13 +140,13 @@ class Journal:
             self._write()
         before = _read(path)
         self._files = before.pop("files")
-        changed = sorted(name for name in {*before, *run.facts} if before.get(name) != run.facts.get(name))
-        if len(changed) > 1 and "function" in changed:
-            changed.remove("function")  # its digest is that of a trace for parameters and data, so it follows them
-        if changed:
+        differences = sorted(name for name in {*before, *run.facts} if before.get(name) != run.facts.get(name))
+        if len(differences) > 1 and "function" in differences:
+            differences.remove("function")  # its digest is that of a trace for parameters and data, and follows them
+        if differences:
             raise ValueError(
-                f"resume={str(folder)!r} holds a run with other {' and '.join(changed)}; it continues with the same "
-                "alone. Give the old ones, another folder, or delete this one to begin anew"
+                f"resume={str(folder)!r} holds a run with other {' and '.join(differences)}; it continues with the "
+                "same alone. Give the old ones, another folder, or delete this one to begin anew"
             )
 
     def _write(self) -> None:
@@ -185,26 +185,26 @@ class Journal:
         if not self._has(path.name):
             return None
         with TensorFile(path) as file:
-            told = json.loads(file.metadata["ptq"])
+            record = json.loads(file.metadata["ptq"])
         arrays = load_safetensors(path)
-        rows = [WeightRow(**{**row, "shape": tuple(row["shape"])}) for row in told["rows"]]
+        rows = [WeightRow(**{**row, "shape": tuple(row["shape"])}) for row in record["rows"]]
         weights = [
             (leaf, tuple(turn), [arrays[f"weight{i}.{j}"] for j in range(count)])
-            for i, (leaf, turn, count) in enumerate(told["weights"])
+            for i, (leaf, turn, count) in enumerate(record["weights"])
         ]
-        return Kept(rows, weights, {leaf: arrays[f"bias{leaf}"] for leaf in told["biases"]})
+        return Kept(rows, weights, {leaf: arrays[f"bias{leaf}"] for leaf in record["biases"]})
 
-    def keep(self, number: int, kept: Kept) -> None:
+    def keep(self, number: int, record: Kept) -> None:
         """Keep a stage, whole or not at all."""
-        arrays: dict[str, Any] = {f"bias{leaf}": array for leaf, array in kept.biases.items()}
-        for i, (_, _, leaves) in enumerate(kept.weights):
+        arrays: dict[str, Any] = {f"bias{leaf}": array for leaf, array in record.biases.items()}
+        for i, (_, _, leaves) in enumerate(record.weights):
             arrays |= {f"weight{i}.{j}": leaf for j, leaf in enumerate(leaves)}
-        told = {
-            "rows": [dataclasses.asdict(row) for row in kept.rows],
-            "weights": [(leaf, turn, len(leaves)) for leaf, turn, leaves in kept.weights],
-            "biases": list(kept.biases),
+        facts = {
+            "rows": [dataclasses.asdict(row) for row in record.rows],
+            "weights": [(leaf, turn, len(leaves)) for leaf, turn, leaves in record.weights],
+            "biases": list(record.biases),
         }
-        self._keep(_STAGE.format(number), arrays, {"ptq": json.dumps(told)})
+        self._keep(_STAGE.format(number), arrays, {"ptq": json.dumps(facts)})
 
 
 def _numbered_leaves(tree: Any) -> list[tuple[int, Any]]:
@@ -220,12 +220,12 @@ def _read(path: Path) -> dict[str, Any]:
     """The facts of a run, and the digests of its files."""
     why = "it has no facts of a run and digests of its files"
     try:
-        found: Any = json.loads(path.read_bytes())
+        facts: Any = json.loads(path.read_bytes())
     except (ValueError, RecursionError, FileNotFoundError) as error:
-        found, why = None, str(error)
-    if not isinstance(found, dict) or not isinstance(found.get("files"), dict):
+        facts, why = None, str(error)
+    if not isinstance(facts, dict) or not isinstance(facts.get("files"), dict):
         raise ValueError(f"{path} is damaged ({why}); delete the folder to begin anew")
-    return found
+    return facts
 
 
 def discard(folder: Path) -> None:

@@ -34,7 +34,7 @@ class Outcome(NamedTuple):
     """A rounded parameter, and what there is to report of each of its matrices.
 
     Args:
-        packed: the parameter.
+        weight: the parameter.
         numbers: its numbers.
         energy: the mean square of the outputs W x, summed over them.
         before: that of the errors of the outputs if every element is rounded to nearest by itself.
@@ -43,10 +43,10 @@ class Outcome(NamedTuple):
         tries: how many factorizations there were.
         dead: how many columns had no input but zero.
         zeros: the share of numbers that are zero.
-        failed: whether there is no factorization even so.
+        no_factor: whether there is no factorization even so.
     """
 
-    packed: QArray | StoredAs
+    weight: QArray | StoredAs
     numbers: Array
     energy: Array
     before: Array
@@ -55,7 +55,7 @@ class Outcome(NamedTuple):
     tries: Array
     dead: Array
     zeros: Array
-    failed: Array
+    no_factor: Array
 
 
 @partial(compiled, static_argnames=("placement", "layout", "steps"))
@@ -82,62 +82,66 @@ def round_parameter(
     """
     work = jnp.promote_types(weight.dtype, jnp.float32)
     gram = gram.astype(work)
-    nearest, stored_as = placement.pack(weight, key), placement
+    nearest, final_placement = placement.pack(weight, key), placement
     pruning = pruning_of(steps, placement.spec)
     if pruning is not None and pruning is not steps.pruning:  # the format drops numbers, and these steps choose them
         assert placement.spec.scaled is not None
         placement = replace(placement, spec=replace(placement.spec, format=placement.spec.scaled.dense))
-    target, failed = weight, jnp.zeros(layout.matrices[0], bool)
+    target, no_factor = weight, jnp.zeros(layout.matrices[0], bool)
     if steps.correction is not None and cross is not None:
-        moved = _each(partial(_corrected, steps.correction), layout.lay(weight).astype(work), gram, cross.astype(work))
-        failed = ~jnp.isfinite(moved).all((1, 2))
-        target = layout.back(moved).astype(weight.dtype)
-    laid_target, kept = layout.lay(target).astype(work), None
+        new_matrices = _each(
+            partial(_corrected, steps.correction), layout.lay(weight).astype(work), gram, cross.astype(work)
+        )
+        no_factor = ~jnp.isfinite(new_matrices).all((1, 2))
+        target = layout.back(new_matrices).astype(weight.dtype)
+    target_matrices, mask = layout.lay(target).astype(work), None
     if pruning is not None and pruning.by != "loss":
-        kept = _each(partial(_kept, pruning), laid_target, gram)
-        target = jnp.where(layout.back(kept), target, 0)
+        mask = _each(partial(_kept, pruning), target_matrices, gram)
+        target = jnp.where(layout.back(mask), target, 0)
     if steps.scales is None:
-        packed = placement.pack(target, key)
+        packed_weight = placement.pack(target, key)
     elif isinstance(steps.scales, HalfQuadratic):
-        packed = placement.pack(
+        packed_weight = placement.pack(
             target, key, *fit_half_quadratic(target.reshape(placement.shape), placement.spec, **vars(steps.scales))
         )
     else:
-        packed = placement.pack(clipped(steps.scales, target, gram, placement=placement, layout=layout), key)
+        packed_weight = placement.pack(clipped(steps.scales, target, gram, placement=placement, layout=layout), key)
         if steps.sweep is None:
-            packed = with_entries(packed, rounded_under(packed, target, layout, key)[0])
+            packed_weight = with_entries(packed_weight, rounded_under(packed_weight, target, layout, key)[0])
     none = jnp.zeros(layout.matrices[0], work)
     damping, tries, dead = none, none.astype(jnp.int32), (jnp.diagonal(gram, axis1=1, axis2=2) == 0).sum(1)
     if steps.sweep is not None:
-        stored = stored_of(packed)
-        scales = element_scales(stored)
+        q = stored_of(packed_weight)
+        scales = element_scales(q)
         by_element = tuple(layout.lay(part) for part in scales.by_element)
-        spec = one_each(stored.spec)
+        spec = one_each(q.spec)
 
-        def descended(matrix: Array, gram: Array, by_element: tuple[Array, ...], kept: Array | None) -> Array:
+        def descend_one(matrix: Array, gram: Array, by_element: tuple[Array, ...], mask: Array | None) -> Array:
             assert isinstance(steps.sweep, SignDescent)
-            how: Any = {"spec": spec, "dtype": weight.dtype, "by": steps.sweep, "kept": kept}
+            how: Any = {"spec": spec, "dtype": weight.dtype, "by": steps.sweep, "mask": mask}
             return sign_rounded(matrix, gram, by_element, scales, **how)
 
-        def swept(
-            number: Array, matrix: Array, gram: Array, by_element: tuple[Array, ...], kept: Array | None
+        def sweep_one(
+            number: Array, matrix: Array, gram: Array, by_element: tuple[Array, ...], mask: Array | None
         ) -> tuple[Array, ...]:
-            drawn = None if key is None else jax.random.fold_in(key, number)
-            how: Any = {"spec": spec, "dtype": weight.dtype, "by": steps.sweep, "pruning": pruning, "kept": kept}
-            return _swept(matrix, gram, by_element, scales, drawn, **how)
+            matrix_key = None if key is None else jax.random.fold_in(key, number)
+            how: Any = {"spec": spec, "dtype": weight.dtype, "by": steps.sweep, "pruning": pruning, "mask": mask}
+            return _swept(matrix, gram, by_element, scales, matrix_key, **how)
 
         if isinstance(steps.sweep, SignDescent):
-            entries, bad = _each(descended, laid_target, gram, by_element, kept), jnp.zeros_like(failed)
+            entries, bad = _each(descend_one, target_matrices, gram, by_element, mask), jnp.zeros_like(no_factor)
         else:
             numbers = jnp.arange(layout.matrices[0])
-            entries, damping, tries, bad = _each(swept, numbers, laid_target, gram, by_element, kept)
-        packed = with_entries(packed, layout.back(entries).reshape(stored.shape))
-        failed |= bad
-    packed = _as_stored(packed, stored_as)
-    low = numbers_of(packed)
-    laid = [layout.lay(v).astype(work) for v in (weight, weight - numbers_of(nearest), weight - low)]
-    energy, before, after = (_each(_quadratic, v, gram) for v in laid)
-    return Outcome(packed, low, energy, before, after, damping, tries, dead, (low == 0).mean(dtype=work), failed)
+            entries, damping, tries, bad = _each(sweep_one, numbers, target_matrices, gram, by_element, mask)
+        packed_weight = with_entries(packed_weight, layout.back(entries).reshape(q.shape))
+        no_factor |= bad
+    packed_weight = _as_stored(packed_weight, final_placement)
+    low = numbers_of(packed_weight)
+    differences = [layout.lay(v).astype(work) for v in (weight, weight - numbers_of(nearest), weight - low)]
+    energy, before, after = (_each(_quadratic, v, gram) for v in differences)
+    return Outcome(
+        packed_weight, low, energy, before, after, damping, tries, dead, (low == 0).mean(dtype=work), no_factor
+    )
 
 
 def pruning_of(steps: Steps, spec: Spec) -> Sparse | None:
@@ -153,14 +157,14 @@ def pruning_of(steps: Steps, spec: Spec) -> Sparse | None:
     return Sparse(*fmt.sparse, by if steps.pruning is None else steps.pruning.by)
 
 
-def _as_stored(packed: QArray | StoredAs, placement: Placement) -> QArray | StoredAs:
+def _as_stored(packed_weight: QArray | StoredAs, placement: Placement) -> QArray | StoredAs:
     """A pruned parameter with the codes of its numbers alone that are not zero, if its format has `sparse`."""
-    spec, stored = placement.spec, stored_of(packed)
-    if spec.scaled is None or spec.scaled.sparse is None or stored.places is not None:
-        return packed
-    kept = kept_of(dequantize(stored), spec.scaled)
-    thin = stored.thinned(kept, spec, spec.scaled.axis_of_sparse % stored.ndim)
-    return replace(packed, stored=thin) if isinstance(packed, StoredAs) else thin
+    spec, q = placement.spec, stored_of(packed_weight)
+    if spec.scaled is None or spec.scaled.sparse is None or q.places is not None:
+        return packed_weight
+    mask = kept_of(dequantize(q), spec.scaled)
+    thin = q.thinned(mask, spec, spec.scaled.axis_of_sparse % q.ndim)
+    return replace(packed_weight, stored=thin) if isinstance(packed_weight, StoredAs) else thin
 
 
 def _each(function: Any, *args: Any) -> Any:
@@ -182,22 +186,22 @@ def _swept(
     dtype: Any,
     by: Sweep | SignDescent | None,
     pruning: Sparse | None,
-    kept: Array | None,
+    mask: Array | None,
 ) -> tuple[Array, Array, Array, Array]:
     """The codes of a matrix (summed, kept), the damping, the number of factorizations, and whether they failed."""
     assert isinstance(by, Sweep)
-    sparsity = None if pruning is None or kept is not None else (pruning.n, pruning.m)
+    sparsity = None if pruning is None or mask is not None else (pruning.n, pruning.m)
     order = order_of(gram, by.order == "activation", 1 if sparsity is None else sparsity[1])
-    found = factor(gram[order][:, order], jnp.asarray(by.damping, gram.dtype))
+    factorization = factor(gram[order][:, order], jnp.asarray(by.damping, gram.dtype))
     # A column without an input is the first to be pruned, and by magnitudes alone if its whole group has none.
-    worth = None if sparsity is None else jnp.where(found.dead, 0, 1 / jnp.diagonal(found.upper))
+    worth = None if sparsity is None else jnp.where(factorization.dead, 0, 1 / jnp.diagonal(factorization.upper))
     codes, _ = sweep(
-        matrix[order], tuple(part[order] for part in by_element), scales.scale[1:], found.upper, key,
-        spec=spec, dtype=dtype, block=by.block, kept=None if kept is None else kept[order], worth=worth,
+        matrix[order], tuple(part[order] for part in by_element), scales.scale[1:], factorization.upper, key,
+        spec=spec, dtype=dtype, block=by.block, mask=None if mask is None else mask[order], worth=worth,
         sparsity=sparsity,
     )  # fmt: skip
     entries = jnp.zeros_like(codes).at[order].set(codes)
-    return entries, found.damping, found.tries, ~jnp.isfinite(found.upper).all()
+    return entries, factorization.damping, factorization.tries, ~jnp.isfinite(factorization.upper).all()
 
 
 def _kept(by: Sparse, matrix: Array, gram: Array) -> Array:
@@ -211,9 +215,9 @@ def _corrected(correction: Correction, matrix: Array, gram: Array, cross: Array)
     """A matrix (summed, kept) that makes up for errors of its inputs."""
     mean = jnp.diagonal(gram).mean()
     mean = jnp.where(mean > 0, mean, 1)  # no input reached it
-    damped = gram + correction.damping * mean * jnp.eye(gram.shape[0], dtype=gram.dtype)
-    wanted = jnp.matmul(cross, matrix, precision=_PRECISION)
-    return matrix + correction.strength * jax.scipy.linalg.cho_solve(jax.scipy.linalg.cho_factor(damped), wanted)
+    system = gram + correction.damping * mean * jnp.eye(gram.shape[0], dtype=gram.dtype)
+    right_side = jnp.matmul(cross, matrix, precision=_PRECISION)
+    return matrix + correction.strength * jax.scipy.linalg.cho_solve(jax.scipy.linalg.cho_factor(system), right_side)
 
 
 def _quadratic(matrix: Array, gram: Array) -> Array:

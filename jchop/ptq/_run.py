@@ -22,8 +22,8 @@ from jchop.ptq._sums import Sums, added, of_rows, value
 
 Array = jax.Array
 
-__all__ = ["Data", "Looked", "Part", "as_bytes", "changed_batches", "check_batches", "check_fits", "parts_of",
-           "turn_bytes"]  # fmt: skip
+__all__ = ["Data", "Looked", "Part", "as_bytes", "changed_batches", "check_batches", "check_fits",
+           "parts_of", "turn_bytes"]  # fmt: skip
 
 _UNITS = {"B": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
 
@@ -76,18 +76,18 @@ def as_bytes(memory: Any) -> int | None:
     Raises:
         TypeError, ValueError: that name the argument.
     """
-    allowed = "must be a number of bytes above 0, or text such as '4GiB' (B, KiB, MiB, GiB or TiB)"
+    requirement = "must be a number of bytes above 0, or text such as '4GiB' (B, KiB, MiB, GiB or TiB)"
     if memory is None:
         return None
     if isinstance(memory, bool) or not isinstance(memory, int | str):
-        raise TypeError(f"memory={memory!r} {allowed}")
+        raise TypeError(f"memory={memory!r} {requirement}")
     if isinstance(memory, str):
-        found = re.fullmatch(r"(\d{1,12}(?:\.\d{1,12})?) ?([KMGT]iB|B)", memory)
-        count = int(float(found[1]) * _UNITS[found[2]]) if found else 0
+        match = re.fullmatch(r"(\d{1,12}(?:\.\d{1,12})?) ?([KMGT]iB|B)", memory)
+        count = int(float(match[1]) * _UNITS[match[2]]) if match else 0
     else:
         count = memory
     if count < 1:
-        raise ValueError(f"memory={memory!r} {allowed}")
+        raise ValueError(f"memory={memory!r} {requirement}")
     return count
 
 
@@ -119,7 +119,7 @@ class Part(NamedTuple):
 
 
 def check_fits(stages: Sequence[Stage], sizes: Mapping[int, tuple[int, int]], memory: int, path: Any) -> None:
-    """Refuse less memory than each turn of weights that share an input needs; arguments as of `parts_of`.
+    """Refuse less memory than each turn of weights that share an input needs; arguments as of `split_stages`.
 
     Raises:
         ValueError: that names those that need the most.
@@ -146,7 +146,7 @@ def parts_of(stages: Sequence[Stage], sizes: Mapping[int, tuple[int, int]], memo
         path: of a parameter by its index, for an error.
 
     Raises:
-        ValueError: as `check_fits`.
+        ValueError: as `check_memory`.
     """
     check_fits(stages, sizes, memory, path)
     groups: dict[tuple[int, ...], list[Stage]] = {}
@@ -201,8 +201,8 @@ class Data:
         self.low, self.params, self.batches, self.progress = low, params, batches, progress
         self.keys = None if key is None or not any(rule.stochastic for rule in low.rules) else Keys(key)
         self.count = 0
-        self._found: dict[int, tuple[Any, Sites]] = {}  # with the program, so that its id stays its own
-        self._compiled: dict[Any, Any] = {}
+        self._sites: dict[int, tuple[Any, Sites]] = {}  # with the program, so that its id stays its own
+        self._functions: dict[Any, Any] = {}
 
     def first(self) -> tuple[Any, Any, Sites]:
         """The program of the first batch, its arguments taken apart, and its sites; takes a batch."""
@@ -221,20 +221,20 @@ class Data:
 
     def sites(self, program: Any) -> Sites:
         """The sites of a program."""
-        if id(program) not in self._found:
-            self._found[id(program)] = program, find_sites(program)
-        return self._found[id(program)][1]
+        if id(program) not in self._sites:
+            self._sites[id(program)] = program, find_sites(program)
+        return self._sites[id(program)][1]
 
     @property
     def programs(self) -> list[tuple[Any, Sites]]:
         """The programs of all batches so far, each with its sites."""
-        return [*self._found.values()]
+        return [*self._sites.values()]
 
     def sums(
         self,
         trajectories: Sequence[Mapping[int, Array]] = ({},),
-        rounded: bool = False,
-        wanted: Sequence[int] | None = None,
+        round_activations: bool = False,
+        leaves: Sequence[int] | None = None,
         window: tuple[int, int] | None = None,
     ) -> tuple[dict[int, Sums], tuple[Any, Any, Sites]]:
         """The sums over all batches of the inputs of some parameters, by their index; and the last batch's program.
@@ -242,8 +242,8 @@ class Data:
         Args:
             trajectories: parameters, by index, that differ from those in full precision, for each trajectory. Default:
                 one, with none.
-            rounded: whether the last trajectory rounds activations as the rules say. Default False.
-            wanted: the indexes of the parameters. Default: all that are rounded, or all if there are no rules.
+            round_activations: whether the last trajectory rounds activations as the rules say. Default False.
+            leaves: the indexes of the parameters. Default: all that are rounded, or all if there are no rules.
             window: the first turn, and how many turns, of the outermost loop over stacks of parameters. Default: all.
 
         Raises:
@@ -253,10 +253,10 @@ class Data:
         last = None
         for _, batch in numbered(self.batches):
             last = program, call, sites = self.program(batch)
-            chosen = [i for i in sites.by_leaf if not self.low.rules or i in program.placements]
-            some = frozenset(chosen if wanted is None else wanted) & frozenset(sites.by_leaf)
+            default = [i for i in sites.by_leaf if not self.low.rules or i in program.placements]
+            some = frozenset(default if leaves is None else leaves) & frozenset(sites.by_leaf)
             start, size = (None, None) if window is None else window
-            run = self._run(program, sites, len(trajectories), rounded, some, size)
+            run = self._run(program, sites, len(trajectories), round_activations, some, size)
             new = run([*map(_array, call.values)], [dict(own) for own in trajectories], self.keys, start)
             for leaf, sums in new.items():
                 total[leaf] = _added(total[leaf], sums) if leaf in total else sums
@@ -274,13 +274,13 @@ class Data:
         return total, last
 
     def errors(
-        self, others: Mapping[int, Sequence[Any]], rounded: Sequence[Mapping[int, Array]]
+        self, others: Mapping[int, Sequence[Any]], roundings: Sequence[Mapping[int, Array]]
     ) -> dict[tuple[int, int], tuple[float, float, float]]:
         """Sums of squares over all batches, of what steps make of parameters: of their results, and of their errors.
 
         Args:
-            others: the uses, as `Sites.others` of the first batch; those of other programs count, too.
-            rounded: two roundings of the parameters.
+            others: the uses, as `WeightSites.others` of the first batch; those of other programs count, too.
+            roundings: two roundings of the parameters.
 
         Returns:
             By the parameter and the number of its use; those that are not reached are absent.
@@ -288,41 +288,41 @@ class Data:
         total: dict[tuple[int, int], Any] = {}
         for _, batch in numbered(self.batches):
             program, call, sites = self.program(batch)
-            if (id(program), "errors") not in self._compiled:
+            if (id(program), "errors") not in self._functions:
                 collector = Errors({leaf: sites.others.get(leaf, ()) for leaf in others})
 
                 def run(
-                    values: list[Any], changed: Any, collector: Errors = collector, plan: Any = program.plan
+                    values: list[Any], overrides: Any, collector: Errors = collector, plan: Any = program.plan
                 ) -> Any:
-                    return collector.collect(plan, None, collector.values(values, changed))
+                    return collector.collect(plan, None, collector.values(values, overrides))
 
-                self._compiled[id(program), "errors"] = jax.jit(run), collector
-            compiled, collector = self._compiled[id(program), "errors"]
-            for key, sums in compiled([*map(_array, call.values)], [{}, *map(dict, rounded)]).items():
+                self._functions[id(program), "errors"] = jax.jit(run), collector
+            function, collector = self._functions[id(program), "errors"]
+            for key, sums in function([*map(_array, call.values)], [{}, *map(dict, roundings)]).items():
                 place = collector.places[key]
                 total[place] = total.get(place, 0) + np.diagonal(np.asarray(value(sums.gram)[0], np.float64))
         return {place: tuple(map(float, sums)) for place, sums in total.items()}  # type: ignore[misc]
 
     def _run(
-        self, program: Any, sites: Sites, lanes: int, rounded: bool, wanted: frozenset[int], size: int | None
+        self, program: Any, sites: Sites, lanes: int, round_activations: bool, leaves: frozenset[int], size: int | None
     ) -> Any:
-        given = (id(program), lanes, rounded, wanted, size)
-        if given not in self._compiled:
+        key = (id(program), lanes, round_activations, leaves, size)
+        if key not in self._functions:
             roundings = {
                 number: (replace(how, codes=False), weight)
                 for number, (how, weight) in program.runner.roundings.items()
-                if rounded
+                if round_activations
             }
             runners = [*[Plain()] * (lanes - 1), Quantization(roundings) if roundings else Plain()]
-            collector = Collector(runners, roundings, sites, wanted)
+            collector = Collector(runners, roundings, sites, leaves)
 
-            def run(values: list[Any], changed: list[dict[int, Array]], keys: Any, start: Any) -> dict[int, Sums]:
+            def run(values: list[Any], overrides: list[dict[int, Array]], keys: Any, start: Any) -> dict[int, Sums]:
                 window = None if size is None else (start, size)
-                return collector.collect(program.plan, keys, collector.values(values, changed), window)
+                return collector.collect(program.plan, keys, collector.values(values, overrides), window)
 
-            self._compiled[given] = jax.jit(run)
+            self._functions[key] = jax.jit(run)
         with jax.disable_jit(False):
-            return self._compiled[given]
+            return self._functions[key]
 
 
 class Looked:
@@ -331,17 +331,17 @@ class Looked:
     Args:
         data: the batches.
         sites: of the parameters that may be asked for, by their indexes, in the order of the program.
-        found: the program, its arguments and its sites.
+        trace: the program, its arguments and its sites.
         memory: in bytes.
-        held: the sums that are known, if all are.
+        sums: the sums that are known, if all are.
     """
 
     def __init__(
-        self, data: Data, sites: Mapping[int, Site], found: tuple[Any, Any, Sites], memory: int,
-        held: dict[int, Sums] | None = None,
+        self, data: Data, sites: Mapping[int, Site], trace: tuple[Any, Any, Sites], memory: int,
+        sums: dict[int, Sums] | None = None,
     ) -> None:  # fmt: skip
-        self.data, self.sites, self.found, self.memory = data, sites, found, memory
-        self.held, self.passes = held or {}, 0 if held is None else 1
+        self.data, self.sites, self.trace, self.memory = data, sites, trace, memory
+        self.sums, self.passes = sums or {}, 0 if sums is None else 1
 
     def of(self, leaves: Sequence[int], step: object) -> dict[int, Sums]:
         """The sums of some parameters at once.
@@ -349,9 +349,9 @@ class Looked:
         Raises:
             ValueError: if they need more memory than there is; `step` is that which needs them.
         """
-        if not self.held.keys() >= set(leaves):
+        if not self.sums.keys() >= set(leaves):
             if not self.fits(leaves):
-                paths = ", ".join(repr(self.found[0].paths[i]) for i in leaves)
+                paths = ", ".join(repr(self.trace[0].paths[i]) for i in leaves)
                 raise ValueError(
                     f"memory={self.memory} bytes is less than the {sum(map(self._bytes, leaves))} bytes that the "
                     f"statistics of {paths} need, all of which {step} looks at together"
@@ -360,19 +360,19 @@ class Looked:
             for leaf in order[order.index(leaves[0]) :]:  # and of those after them
                 if leaf not in some and self.fits([*some, leaf]):
                     some.append(leaf)
-            self.held = {}
-            self.held = self.data.sums(wanted=some)[0]
+            self.sums = {}
+            self.sums = self.data.sums(leaves=some)[0]
             self.passes += 1
-        return {leaf: self.held[leaf] for leaf in leaves}
+        return {leaf: self.sums[leaf] for leaf in leaves}
 
     def fits(self, leaves: Iterable[int]) -> bool:
         """Whether the sums of some parameters may be held at once."""
         return sum(map(self._bytes, leaves)) <= self.memory
 
     def _bytes(self, leaf: int) -> int:
-        site, given = self.sites[leaf], self.found[1].values[leaf]
-        dtype = jnp.promote_types(given.dtype, jnp.float32)
-        return turn_bytes(site, dtype, False) * math.prod(given.shape[: site.turns])
+        site, parameter = self.sites[leaf], self.trace[1].values[leaf]
+        dtype = jnp.promote_types(parameter.dtype, jnp.float32)
+        return turn_bytes(site, dtype, False) * math.prod(parameter.shape[: site.turns])
 
 
 _added = jax.jit(added, donate_argnums=0)

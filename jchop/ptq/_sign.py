@@ -24,7 +24,7 @@ _PRECISION = lax.Precision.HIGHEST
 
 def sign_rounded(
     matrix: Array, gram: Array, by_element: tuple[Array, ...], scales: ElementScales, *, spec: Spec, dtype: Any,
-    by: SignDescent, kept: Array | None = None,
+    by: SignDescent, mask: Array | None = None,
 ) -> Array:  # fmt: skip
     """The codes of a matrix (summed, kept), one entry for each element.
 
@@ -36,9 +36,9 @@ def sign_rounded(
         spec: of a column in which each element has its scale.
         dtype: of the numbers that codes stand for.
         by: the step.
-        kept: which numbers are not pruned. Default: all.
+        mask: which numbers are not pruned. Default: all.
     """
-    below, above = neighbours(matrix if kept is None else jnp.where(kept, matrix, 0), by_element, scales, spec, dtype)
+    below, above = neighbours(matrix if mask is None else jnp.where(mask, matrix, 0), by_element, scales, spec, dtype)
     up, _ = sign_descent(
         matrix, gram, below[1], above[1], iterations=by.iterations, rate=by.rate, momentum=by.momentum
     )  # fmt: skip
@@ -51,18 +51,18 @@ def neighbours(
     """The codes and numbers that each number lies between, or twice those of the end of the format beyond it."""
 
     def towards(mode: str) -> tuple[Array, Array]:
-        directed = replace(spec, rounding=mode, random_bits=None, overflow="saturate")
+        mode_spec = replace(spec, rounding=mode, random_bits=None, overflow="saturate")
 
         def one(column: Array, *parts: Array) -> tuple[Array, Array]:
-            return round_column(column, *scales.of(parts), directed, dtype)
+            return round_column(column, *scales.of(parts), mode_spec, dtype)
 
         entries, numbers = jax.vmap(one)(matrix, *by_element)
         return entries, numbers.astype(matrix.dtype)
 
     down, up = towards("down"), towards("up")
-    turned = down[1] > up[1]  # under a negative scale
-    below = tuple(jnp.where(turned, u, d) for d, u in zip(down, up, strict=True))
-    above = tuple(jnp.where(turned, d, u) for d, u in zip(down, up, strict=True))
+    is_negative = down[1] > up[1]  # under a negative scale
+    below = tuple(jnp.where(is_negative, u, d) for d, u in zip(down, up, strict=True))
+    above = tuple(jnp.where(is_negative, d, u) for d, u in zip(down, up, strict=True))
     return below, above  # type: ignore[return-value]
 
 

@@ -30,7 +30,7 @@ class Site:
 
     Args:
         leaf: its index.
-        laid: how its first product takes it.
+        view: how its first product takes it.
         batch: how many of the axes that its product keeps, the first ones, are axes of a batch.
         layout: it as matrices.
         stack: how many axes of a stack it has in front.
@@ -39,7 +39,7 @@ class Site:
     """
 
     leaf: int
-    laid: Laid
+    view: Laid
     batch: int
     layout: MatrixLayout
     stack: int
@@ -68,7 +68,7 @@ _Lengths = dict[int, tuple[int, ...]]
 
 @dataclass(frozen=True)
 class _Loop:
-    stacked: frozenset[int]
+    leaves: frozenset[int]
     turns: tuple[int, ...]
     parts: list[Any]  # loops, and a leaf, the constant indexes of its stack, and the input of its product
 
@@ -83,43 +83,43 @@ class Sites:
         indexes: the constants by which a product takes one layer of a stack, by the identity of its step and the index
             of the parameter.
         stacks: the axes of these stacks, by the index of the parameter.
-        left_out: why a parameter that reaches a product is not looked at.
+        reasons: why a parameter that reaches a product is not looked at.
         others: what takes a parameter beside the products that are looked at: the step, which of its operands it is,
             and the use.
         parts: the products in the order of the program.
-        given: of each operand of a product 0 if it depends on no parameter, 1 if it does, 2 if it does on one that was
-            joined with something; by the identity of its step.
+        dependence: of each operand of a product 0 if it depends on no parameter, 1 if it does, 2 if it does on one that
+            was joined with something; by the identity of its step.
     """
 
     by_leaf: dict[int, Site] = field(default_factory=dict)
     of_step: dict[int, tuple[int, list[Site]]] = field(default_factory=dict)
     indexes: dict[tuple[int, int], tuple[int, ...]] = field(default_factory=dict)
     stacks: dict[int, tuple[int, ...]] = field(default_factory=dict)
-    left_out: dict[int, str] = field(default_factory=dict)
+    reasons: dict[int, str] = field(default_factory=dict)
     others: dict[int, list[tuple[ProductStep, int, Use]]] = field(default_factory=dict)
     parts: list[Any] = field(default_factory=list)
-    given: dict[int, list[int]] = field(default_factory=dict)
+    dependence: dict[int, list[int]] = field(default_factory=dict)
 
     def stages(self, leaves: Sequence[int]) -> Iterator[Stage]:
         """The stages of some parameters, in the order of the program; each turn of a loop by itself."""
-        seen: set[tuple[int, tuple[int, ...]]] = set()
+        earlier: set[tuple[int, tuple[int, ...]]] = set()
         for some in _flat(self.parts, {}):
-            fresh = [pair for pair in dict.fromkeys(some) if pair[0] in leaves and pair not in seen]
-            seen.update(fresh)
+            fresh = [pair for pair in dict.fromkeys(some) if pair[0] in leaves and pair not in earlier]
+            earlier.update(fresh)
             for place in dict.fromkeys(place for _, place in fresh):
                 yield Stage(tuple(leaf for leaf, own in fresh if own == place), place)
 
-    def beside(self, program: Any, stages: Sequence[Stage]) -> list[tuple[int, tuple[int, ...], str]]:
+    def other_layers(self, program: Any, stages: Sequence[Stage]) -> list[tuple[int, tuple[int, ...], str]]:
         """The layers of stacks that are in none of some stages: the parameter, the indexes, and its use if known."""
-        seen = {(leaf, stage.turn) for stage in stages for leaf in stage.leaves}
-        found = []
+        stage_layers = {(leaf, stage.turn) for stage in stages for leaf in stage.leaves}
+        layers = []
         for leaf, place in ((leaf, place) for leaf, own in self.stacks.items() for place in np.ndindex(*own)):
-            if (leaf, place) not in seen:
+            if (leaf, place) not in stage_layers:
                 uses = [use for use in program.uses[leaf] if use.kind == "rows"]
-                named = [_indexes(use, program.shapes[leaf]) for use in uses]
-                looked_up = any(indexes == place[: len(indexes)] for indexes in named)
-                found.append((leaf, place, "rows" if looked_up else ""))
-        return found
+                lookups = [_indexes(use, program.shapes[leaf]) for use in uses]
+                is_lookup = any(indexes == place[: len(indexes)] for indexes in lookups)
+                layers.append((leaf, place, "rows" if is_lookup else ""))
+        return layers
 
 
 def _flat(parts: Sequence[Any], turn: dict[int, tuple[int, ...]]) -> Iterator[list[tuple[int, tuple[int, ...]]]]:
@@ -132,7 +132,7 @@ def _flat(parts: Sequence[Any], turn: dict[int, tuple[int, ...]]) -> Iterator[li
                 yield pending
             pending, last = [], None
             for number in part.turns:
-                yield from _flat(part.parts, {**turn, **{i: (*turn.get(i, ()), number) for i in part.stacked}})
+                yield from _flat(part.parts, {**turn, **{i: (*turn.get(i, ()), number) for i in part.leaves}})
             continue
         leaf, indexes, source = part
         if pending and source is not last:
@@ -146,62 +146,64 @@ def _flat(parts: Sequence[Any], turn: dict[int, tuple[int, ...]]) -> Iterator[li
 
 def find_sites(program: Any) -> Sites:
     """The sites of a program that `QuantizedFunction.traced` gave."""
-    found = Sites()
+    sites = Sites()
     arguments = [int(i < len(program.paths)) for i in range(len(program.plan.jaxpr.invars))]
-    _follow(program.plan, arguments, found.given)
+    _follow(program.plan, arguments, sites.dependence)
     first: dict[int, Laid] = {}
     for leaf, uses in program.uses.items():
-        laid = next((use.laid for use in uses if use.kind == "product"), None)
-        if laid is not None:
-            first[leaf] = laid
-    taken: dict[int, list[int]] = {}  # how many constant indexes each product takes
+        view = next((use.laid for use in uses if use.kind == "product"), None)
+        if view is not None:
+            first[leaf] = view
+    index_counts: dict[int, list[int]] = {}  # how many constant indexes each product takes
     for step in (step for step in program.plan.walk() if step.product is not None):
-        for uses, given in zip(step.uses, found.given[id(step)], strict=False):
+        for uses, dependence in zip(step.uses, sites.dependence[id(step)], strict=False):
             for use in uses:
-                indexes = _indexes(use, program.shapes[use.leaf]) if given != _JOINED else ()
-                taken.setdefault(use.leaf, []).append(len(indexes))
-    found.stacks = {leaf: program.shapes[leaf][: counts[0]] for leaf, counts in taken.items() if all(counts)}
-    _walk(program.plan, program, first, found, {}, "")
-    for leaf in set(found.left_out) & set(found.by_leaf):
-        del found.left_out[leaf]
+                indexes = _indexes(use, program.shapes[use.leaf]) if dependence != _JOINED else ()
+                index_counts.setdefault(use.leaf, []).append(len(indexes))
+    sites.stacks = {leaf: program.shapes[leaf][: counts[0]] for leaf, counts in index_counts.items() if all(counts)}
+    _walk(program.plan, program, first, sites, {}, "")
+    for leaf in set(sites.reasons) & set(sites.by_leaf):
+        del sites.reasons[leaf]
     for step in program.plan.walk():
         for place, use in ((place, use) for place, some in enumerate(step.uses) for use in some):
-            if use.leaf in found.by_leaf and _is_beside(step, place, use, program.shapes[use.leaf], found):
-                found.others.setdefault(use.leaf, []).append((step, place, use))
-    return found
+            if use.leaf in sites.by_leaf and _is_beside(step, place, use, program.shapes[use.leaf], sites):
+                sites.others.setdefault(use.leaf, []).append((step, place, use))
+    return sites
 
 
-def _is_beside(step: ProductStep, place: int, use: Use, shape: tuple[int, ...], found: Sites) -> bool:
+def _is_beside(step: ProductStep, place: int, use: Use, shape: tuple[int, ...], sites: Sites) -> bool:
     """Whether a use is none that is looked at, and takes numbers that one of these takes, too."""
-    side, sites = found.of_step.get(id(step), (0, []))
-    if (side == place and any(site.leaf == use.leaf for site in sites)) or not (step.product or any(step.data)):
+    side, step_sites = sites.of_step.get(id(step), (0, []))
+    if (side == place and any(site.leaf == use.leaf for site in step_sites)) or not (step.product or any(step.data)):
         return False
-    layer = _indexes(use, shape) if use.leaf in found.stacks else ()
-    layers = [own for (_, leaf), own in found.indexes.items() if leaf == use.leaf]
+    layer = _indexes(use, shape) if use.leaf in sites.stacks else ()
+    layers = [own for (_, leaf), own in sites.indexes.items() if leaf == use.leaf]
     return not layers or any(own[: len(layer)] == layer for own in layers)
 
 
-def _walk(plan: Plan, program: Any, first: dict[int, Laid], found: Sites, loops: _Lengths, inside: str) -> None:
-    parts = found.parts
+def _walk(plan: Plan, program: Any, first: dict[int, Laid], sites: Sites, loops: _Lengths, inside: str) -> None:
+    parts = sites.parts
     for step in plan.steps:
         if step.product is not None:
-            parts += _at(step, program, first, found, loops, inside)
+            parts += _at(step, program, first, sites, loops, inside)
         elif step.kind == "control":
             reason = inside or _closed(step)
             if step.name == "scan":
-                fixed, carried = carry_count(step.eqn.params)
-                stacked = frozenset(o.leaf for fact in step.known[fixed + carried :] for o in fact.origins)
+                num_consts, num_carry = carry_count(step.eqn.params)
+                stacked_leaves = frozenset(
+                    o.leaf for fact in step.known[num_consts + num_carry :] for o in fact.origins
+                )
                 turns = range(step.eqn.params["length"])
-                more = {leaf: (*loops.get(leaf, ()), len(turns)) for leaf in stacked}
-                loop = _Loop(stacked, tuple(reversed(turns) if step.eqn.params["reverse"] else turns), [])
-                found.parts = loop.parts
-                _walk(step.inner[0], program, first, found, {**loops, **more}, reason)
-                found.parts = parts
+                more = {leaf: (*loops.get(leaf, ()), len(turns)) for leaf in stacked_leaves}
+                loop = _Loop(stacked_leaves, tuple(reversed(turns) if step.eqn.params["reverse"] else turns), [])
+                sites.parts = loop.parts
+                _walk(step.inner[0], program, first, sites, {**loops, **more}, reason)
+                sites.parts = parts
                 if loop.parts:
                     parts.append(loop)
             else:
                 for inner in step.inner:
-                    _walk(inner, program, first, found, loops, reason)
+                    _walk(inner, program, first, sites, loops, reason)
 
 
 def _closed(step: Any) -> str:
@@ -210,38 +212,38 @@ def _closed(step: Any) -> str:
 
 
 def _at(
-    step: ProductStep, program: Any, first: dict[int, Laid], found: Sites, loops: _Lengths, inside: str
+    step: ProductStep, program: Any, first: dict[int, Laid], sites: Sites, loops: _Lengths, inside: str
 ) -> Iterator[tuple[int, tuple[int, ...], Any]]:
     """The sites of one product, each with the constant indexes of its layer and the variable that is its input."""
     sides = [i for i in (0, 1) if step.uses and step.uses[i]]
     for side in sides:
-        sites = []
+        step_sites = []
         for use in step.uses[side]:
-            reason = inside or _refused(step, side, use, first, found.given[id(step)])
+            reason = inside or _refused(step, side, use, first, sites.dependence[id(step)])
             site = None
             if not reason:
                 site = _site(step, side, use, program.shapes[use.leaf], loops.get(use.leaf, ()))
                 reason = site if isinstance(site, str) else ""
             if reason or not isinstance(site, Site):
-                found.left_out.setdefault(use.leaf, reason)
+                sites.reasons.setdefault(use.leaf, reason)
                 continue
-            indexes = _indexes(use, program.shapes[use.leaf]) if use.leaf in found.stacks and not site.turns else ()
+            indexes = _indexes(use, program.shapes[use.leaf]) if use.leaf in sites.stacks and not site.turns else ()
             if indexes:
                 site = replace(site, turns=len(indexes))
-                found.indexes[id(step), use.leaf] = indexes
-            before = found.by_leaf.setdefault(use.leaf, site)
+                sites.indexes[id(step), use.leaf] = indexes
+            before = sites.by_leaf.setdefault(use.leaf, site)
             if before != site:
-                found.left_out.setdefault(use.leaf, "another product takes it in another loop")
+                sites.reasons.setdefault(use.leaf, "another product takes it in another loop")
                 continue
-            sites.append(site)
+            step_sites.append(site)
             yield use.leaf, indexes, step.eqn.invars[1 - side]
-        if sites:
-            found.of_step[id(step)] = side, sites
+        if step_sites:
+            sites.of_step[id(step)] = side, step_sites
 
 
 def _indexes(use: Use, shape: tuple[int, ...]) -> tuple[int, ...]:
     """The constant indexes of the layer of a stack that a product takes; none if it takes no layer, or another way."""
-    found = []
+    indexes = []
     for axis in range(0 if use.laid is None else stack_of(shape, use.laid)):
         index, length = 0, shape[axis]
         for parts, start, size in (cut for cut in use.cuts if any(part.axis == axis for part in cut[0])):
@@ -250,47 +252,47 @@ def _indexes(use: Use, shape: tuple[int, ...]) -> tuple[int, ...]:
             index, length = index + start, size
         if length != 1:
             return ()
-        found.append(index)
-    return tuple(found)
+        indexes.append(index)
+    return tuple(indexes)
 
 
-def _follow(plan: Plan, given: Sequence[int], seen: dict[int, list[int]]) -> list[int]:
-    """Whether results of a program depend on parameters, as `Sites.given`; `seen` gets the operands of products."""
-    known = dict(zip(plan.jaxpr.invars, given, strict=True))
+def _follow(plan: Plan, dependence: Sequence[int], operands: dict[int, list[int]]) -> list[int]:
+    """Whether results of a program depend on parameters, as `WeightSites.dependence`; fills `operands`, of products."""
+    env = dict(zip(plan.jaxpr.invars, dependence, strict=True))
 
     def read(v: Any) -> int:
-        return 0 if isinstance(v, Literal) else known.get(v, 0)
+        return 0 if isinstance(v, Literal) else env.get(v, 0)
 
     for step in plan.steps:
         own = [read(v) for v in step.eqn.invars]
         most = max(own, default=0)
         outs = [_JOINED if most and step.name in _JOINS else most] * len(step.eqn.outvars)
         if step.product is not None:
-            seen[id(step)] = own
+            operands[id(step)] = own
         elif not step.inner:
             pass
         elif step.name in ENTERED:
-            outs = _follow(step.inner[0], own, seen)
+            outs = _follow(step.inner[0], own, operands)
         elif step.name == "cond":
-            branches = [_follow(inner, own[1:], seen) for inner in step.inner]
+            branches = [_follow(inner, own[1:], operands) for inner in step.inner]
             outs = [max(own[0], *some) for some in zip(*branches, strict=True)]
         elif step.name == "scan":
-            fixed, carried = carry_count(step.eqn.params)
+            num_consts, num_carry = carry_count(step.eqn.params)
             before: list[int] | None = None
-            while before != own[fixed : fixed + carried]:
-                before = own[fixed : fixed + carried]
-                outs = _follow(step.inner[0], own, seen)
-                own[fixed : fixed + carried] = [max(pair) for pair in zip(before, outs, strict=False)]
+            while before != own[num_consts : num_consts + num_carry]:
+                before = own[num_consts : num_consts + num_carry]
+                outs = _follow(step.inner[0], own, operands)
+                own[num_consts : num_consts + num_carry] = [max(pair) for pair in zip(before, outs, strict=False)]
         else:
             for inner in step.inner:
-                _follow(inner, [_JOINED] * len(inner.jaxpr.invars), seen)
-        known.update(zip(step.eqn.outvars, outs, strict=True))
+                _follow(inner, [_JOINED] * len(inner.jaxpr.invars), operands)
+        env.update(zip(step.eqn.outvars, outs, strict=True))
     return [read(v) for v in plan.jaxpr.outvars]
 
 
-def _refused(step: ProductStep, side: int, use: Use, first: dict[int, Laid], given: Sequence[int]) -> str:
+def _refused(step: ProductStep, side: int, use: Use, first: dict[int, Laid], dependence: Sequence[int]) -> str:
     """Why a product is not looked at; empty if it is."""
-    if not step.data[1 - side] and given[1 - side]:
+    if not step.data[1 - side] and dependence[1 - side]:
         return "a product of parameters alone"
     if use.laid != first[use.leaf]:
         return "another product takes it along other axes"
@@ -306,25 +308,27 @@ def _refused(step: ProductStep, side: int, use: Use, first: dict[int, Laid], giv
 
 
 def _site(step: ProductStep, side: int, use: Use, shape: tuple[int, ...], turns: Sequence[int]) -> Site | str:
-    product, laid = step.product, use.laid
-    assert product is not None and laid is not None
+    product, view = step.product, use.laid
+    assert product is not None and view is not None
     batch = len(product.batch[0]) if isinstance(product, Dot) else 1 if isinstance(product, Ragged) else 0
     operand = (product.forward.left, product.forward.right)[side]
     sizes = step.eqn.invars[side].aval.shape
     partial = "its product takes a part of an axis"
     groups = product.feature_groups if isinstance(product, Conv) else 1
-    kept, axes, batches = [sizes[axis] for axis in operand.kept], laid.kept, batch
+    free_sizes, axes, batches = [sizes[axis] for axis in operand.kept], view.kept, batch
     if groups > 1:  # the axis of the outputs has the groups and, within them, their outputs
-        apart = [groups, kept[0] // groups]
-        made = moved("reshape", {}, Origin(use.leaf, axes), kept, apart)
-        if made is None:
+        apart = [groups, free_sizes[0] // groups]
+        origin = moved("reshape", {}, Origin(use.leaf, axes), free_sizes, apart)
+        if origin is None:
             return partial
-        kept, axes, batches = apart, made.axes, 1
-    taken = [math.prod(part.size for part in parts) for parts in (*axes[:batches], laid.summed)]
-    wanted = [*kept[:batches], math.prod(sizes[axis] for axis in operand.summed)]
-    partly = taken[-1] != wanted[-1] or any(n not in (1, size) for n, size in zip(taken, wanted, strict=True))
-    stack = stack_of(shape, laid)
-    layout = None if partly else MatrixLayout.of(shape, stack, Laid(axes, laid.summed), batches)
+        free_sizes, axes, batches = apart, origin.axes, 1
+    part_sizes = [math.prod(part.size for part in parts) for parts in (*axes[:batches], view.summed)]
+    axis_lengths = [*free_sizes[:batches], math.prod(sizes[axis] for axis in operand.summed)]
+    partly = part_sizes[-1] != axis_lengths[-1] or any(
+        n not in (1, size) for n, size in zip(part_sizes, axis_lengths, strict=True)
+    )
+    stack = stack_of(shape, view)
+    layout = None if partly else MatrixLayout.of(shape, stack, Laid(axes, view.summed), batches)
     if layout is None:
         return partial
     if len(turns) not in (0, stack):
@@ -332,4 +336,4 @@ def _site(step: ProductStep, side: int, use: Use, shape: tuple[int, ...], turns:
     cut = any(part.axis < stack for parts, *_ in use.cuts for part in parts)
     if turns and (cut or tuple(turns) != shape[:stack]):
         return "its loop runs over a part of the stack, or over several stacks"
-    return Site(use.leaf, laid, batch, layout, stack, len(turns), groups)
+    return Site(use.leaf, view, batch, layout, stack, len(turns), groups)

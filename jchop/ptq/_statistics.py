@@ -48,16 +48,16 @@ class Statistics(Mapping[str, InputStatistics]):
     """
 
     def __init__(self, found: Mapping[str, InputStatistics], left_out: Mapping[str, str]) -> None:
-        self._found, self.left_out = dict(found), dict(left_out)
+        self._by_path, self.left_out = dict(found), dict(left_out)
 
     def __getitem__(self, path: str) -> InputStatistics:
-        return self._found[path]
+        return self._by_path[path]
 
     def __iter__(self) -> Iterator[str]:
-        return iter(self._found)
+        return iter(self._by_path)
 
     def __len__(self) -> int:
-        return len(self._found)
+        return len(self._by_path)
 
     def __str__(self) -> str:
         rows = [("parameter", "inputs", "rows", "largest")]
@@ -110,8 +110,8 @@ def statistics(
     check_batches(batches, again=False)
     data = Data(QuantizedFunction(fun, ()), params, batches, progress=progress)
     sums, (program, _, sites) = data.sums()
-    found = {program.paths[leaf]: means(own) for leaf, own in sums.items()}
-    return Statistics(found, {program.paths[leaf]: reason for leaf, reason in sites.left_out.items()})
+    by_path = {program.paths[leaf]: means(own) for leaf, own in sums.items()}
+    return Statistics(by_path, {program.paths[leaf]: reason for leaf, reason in sites.reasons.items()})
 
 
 def means(sums: Sums) -> InputStatistics:

@@ -137,11 +137,11 @@ class Steps:
     def names(self) -> str:
         """The steps that round a weight, for a report."""
         steps = (self.correction, self.pruning, self.scales, self.sweep)
-        taken = [str(step).partition("(")[0] for step in steps if step is not None]
-        return ", ".join(taken) or "nearest"
+        names = [str(step).partition("(")[0] for step in steps if step is not None]
+        return ", ".join(names) or "nearest"
 
 
-#: The field of `Steps` of each kind, in the order in which they are taken.
+#: The field of `CalibrationSteps` of each kind, in the order in which they are taken.
 _FIELDS: dict[type, str] = {
     Correction: "correction",
     Sparse: "pruning",
@@ -383,20 +383,20 @@ def as_steps(steps: Any) -> Steps:
         TypeError: for what is no step.
         ValueError: for two steps of one kind, a correction after the rounding, or a mapping after either.
     """
-    given = [steps] if isinstance(steps, Step) else list(steps) if isinstance(steps, Iterable) else None
-    wrong = [step for step in given or () if not isinstance(step, Step)]
-    if given is None or wrong:
+    listing = [steps] if isinstance(steps, Step) else list(steps) if isinstance(steps, Iterable) else None
+    wrong = [step for step in listing or () if not isinstance(step, Step)]
+    if listing is None or wrong:
         raise TypeError(f"steps={steps!r} must be a list of steps, such as [jc.ptq.correct_error(), jc.ptq.gptq()]")
-    mappings = [step for step in given if isinstance(step, Mapping)]
-    rest = given[len(mappings) :]  # one that stands later has no field, and is refused
+    mappings = [step for step in listing if isinstance(step, Mapping)]
+    rest = listing[len(mappings) :]  # one that stands later has no field, and is refused
     fields = [_FIELDS.get(type(step)) for step in rest]
     if fields != [name for name in dict.fromkeys(_FIELDS.values()) if name in fields]:
         raise ValueError(
-            f"steps=[{', '.join(map(str, given))}] may have smooth, awq and rotate, then one correct_error, then one "
+            f"steps=[{', '.join(map(str, listing))}] may have smooth, awq and rotate, then one correct_error, then one "
             "sparse, then one clip or hqq, then one gptq or sign_round, then correct_biases"
         )
-    found: dict[str, Any] = {str(name): step for name, step in zip(fields, rest, strict=True)}
-    made = Steps(mappings=tuple(mappings), **found)
-    if made.pruning is not None and made.pruning.by == "loss" and not isinstance(made.sweep, Sweep):
-        raise ValueError(f"{made.pruning} prunes in the sweep of gptq: add it, or choose by='inputs' or 'magnitude'")
-    return made
+    by_field: dict[str, Any] = {str(name): step for name, step in zip(fields, rest, strict=True)}
+    result = Steps(mappings=tuple(mappings), **by_field)
+    if result.pruning is not None and result.pruning.by == "loss" and not isinstance(result.sweep, Sweep):
+        raise ValueError(f"{result.pruning} prunes in the sweep of gptq: add it, or choose by='inputs' or 'magnitude'")
+    return result

@@ -61,38 +61,38 @@ def added(a: Sums, b: Sums) -> Sums:
     )
 
 
-def of_rows(x: Array, y: Array | None = None, counted: Array | None = None) -> Sums:
+def of_rows(x: Array, y: Array | None = None, mask: Array | None = None) -> Sums:
     """The sums over rows.
 
-    A product of matrices sums over as many rows as `_ROWS` in the carrier; the sums of those are compensated.
+    A product of matrices sums over `_ROWS_PER_PRODUCT` rows in the carrier; the sums of those are compensated.
 
     Args:
         x: (batch, rows, summed).
         y: of the other trajectory, in the same shape; default None.
-        counted: which rows count, (batch, rows). Default: all.
+        mask: which rows count, (batch, rows). Default: all.
     """
     x = x.astype(jnp.promote_types(x.dtype, jnp.float32))
     both = [x] if y is None else [x, y.astype(x.dtype)]
     batch, rows, _ = x.shape
-    if counted is not None:
-        both = [jnp.where(counted[..., None], v, 0) for v in both]
-    number = jnp.full((batch,), rows) if counted is None else counted.sum(1)
+    if mask is not None:
+        both = [jnp.where(mask[..., None], v, 0) for v in both]
+    number = jnp.full((batch,), rows) if mask is None else mask.sum(1)
     count = number.astype(x.dtype)
     chunk = min(_ROWS, max(rows, 1))
     parts = [_chunks(v, chunk) for v in both]
 
-    def turn(before: Sums, some: list[Array]) -> tuple[Sums, None]:
+    def add_chunk(before: Sums, some: list[Array]) -> tuple[Sums, None]:
         return added(before, _of_chunk(some, jnp.zeros_like(count))), None
 
     first = _of_chunk([v[0] for v in parts], count)
-    return lax.scan(turn, first, [v[1:] for v in parts])[0] if rows > chunk else first
+    return lax.scan(add_chunk, first, [v[1:] for v in parts])[0] if rows > chunk else first
 
 
 def _chunks(x: Array, chunk: int) -> Array:
     """Rows in chunks, the last one filled up with zeros: (chunks, batch, rows, summed)."""
-    batch, rows, summed = x.shape
+    batch, rows, inputs = x.shape
     x = jnp.pad(x, [(0, 0), (0, -rows % chunk), (0, 0)])
-    return x.reshape(batch, -1, chunk, summed).swapaxes(0, 1)
+    return x.reshape(batch, -1, chunk, inputs).swapaxes(0, 1)
 
 
 def _of_chunk(both: list[Array], count: Array) -> Sums:

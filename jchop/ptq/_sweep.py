@@ -19,7 +19,7 @@ Array = jax.Array
 
 __all__ = ["Factor", "factor", "order_of", "sweep"]
 
-#: The damping after a failed factorization is so many times the one before, at least `_LEAST`; and tried so often.
+#: The damping after a failed factorization is so many times the one before, at least the least; and tried so often.
 _GROWTH, _LEAST, _MOST_TRIES = 4.0, 1e-6, 24
 _PRECISION = lax.Precision.HIGHEST
 
@@ -98,14 +98,14 @@ def factor(gram: Array, damping: Array) -> Factor:
 def sweep(
     columns: Array,
     by_element: tuple[Array, ...],
-    shared: tuple[Array, ...],
+    tensor_scale: tuple[Array, ...],
     upper: Array,
     key: Array | None,
     *,
     spec: Spec,
     dtype: Any,
     block: int,
-    kept: Array | None = None,
+    mask: Array | None = None,
     worth: Array | None = None,
     sparsity: tuple[int, int] | None = None,
 ) -> tuple[Array, Array]:
@@ -118,13 +118,13 @@ def sweep(
     Args:
         columns: the matrix, a row for each of its columns, in the order of the sweep.
         by_element: scales and zero points in the same order.
-        shared: a scale of the tensor, if the format has one.
+        tensor_scale: a scale of the tensor, if the format has one.
         upper: the factor U.
         key: a typed key if the rounding is stochastic.
         spec: of a column in which each element has its scale.
         dtype: of the numbers that codes stand for.
         block: how many columns make up a block, at least; whole groups of columns that are pruned together.
-        kept: which elements are not zero, in the order of the sweep. Default: all, or those of `sparsity`.
+        mask: which elements are not zero, in the order of the sweep. Default: all, or those of `sparsity`.
         worth: of an element of each column, 1 / U_jj for one whose input is not always zero; with `sparsity`.
         sparsity: n and m: of every m columns of the sweep each row keeps the n elements with the largest product of
             magnitude and worth, as they are when the sweep reaches the group.
@@ -141,14 +141,14 @@ def sweep(
     upper = jnp.pad(upper, [(0, extra), (0, extra)]) + jnp.diag(
         (jnp.arange(count + extra) >= count).astype(upper.dtype)
     )
-    kept = None if kept is None else jnp.pad(kept, [(0, extra), (0, 0)])
+    mask = None if mask is None else jnp.pad(mask, [(0, extra), (0, 0)])
     worth = None if worth is None else jnp.pad(worth, [(0, extra)])
-    held = ElementScales((*by_element[:1], *shared), None if len(by_element) < 2 else by_element[1])
+    scales = ElementScales((*by_element[:1], *tensor_scale), None if len(by_element) < 2 else by_element[1])
 
     def round_at(index: Array, column: Array) -> tuple[Array, Array]:
         parts = [lax.dynamic_index_in_dim(part, index, keepdims=False) for part in by_element]
-        drawn = None if key is None else jax.random.fold_in(key, index)
-        entries, numbers = round_column(column, *held.of(parts), spec, dtype, drawn)
+        column_key = None if key is None else jax.random.fold_in(key, index)
+        entries, numbers = round_column(column, *scales.of(parts), spec, dtype, column_key)
         return entries, numbers.astype(column.dtype)
 
     kind = jax.eval_shape(lambda: round_at(jnp.int32(0), work[0])[0]).dtype
@@ -166,24 +166,26 @@ def sweep(
             return lax.dynamic_update_slice_in_dim(stay, leading((score, size), *sparsity), i, 0)
 
         def one_column(i: Array, state: tuple[Array, ...]) -> tuple[Array, ...]:
-            part, errors, made, *stay = state
+            part, errors, block_codes, *stay = state
             if sparsity is not None:
                 stay = [lax.cond(i % group == 0, choose, lambda i, part, stay: stay, i, part, *stay)]
             column, line = (lax.dynamic_index_in_dim(v, i, keepdims=False) for v in (part, own))
-            wanted = jnp.where(lax.dynamic_index_in_dim(stay[0], i, keepdims=False), column, 0) if stay else column
-            entries, numbers = round_at(start + i, wanted)
+            target = jnp.where(lax.dynamic_index_in_dim(stay[0], i, keepdims=False), column, 0) if stay else column
+            entries, numbers = round_at(start + i, target)
             error = (column - numbers) / line[i]
             part = part - line[:, None] * error[None, :]
             errors = lax.dynamic_update_index_in_dim(errors, error, i, 0)
-            return part, errors, lax.dynamic_update_index_in_dim(made, entries, i, 0), *stay
+            return part, errors, lax.dynamic_update_index_in_dim(block_codes, entries, i, 0), *stay
 
-        part, made = (lax.dynamic_slice_in_dim(v, start, block) for v in (work, codes))
-        stay = [] if kept is None else [lax.dynamic_slice_in_dim(kept, start, block)]
+        part, block_codes = (lax.dynamic_slice_in_dim(v, start, block) for v in (work, codes))
+        stay = [] if mask is None else [lax.dynamic_slice_in_dim(mask, start, block)]
         if sparsity is not None:
             stay = [jnp.ones(part.shape, bool)]
-        _, errors, made, *_ = lax.fori_loop(0, block, one_column, (part, jnp.zeros_like(part), made, *stay))
+        _, errors, block_codes, *_ = lax.fori_loop(
+            0, block, one_column, (part, jnp.zeros_like(part), block_codes, *stay)
+        )
         work = work - jnp.matmul(ahead.T, errors, precision=_PRECISION)
-        codes = lax.dynamic_update_slice_in_dim(codes, made, start, 0)
+        codes = lax.dynamic_update_slice_in_dim(codes, block_codes, start, 0)
         return work, codes, loss + (errors * errors).sum(0)
 
     start = (work, jnp.zeros(work.shape, kind), jnp.zeros(rows, work.dtype))

@@ -103,10 +103,10 @@ def contiguous(tensor: torch.Tensor, copy: bool) -> torch.Tensor:
     Raises:
         ValueError: for a tensor that would have to be copied.
     """
-    shared = tensor.detach()
-    if (why := _hindrance(shared)) is None and not shared.is_contiguous():
-        why = f"has strides {tuple(shared.stride())} for shape {tuple(shared.shape)}"
-    return shared if why is None else _copied(shared, why, copy)
+    data = tensor.detach()
+    if (why := _hindrance(data)) is None and not data.is_contiguous():
+        why = f"has strides {tuple(data.stride())} for shape {tuple(data.shape)}"
+    return data if why is None else _copied(data, why, copy)
 
 
 def dense(tensor: torch.Tensor, copy: bool) -> tuple[torch.Tensor, tuple[int, ...]]:
@@ -122,8 +122,8 @@ def dense(tensor: torch.Tensor, copy: bool) -> tuple[torch.Tensor, tuple[int, ..
         if tensor.is_contiguous():
             return tensor, tuple(range(tensor.ndim))
         order = tuple(sorted(range(tensor.ndim), key=lambda axis: -tensor.stride(axis)))
-        if (permuted := tensor.permute(order)).is_contiguous():
-            return permuted, order
+        if (view := tensor.permute(order)).is_contiguous():
+            return view, order
         why = f"has gaps or overlaps in memory (strides {tuple(tensor.stride())} for shape {tuple(tensor.shape)})"
     return _copied(tensor, why, copy), tuple(range(tensor.ndim))
 

@@ -42,12 +42,12 @@ def check_carrier(name: str, value: object, *, complex_too: bool = True) -> None
     """Refuse all but tensors of a carrier dtype."""
     check_tensor(name, value)
     assert isinstance(value, Tensor)
-    allowed = [dtype for dtype in CARRIERS if complex_too or not dtype.is_complex]
-    if value.dtype not in allowed:
+    dtypes = [dtype for dtype in CARRIERS if complex_too or not dtype.is_complex]
+    if value.dtype not in dtypes:
         parts = f"Pass its parts, {name}.real and {name}.imag"
         how = parts if value.is_complex() else "Convert it first, for example x.float()"
         raise TypeError(
-            f"{name} has dtype {value.dtype}, which is not a carrier; allowed: {', '.join(map(str, allowed))}. {how}"
+            f"{name} has dtype {value.dtype}, which is not a carrier; allowed: {', '.join(map(str, dtypes))}. {how}"
         )
 
 
@@ -114,9 +114,9 @@ def _fetched(result: Array) -> Tensor:
     dtype = _OF_NAME.get(result.dtype.name)
     if dtype is None or result.nbytes > _SMALL:
         return as_tensor(result.block_until_ready())
-    copied = torch.empty(result.shape, dtype=dtype, device="cpu")
-    _host_array(copied)[...] = np.asarray(result)
-    return copied
+    tensor = torch.empty(result.shape, dtype=dtype, device="cpu")
+    _host_array(tensor)[...] = np.asarray(result)
+    return tensor
 
 
 def _host_array(tensor: Tensor) -> np.ndarray:
@@ -147,26 +147,30 @@ def _permuted_back(tensor: Tensor, order: tuple[int, ...], source: Tensor) -> Te
 
 
 @round_op.register_fake
-def _(x: Tensor, words: Tensor, spec: str, batch: int, copy: bool) -> Tensor:
+def _fake_round(x: Tensor, words: Tensor, spec: str, batch: int, copy: bool) -> Tensor:
     del words, copy
     require_rounding(x.dtype, x.ndim - batch, spec)
     return torch.empty_like(x)
 
 
 @within_range_op.register_fake
-def _(gradient: Tensor, x: Tensor, words: Tensor, spec: str, batch: int) -> Tensor:
+def _fake_within_range(gradient: Tensor, x: Tensor, words: Tensor, spec: str, batch: int) -> Tensor:
     del x, words, spec, batch
     return torch.empty_like(gradient, memory_format=torch.contiguous_format)
 
 
 @round_op.register_vmap
-def _(info: Any, in_dims: Any, x: Tensor, words: Tensor, spec: str, batch: int, copy: bool) -> tuple[Tensor, int]:
+def _vmap_round(
+    info: Any, in_dims: Any, x: Tensor, words: Tensor, spec: str, batch: int, copy: bool
+) -> tuple[Tensor, int]:
     x, words = in_front(info, in_dims, x, words)
     return round_op(x, words, spec, batch + 1, copy), 0
 
 
 @within_range_op.register_vmap
-def _(info: Any, in_dims: Any, gradient: Tensor, x: Tensor, words: Tensor, spec: str, batch: int) -> tuple[Tensor, int]:
+def _vmap_within_range(
+    info: Any, in_dims: Any, gradient: Tensor, x: Tensor, words: Tensor, spec: str, batch: int
+) -> tuple[Tensor, int]:
     gradient, x, words = in_front(info, in_dims, gradient, x, words)
     return within_range_op(gradient, x, words, spec, batch + 1), 0
 
@@ -198,10 +202,10 @@ def _rounded(x: Array, words: Array | None, *, spec: str, batch: int, order: tup
 def _within_range(g: Array, x: Array, words: Array | None, *, spec: str, batch: int, order: tuple[int, ...]) -> Array:
     del order  # both are contiguous
 
-    def pulled(g: Array, x: Array, words: Array | None) -> Array:
+    def pull_back(g: Array, x: Array, words: Array | None) -> Array:
         return jax.vjp(lambda x: round_to_format(x, parse(spec), key_of(words)), x)[1](g)[0]
 
-    return over_rows(pulled, batch)(g, x, words)
+    return over_rows(pull_back, batch)(g, x, words)
 
 
 def over_rows(function: Callable[..., Any], batch: int) -> Callable[..., Any]:

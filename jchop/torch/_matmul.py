@@ -83,12 +83,14 @@ def matmul(
 
 @constant
 def _text_of(spec: Any) -> tuple[str, bool]:
-    """A text of a spec for `_spec_of`, and whether it is stochastic."""
+    """A text of a spec for `_matmul_spec`, and whether it is stochastic."""
     if not isinstance(spec, MatmulSpec):
         alone = as_spec(spec)
         spec = MatmulSpec(alone, alone, alone)
-    given = {field.name: getattr(spec, field.name) for field in fields(spec)}
-    return json.dumps({name: v if isinstance(v, bool | None) else str(v) for name, v in given.items()}), spec.stochastic
+    arguments = {field.name: getattr(spec, field.name) for field in fields(spec)}
+    return json.dumps(
+        {name: v if isinstance(v, bool | None) else str(v) for name, v in arguments.items()}
+    ), spec.stochastic
 
 
 @lru_cache(maxsize=256)
@@ -123,20 +125,22 @@ def matmul_gradients_op(
 
 
 @matmul_op.register_fake
-def _(a: Tensor, b: Tensor, words: Tensor, spec: str, batch: int, copy: bool) -> Tensor:
+def _fake_matmul(a: Tensor, b: Tensor, words: Tensor, spec: str, batch: int, copy: bool) -> Tensor:
     del words, copy
     _require_product(a.dtype, spec)
     return a.new_empty(_shape(a.shape, b.shape, batch))
 
 
 @matmul_gradients_op.register_fake
-def _(gradient: Tensor, a: Tensor, b: Tensor, words: Tensor, spec: str, batch: int) -> tuple[Tensor, Tensor]:
+def _fake_matmul_gradients(
+    gradient: Tensor, a: Tensor, b: Tensor, words: Tensor, spec: str, batch: int
+) -> tuple[Tensor, Tensor]:
     del gradient, words, spec, batch
     return tuple(torch.empty_like(x, memory_format=torch.contiguous_format) for x in (a, b))  # type: ignore[return-value]
 
 
 @matmul_op.register_vmap
-def _(
+def _vmap_matmul(
     info: Any, in_dims: Any, a: Tensor, b: Tensor, words: Tensor, spec: str, batch: int, copy: bool
 ) -> tuple[Tensor, int]:
     a, b, words = in_front(info, in_dims, a, b, words)
@@ -144,7 +148,7 @@ def _(
 
 
 @matmul_gradients_op.register_vmap
-def _(
+def _vmap_matmul_gradients(
     info: Any, in_dims: Any, gradient: Tensor, a: Tensor, b: Tensor, words: Tensor, spec: str, batch: int
 ) -> tuple[tuple[Tensor, Tensor], tuple[int, int]]:
     gradient, a, b, words = in_front(info, in_dims, gradient, a, b, words)
@@ -177,10 +181,10 @@ def _product(
 
 @partial(compiled, static_argnames=("spec", "batch"))
 def _gradients(g: Array, a: Array, b: Array, words: Array | None, *, spec: str, batch: int) -> tuple[Array, Array]:
-    def pulled(g: Array, a: Array, b: Array, words: Array | None) -> tuple[Array, Array]:
+    def pull_back(g: Array, a: Array, b: Array, words: Array | None) -> tuple[Array, Array]:
         return jax.vjp(lambda a, b: math.matmul(a, b, _spec_of(spec), key_of(words)), a, b)[1](g)
 
-    return over_rows(pulled, batch)(g, a, b, words)
+    return over_rows(pull_back, batch)(g, a, b, words)
 
 
 class _Product(torch.autograd.Function):

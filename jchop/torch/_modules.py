@@ -33,29 +33,31 @@ _PASSING = ("activation", "output", "gradient")
 def quantize_module(module: nn.Module, rules: Mapping[str, Mapping[str, Any]], seed: int, mode: str) -> nn.Module:
     """A copy of `module` that rounds by rules; see `jchop.torch.quantize`."""
     check_choice("mode", mode, _MODES)
-    checked = as_rules(rules)
-    for pattern, roundings in checked.items() if mode == "weight_only" else ():
+    module_rules = as_rules(rules)
+    for pattern, roundings in module_rules.items() if mode == "weight_only" else ():
         if passing := [name for name in _PASSING if getattr(roundings, name) is not None]:
             raise ValueError(f"rules[{pattern!r}] has {passing[0]}, and mode='weight_only' does not; use mode='ptq'")
     result = copy.deepcopy(module)
     layers = list(layers_of(result))
     used: dict[str, set[str]] = {}
-    shared: _Shared | None = None if mode == "qat" else {}
-    patterns = [first_match(path, checked) for path, *_ in layers]
+    packed_tensors: _Shared | None = None if mode == "qat" else {}
+    patterns = [first_match(path, module_rules) for path, *_ in layers]
     weights = [_weights_of(layer) for _, layer, _ in layers]
     wide = {pattern for pattern, own in zip(patterns, weights, strict=True) if own}
     for number, (pattern, own, (path, layer, opaque)) in enumerate(zip(patterns, weights, layers, strict=True)):
         if pattern is not None:
-            roundings, names = checked[pattern], own_parameters(layer)
+            roundings, names = module_rules[pattern], own_parameters(layer)
             if pattern in wide:  # a gain and an input of a norm enter no product
                 names = [name for name in names if name.endswith("bias") or name in own]
                 if not own:
                     roundings = Roundings(bias=roundings.bias, output=roundings.output)
             _check_layer(layer, path, roundings, opaque)
-            used.setdefault(pattern, set()).update(_equip(layer, path, roundings, names, (seed, number), shared))
-    for pattern, roundings in checked.items():
+            used.setdefault(pattern, set()).update(
+                _equip(layer, path, roundings, names, (seed, number), packed_tensors)
+            )
+    for pattern, roundings in module_rules.items():
         if pattern not in used:
-            raise ValueError(f"rules: {pattern!r} matches {_why_unused(pattern, checked, layers)}")
+            raise ValueError(f"rules: {pattern!r} matches {_why_unused(pattern, module_rules, layers)}")
         idle = [name for name in ("weight", "bias") if getattr(roundings, name) and name not in used[pattern]]
         if idle:
             raise ValueError(f"rules[{pattern!r}]: {idle[0]} has no effect, since no layer that it matches has one")
@@ -145,26 +147,26 @@ def _equip(
     roundings: Roundings,
     names: Sequence[str],
     seed: tuple[int, ...],
-    shared: _Shared | None,
+    packed_tensors: _Shared | None,
 ) -> set[str]:
     """Add roundings to a layer and to some of its parameters, and return the kinds of these."""
-    seen = set()
+    kinds = set()
     for place, name in ((place, name) for place, name in enumerate(own_parameters(layer)) if name in names):
         field = "bias" if name.endswith("bias") else "weight"
-        seen.add(field)
+        kinds.add(field)
         spec = getattr(roundings, field)
-        if spec is not None and shared is None:
+        if spec is not None and packed_tensors is None:
             _check_readable(layer, path, name)
             parametrize.register_parametrization(layer, name, Quantizer(spec, seed=(*seed, 2 + place)))
-        elif spec is not None and shared is not None:
-            _pack(layer, path, name, spec, (*seed, 2 + place), shared)
+        elif spec is not None and packed_tensors is not None:
+            _pack(layer, path, name, spec, (*seed, 2 + place), packed_tensors)
     if roundings.activation is not None:
         layer.add_module(INPUT, Quantizer(roundings.activation, seed=(*seed, 0)))
         layer.register_forward_pre_hook(_round_inputs, with_kwargs=True)
     if roundings.output is not None or roundings.gradient is not None:
         layer.add_module(OUTPUT, Quantizer(roundings.output, roundings.gradient, seed=(*seed, 1)))
         layer.register_forward_hook(_round_outputs)
-    return seen
+    return kinds
 
 
 def _check_readable(layer: nn.Module, path: str, name: str) -> None:
@@ -186,15 +188,15 @@ def _naming(layer: nn.Module, path: str, name: str) -> Iterator[None]:
         raise type(error)(f"{name} of the layer {path!r} ({type(layer).__name__}): {error}") from None
 
 
-def _pack(layer: nn.Module, path: str, name: str, spec: Spec, seed: tuple[int, ...], shared: _Shared) -> None:
+def _pack(layer: nn.Module, path: str, name: str, spec: Spec, seed: tuple[int, ...], packed_tensors: _Shared) -> None:
     """Replace a parameter of a layer by its codes and scales."""
     parameter = getattr(layer, name)
-    if (parameter, spec) not in shared:
+    if (parameter, spec) not in packed_tensors:
         plan = plan_of(spec)
         with _naming(layer, path, name):
             q = codes_of(parameter, plan.spec, first_words(seed, plan.draws), copy=True)
-            shared[parameter, spec] = PackedTensor(q)
-    pack_parameter(layer, name, shared[parameter, spec])
+            packed_tensors[parameter, spec] = PackedTensor(q)
+    pack_parameter(layer, name, packed_tensors[parameter, spec])
 
 
 # Hooks look up their module on the layer, so that a copy of the layer uses its own module.

@@ -107,7 +107,7 @@ class OptimLP(Optimizer):
                 self._lift(leaves)
             loss = self.optimizer.step(None if closure is None else self._evaluating(closure, leaves))
             self._round_moments(leaves)
-            self._settle(leaves)
+            self._round_updates(leaves)
         finally:
             for leaf in leaves:
                 leaf.lower()
@@ -119,10 +119,10 @@ class OptimLP(Optimizer):
             yield from group["params"]
 
     def _leaf(self, index: int, p: torch.nn.Parameter) -> _Leaf:
-        held = self.accumulators.get(index)
-        if held is None:
-            held = _wide(p.data).clone() if _ACCUMULATOR in self._plans else _wide(p.data)
-        return _Leaf(index, p, p.data, held)
+        accumulator = self.accumulators.get(index)
+        if accumulator is None:
+            accumulator = _wide(p.data).clone() if _ACCUMULATOR in self._plans else _wide(p.data)
+        return _Leaf(index, p, p.data, accumulator)
 
     def _evaluating(self, closure: Callable[[], Any], leaves: list[_Leaf]) -> Callable[[], Any]:
         """The closure, evaluated at rounded parameters; the optimizer gets rounded gradients and accumulators."""
@@ -131,7 +131,7 @@ class OptimLP(Optimizer):
         def evaluate() -> Any:
             nonlocal again
             if again:
-                self._settle(leaves, weights_alone=True)
+                self._round_updates(leaves, weights_alone=True)
             for leaf in leaves:
                 leaf.lower()
             with torch.enable_grad():
@@ -146,44 +146,44 @@ class OptimLP(Optimizer):
         """Replace parameters by the tensors that the optimizer updates, and gradients by rounded ones."""
         for leaf in filter(_Leaf.moves, leaves):
             if _WEIGHT in self._plans:
-                require_rounding(leaf.stored.dtype, leaf.stored.ndim, self._plans[_WEIGHT].spec)
+                require_rounding(leaf.memory.dtype, leaf.memory.ndim, self._plans[_WEIGHT].spec)
             if _ACCUMULATOR in self._plans:
-                self.accumulators[leaf.index] = leaf.moved
+                self.accumulators[leaf.index] = leaf.working
             gradient = leaf.parameter.grad
             assert gradient is not None
-            leaf.lift(self._rounded(_GRADIENT, leaf, _wide(gradient) * self.gradient_scale))
+            leaf.lift(self._round(_GRADIENT, leaf, _wide(gradient) * self.gradient_scale))
 
-    def _settle(self, leaves: list[_Leaf], *, weights_alone: bool = False) -> None:
+    def _round_updates(self, leaves: list[_Leaf], *, weights_alone: bool = False) -> None:
         """Round accumulators and parameters after the optimizer updated them."""
         for leaf in filter(_Leaf.moves, leaves):
             if not weights_alone and _ACCUMULATOR in self._plans:
-                leaf.moved.copy_(self._rounded(_ACCUMULATOR, leaf, leaf.moved))
-            rounded = self._rounded(_WEIGHT, leaf, leaf.moved)
-            if rounded.data_ptr() != leaf.stored.data_ptr():
-                leaf.stored.copy_(rounded)
+                leaf.working.copy_(self._round(_ACCUMULATOR, leaf, leaf.working))
+            weight = self._round(_WEIGHT, leaf, leaf.working)
+            if weight.data_ptr() != leaf.memory.data_ptr():
+                leaf.memory.copy_(weight)
 
     def _round_moments(self, leaves: list[_Leaf]) -> None:
         if _MOMENTUM not in self._plans:
             return
         moving = list(filter(_Leaf.moves, leaves))
-        moments = [(leaf, list(_moments(self.state.get(leaf.parameter, {}), leaf.stored.shape))) for leaf in moving]
+        moments = [(leaf, list(_moments(self.state.get(leaf.parameter, {}), leaf.memory.shape))) for leaf in moving]
         for leaf, values in moments:
             for number, value in enumerate(values):
-                value.copy_(self._rounded(_MOMENTUM, leaf, value, _MOMENTUM + number))
+                value.copy_(self._round(_MOMENTUM, leaf, value, _MOMENTUM + number))
         if moving and not any(values for _, values in moments):
             raise ValueError(
                 f"momentum={self._plans[_MOMENTUM].spec!r}, but {type(self.optimizer).__name__} keeps none"
             )
 
-    def _rounded(self, role: int, leaf: _Leaf, x: Tensor, place: int | None = None) -> Tensor:
+    def _round(self, role: int, leaf: _Leaf, x: Tensor, place: int | None = None) -> Tensor:
         plan = self._plans.get(role)
         if plan is None:
             return x
-        folded = (self.steps, leaf.index, role if place is None else place)
+        numbers = (self.steps, leaf.index, role if place is None else place)
         if not plan.draws:
             words = key_words(())
         else:
-            words = random_words() if self.seed is None else seed_words(self.seed, *folded)
+            words = random_words() if self.seed is None else seed_words(self.seed, *numbers)
         return round_now(x, words, plan.spec, 0, True)
 
     # -- as an optimizer of torch --------------------------------------------------------------------------------------
@@ -219,7 +219,8 @@ class OptimLP(Optimizer):
             for leaf in leaves:
                 leaf.lower()
         self.accumulators = {
-            index: held.to(leaves[index].stored.device, copy=True) for index, held in state_dict["accumulators"].items()
+            index: accumulator.to(leaves[index].memory.device, copy=True)
+            for index, accumulator in state_dict["accumulators"].items()
         }
         self.steps = state_dict["steps"]
         self._link()
@@ -236,8 +237,8 @@ class OptimLP(Optimizer):
 class _Leaf:
     """A parameter, its memory, and the tensor that is updated for it: an accumulator, a float32 copy, or itself."""
 
-    def __init__(self, index: int, parameter: torch.nn.Parameter, stored: Tensor, moved: Tensor) -> None:
-        self.index, self.parameter, self.stored, self.moved = index, parameter, stored, moved
+    def __init__(self, index: int, parameter: torch.nn.Parameter, memory: Tensor, working: Tensor) -> None:
+        self.index, self.parameter, self.memory, self.working = index, parameter, memory, working
 
     def moves(self) -> bool:
         """Whether optimizers move the parameter; one without a gradient is frozen."""
@@ -245,14 +246,14 @@ class _Leaf:
 
     def lift(self, gradient: Tensor | None) -> None:
         """Replace the data of the parameter by the updated tensor, with a gradient of its dtype."""
-        self._become(self.moved, gradient)
+        self._set_data(self.working, gradient)
 
     def lower(self) -> None:
         """Restore the data of the parameter, in the same memory."""
         gradient = self.parameter.grad
-        self._become(self.stored, None if gradient is None else gradient.to(self.stored.dtype))
+        self._set_data(self.memory, None if gradient is None else gradient.to(self.memory.dtype))
 
-    def _become(self, data: Tensor, gradient: Tensor | None) -> None:
+    def _set_data(self, data: Tensor, gradient: Tensor | None) -> None:
         self.parameter.grad = None
         self.parameter.data = data
         self.parameter.grad = gradient

@@ -89,7 +89,7 @@ def numbers_op(parts: list[Tensor], text: str, dtype: str) -> Tensor:
 
 
 @numbers_op.register_fake
-def _(parts: list[Tensor], text: str, dtype: str) -> Tensor:
+def _fake_numbers(parts: list[Tensor], text: str, dtype: str) -> Tensor:
     return parts[0].new_empty(joined(list(parts), json.loads(text)).shape, dtype=_NUMBERS[dtype])
 
 
@@ -184,14 +184,14 @@ class PackedTensor(nn.Module):
         dtype = fn(torch.empty(1, dtype=self.dtype, device=device)).dtype
         if dtype not in _NUMBERS.values():
             raise TypeError(f"the numbers of a PackedTensor cannot be {dtype}; allowed: {', '.join(_NUMBERS)}")
-        moved = {}
+        new_bits = {}
         for name, part in self._buffers.items():
             assert part is not None
             bits = part.view(_INTEGERS[part.element_size()])  # a cast of floats must not reach codes and scales
-            moved[name] = fn(bits)
-            if moved[name].dtype != bits.dtype:
+            new_bits[name] = fn(bits)
+            if new_bits[name].dtype != bits.dtype:
                 raise TypeError(f"{name} holds codes or scales, which have no other dtype; use .to({dtype})")
-        for name, bits in moved.items():
+        for name, bits in new_bits.items():
             self._buffers[name] = bits.view(self._buffers[name].dtype)  # type: ignore[union-attr]
         self.dtype = dtype
         return self
@@ -211,43 +211,43 @@ class PackedTensor(nn.Module):
         error_msgs: list[str],
     ) -> None:
         names = (*self._buffers, _TEXT)
-        found = {name: state_dict[prefix + name] for name in names if prefix + name in state_dict}
-        missing_keys += [prefix + name for name in names if name not in found]
+        parts = {name: state_dict[prefix + name] for name in names if prefix + name in state_dict}
+        missing_keys += [prefix + name for name in names if name not in parts]
         own = (key for key in state_dict if key.startswith(prefix))
         unexpected_keys += [key for key in own if key.removeprefix(prefix) not in names]
-        fault = self._fault(found) if found else None
+        fault = self._fault(parts) if parts else None
         if fault is not None:
             error_msgs.append(f"{prefix.removesuffix('.')}: {fault}")
-        if fault is not None or not found:
+        if fault is not None or not parts:
             return
         keep = local_metadata.get("assign_to_params_buffers", False)
         for name, part in self._buffers.items():
             assert part is not None
-            given = found[name].detach()
+            value = parts[name].detach()
             # A new tensor, since JAX arrays may share the memory of the old one.
-            device = given.device if part.is_meta else part.device
-            self._buffers[name] = given if keep else given.to(device, copy=True)
+            device = value.device if part.is_meta else part.device
+            self._buffers[name] = value if keep else value.to(device, copy=True)
 
-    def _fault(self, found: Mapping[str, Any]) -> str | None:
+    def _fault(self, parts: Mapping[str, Any]) -> str | None:
         """The reason why parts of a state dict cannot be loaded; None if they can."""
-        if lacking := [name for name in self._buffers if name not in found]:
-            return f"the state has {', '.join(found)}, but not {', '.join(lacking)}"
-        wanted = json.loads(self.text)
-        if _TEXT in found:
+        if lacking := [name for name in self._buffers if name not in parts]:
+            return f"the state has {', '.join(parts)}, but not {', '.join(lacking)}"
+        own = json.loads(self.text)
+        if _TEXT in parts:
             try:
-                stated = json.loads(bytes(found[_TEXT].tolist()))
-                stated = {key: stated[key] for key in ("spec", "size")}
+                state = json.loads(bytes(parts[_TEXT].tolist()))
+                state = {key: state[key] for key in ("spec", "size")}
             except (AttributeError, KeyError, TypeError, ValueError):
                 return f"{_TEXT} is not the description of a PackedTensor"
-            if stated != {key: wanted[key] for key in stated}:
+            if state != {key: own[key] for key in state}:
                 return (
-                    f"the state has spec={stated['spec']!r} with a last axis of {stated['size']}, and the module "
-                    f"has spec={wanted['spec']!r} with one of {wanted['size']}"
+                    f"the state has spec={state['spec']!r} with a last axis of {state['size']}, and the module "
+                    f"has spec={own['spec']!r} with one of {own['size']}"
                 )
         for name, part in self._buffers.items():
-            given = found[name]
-            if not isinstance(given, Tensor) or (given.dtype, given.shape) != (part.dtype, part.shape):  # type: ignore[union-attr]
-                return f"{name} is {_facts(given)} in the state, and {_facts(part)} in the module"
+            value = parts[name]
+            if not isinstance(value, Tensor) or (value.dtype, value.shape) != (part.dtype, part.shape):  # type: ignore[union-attr]
+                return f"{name} is {_facts(value)} in the state, and {_facts(part)} in the module"
         return None
 
 
@@ -268,7 +268,7 @@ def packed_in(layer: nn.Module) -> dict[str, PackedTensor]:
     }
 
 
-def pack_parameter(layer: nn.Module, name: str, packed: PackedTensor) -> None:
+def pack_parameter(layer: nn.Module, name: str, tensor: PackedTensor) -> None:
     """Replaces a parameter of a layer by a submodule; reading it gives the numbers of that module."""
     before, base = tuple(packed_in(layer)), type(layer)
     if before:
@@ -281,7 +281,7 @@ def pack_parameter(layer: nn.Module, name: str, packed: PackedTensor) -> None:
             base = base.__bases__[0]
     else:
         delattr(layer, name)
-    layer.add_module(name + PACKED, packed)
+    layer.add_module(name + PACKED, tensor)
     layer.__class__ = _packed_class(base, (*before, name))
 
 

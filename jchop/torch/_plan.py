@@ -15,10 +15,10 @@ from jchop.spec import Gradient, Spec, as_spec
 __all__ = ["Plan", "SpecLike", "clips", "constant", "outside_graphs", "plan_of"]
 
 SpecLike = Spec | ElementFormat | ScaledFormat | str
-Function = TypeVar("Function", bound=Callable[..., Any])
+AnyFunction = TypeVar("AnyFunction", bound=Callable[..., Any])
 
 
-def constant(function: Function) -> Function:
+def constant(function: AnyFunction) -> AnyFunction:
     """A function whose results are constants for torch.compile, like its arguments.
 
     Equivalent to `torch.compiler.assume_constant_result`, which would import the compiler and take seconds.
@@ -27,7 +27,7 @@ def constant(function: Function) -> Function:
     return function
 
 
-def outside_graphs(function: Function) -> Function:
+def outside_graphs(function: AnyFunction) -> AnyFunction:
     """A function that torch.compile does not trace: its graph ends before a call, and another one begins after it.
 
     Equivalent to `torch.compiler.disable`, which would import the compiler and take seconds.

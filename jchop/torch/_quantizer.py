@@ -98,8 +98,8 @@ class Quantizer(nn.Module):
 
     def extra_repr(self) -> str:
         """The specs, in the representation of the module."""
-        named = {"forward": self.rounding, "backward": self.gradient}
-        return ", ".join(f"{name}={plan.spec}" for name, plan in named.items() if plan is not None)
+        plans = {"forward": self.rounding, "backward": self.gradient}
+        return ", ".join(f"{name}={plan.spec}" for name, plan in plans.items() if plan is not None)
 
     @property
     def _counts(self) -> bool:
@@ -132,6 +132,6 @@ def _plan_of_gradient(backward: SpecLike) -> Plan:
 
 
 def _seed_numbers(seed: int | tuple[int, ...]) -> tuple[int, ...]:
-    first, *folded = seed if isinstance(seed, tuple) else (seed,)
+    first, *others = seed if isinstance(seed, tuple) else (seed,)
     first = check_int("seed", first, 0, (1 << 64) - 1)
-    return (first >> 32, first & 0xFFFF_FFFF, *(check_int("seed", number, 0, (1 << 32) - 1) for number in folded))
+    return (first >> 32, first & 0xFFFF_FFFF, *(check_int("seed", number, 0, (1 << 32) - 1) for number in others))

@@ -110,14 +110,14 @@ def report(module: nn.Module) -> ModuleReport:
     """
     if not isinstance(module, nn.Module):
         raise TypeError(f"module={brief(module)} must be a torch.nn.Module")
-    seen: set[int] = set()
+    ids: set[int] = set()
     rows = []
     for path, layer, _ in layers_of(module):
-        kept = {**packed_in(layer), **{name: _parameter(layer, name) for name in own_parameters(layer)}}
-        for name, value in kept.items():
+        parameters = {**packed_in(layer), **{name: _parameter(layer, name) for name in own_parameters(layer)}}
+        for name, value in parameters.items():
             full = f"{path}.{name}" if path else name
-            nbytes = 0 if id(value) in seen else value.nbytes
-            seen.add(id(value))
+            nbytes = 0 if id(value) in ids else value.nbytes
+            ids.add(id(value))
             rows.append(
                 ParameterRow(full, type(layer).__name__, *_forms(layer, name, value), tuple(value.shape), nbytes)
             )

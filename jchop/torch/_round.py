@@ -65,11 +65,11 @@ def round_to_format(
     check_carrier("tensor", tensor)
     plan = plan_of(spec)
     words = drawn_words(plan.spec, plan.draws, seed, generator)
-    rounded = through(tensor, plan.spec, words, copy)
+    result = through(tensor, plan.spec, words, copy)
     if plan.gradient is None:
-        return rounded
+        return result
     return round_gradient(
-        rounded, plan.gradient, drawn_words(plan.gradient, plan.gradient_draws, gradient_seed, generator, _GRADIENT)
+        result, plan.gradient, drawn_words(plan.gradient, plan.gradient_draws, gradient_seed, generator, _GRADIENT)
     )
 
 
@@ -157,14 +157,14 @@ class _Through(torch.autograd.Function):
     def setup_context(ctx: Any, inputs: tuple, output: Tensor) -> None:
         del output
         tensor, words, ctx.spec, _ = inputs
-        ctx.clipped = clips(ctx.spec)
-        if ctx.clipped:
+        ctx.clips = clips(ctx.spec)
+        if ctx.clips:
             ctx.save_for_backward(tensor, words)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         (gradient,) = gradients
-        if ctx.clipped:
+        if ctx.clips:
             gradient = _Clip.apply(gradient, *ctx.saved_tensors, ctx.spec)
         return gradient, None, None, None  # type: ignore[return-value]
 

@@ -35,8 +35,8 @@ def as_rules(rules: Any) -> dict[str, Roundings]:
     if not isinstance(rules, Mapping) or not rules:
         raise TypeError(f"rules={rules!r} must be a dict such as {{'*': dict(weight='float8_e4m3fn')}}")
     return {
-        check_pattern("rules: pattern", pattern, "'blocks.*.mlp'"): _roundings(pattern, given)
-        for pattern, given in rules.items()
+        check_pattern("rules: pattern", pattern, "'blocks.*.mlp'"): _roundings(pattern, value)
+        for pattern, value in rules.items()
     }
 
 
@@ -45,12 +45,12 @@ def first_match(path: str, rules: Mapping[str, Roundings]) -> str | None:
     return next((pattern for pattern in rules if matches_path(pattern, path)), None)
 
 
-def _roundings(pattern: str, given: Any) -> Roundings:
-    if not isinstance(given, Mapping) or not set(given) <= set(_FIELDS):
-        raise TypeError(f"rules[{pattern!r}]={given!r} must be a dict with some of the keys {', '.join(_FIELDS)}")
+def _roundings(pattern: str, entries: Any) -> Roundings:
+    if not isinstance(entries, Mapping) or not set(entries) <= set(_FIELDS):
+        raise TypeError(f"rules[{pattern!r}]={entries!r} must be a dict with some of the keys {', '.join(_FIELDS)}")
     specs = {
         name: None if value is None else as_spec(value, f"rules[{pattern!r}]: {name}", scaled=True)
-        for name, value in given.items()
+        for name, value in entries.items()
     }
     gradient = specs.get("gradient")
     if gradient is not None and gradient.gradient != Gradient():

@@ -18,10 +18,10 @@ def key_words(numbers: Sequence[int]) -> Tensor:
     return torch.tensor([number - (1 << 32) if number >> 31 else number for number in numbers], dtype=torch.int32)
 
 
-def seed_words(seed: int, *folded: int, name: str = "seed") -> Tensor:
+def seed_words(seed: int, *fold_ins: int, name: str = "seed") -> Tensor:
     """The words of ``jax.random.key(seed)``, with numbers folded in."""
     seed = check_int(name, seed, 0, (1 << 64) - 1)
-    return key_words((seed >> 32, seed & 0xFFFF_FFFF, *folded))
+    return key_words((seed >> 32, seed & 0xFFFF_FFFF, *fold_ins))
 
 
 def drawn_words(

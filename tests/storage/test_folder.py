@@ -127,7 +127,7 @@ def test_an_unfinished_folder_is_no_checkpoint(tmp_path: Path, shard_bytes: int,
     def copy_folder(others: Any, target: Path) -> None:
         shutil.copytree(target, tmp_path / "killed")
 
-    monkeypatch.setattr(folder, "_copy", copy_folder)
+    monkeypatch.setattr(folder, folder._copy.__name__, copy_folder)
     save_checkpoint(tree(1), tmp_path / "m", "plain", config={"a": 1}, shard_bytes=shard_bytes)
     monkeypatch.undo()
     assert is_tree(tmp_path / "m", 1) and list((tmp_path / "killed").glob("*.safetensors"))

@@ -75,8 +75,8 @@ def smooth_factors(step: Smooth, members: Sequence[Member], count: int) -> np.nd
         for place in member.places:
             rows = np.asarray(jnp.abs(member.layout.lay(jnp.asarray(member.weight)[place])).max(2), np.float64)
             np.maximum.at(weights, member.by_turn(np.arange(count))[member.turn(place)].reshape(-1), rows.reshape(-1))
-    known = np.where(inputs > 0, inputs, 1.0), np.where(weights > 0, weights, 1.0)
-    factors = known[0] ** step.alpha / known[1] ** (1 - step.alpha)
+    bases = np.where(inputs > 0, inputs, 1.0), np.where(weights > 0, weights, 1.0)
+    factors = bases[0] ** step.alpha / bases[1] ** (1 - step.alpha)
     return np.where(inputs > 0, factors.clip(_LEAST, _MOST), 1.0)
 
 
@@ -95,24 +95,24 @@ def awq_factors(step: Awq, members: Sequence[Member], count: int, units: int) ->
     inputs = _mean(((m.channels, np.asarray(means(m.sums).mean_abs, np.float64).reshape(-1)) for m in members), count)
     weights = _mean((_magnitudes(m, place) for m in members for place in m.places), count) if step.duo else None
     ratios = [i / step.points for i in range(step.points)]
-    tried = np.stack([np.ones(count), *(_candidate(inputs, weights, used, r, units) for r in ratios)])
-    losses = np.zeros((len(tried), units))
+    candidates = np.stack([np.ones(count), *(_candidate(inputs, weights, used, r, units) for r in ratios)])
+    losses = np.zeros((len(candidates), units))
     for member in members:
-        shape = (len(tried), -1, *member.layout.matrices[:2])
-        factors = np.stack([member.by_turn(s) for s in tried]).reshape(shape)
+        shape = (len(candidates), -1, *member.layout.matrices[:2])
+        factors = np.stack([member.by_turn(s) for s in candidates]).reshape(shape)
         for place in member.places:
             turn = member.turn(place)
             sums = jax.tree.map(lambda v, turn=turn, m=member: v.reshape(-1, *v.shape[m.turns :])[turn], member.sums)
-            found = means(sums)
+            moments = means(sums)
             weight = jnp.asarray(member.weight)[place]
             with types_for(weight.dtype):
                 own = _losses(
-                    weight, found.gram, found.count, jnp.asarray(factors[:, turn], found.gram.dtype),
+                    weight, moments.gram, moments.count, jnp.asarray(factors[:, turn], moments.gram.dtype),
                     placement=member.placement, layout=member.layout,
                 )  # fmt: skip
             losses[:, turn if units > 1 else 0] += np.asarray(own, np.float64)
     best = np.where(np.isfinite(losses), losses, np.inf).argmin(0)
-    factors = np.concatenate([tried[b].reshape(units, -1)[unit] for unit, b in enumerate(best)])
+    factors = np.concatenate([candidates[b].reshape(units, -1)[unit] for unit, b in enumerate(best)])
     return factors, [f"r={ratios[b - 1]:g}" if b else "no factors were better" for b in best]
 
 
@@ -140,17 +140,17 @@ def _magnitudes(member: Member, place: tuple[int, ...]) -> tuple[np.ndarray, np.
     """The channels of a matrix, and the mean of abs(w) over the largest of its group."""
     weight = jnp.asarray(member.weight)[place]
     with types_for(weight.dtype):
-        found = _in_units(weight, placement=member.placement, layout=member.layout)
+        magnitudes = _in_units(weight, placement=member.placement, layout=member.layout)
     channels = member.channels.reshape(-1, *member.layout.matrices[:2])[member.turn(place)]
-    return channels.reshape(-1), np.asarray(found, np.float64).reshape(-1)
+    return channels.reshape(-1), np.asarray(magnitudes, np.float64).reshape(-1)
 
 
 @partial(compiled, static_argnames=("placement", "layout"))
 def _in_units(weight: Array, *, placement: Placement, layout: MatrixLayout) -> Array:
     """The mean over the outputs of abs(w) in units of its group's scale, the largest being 1."""
-    stored = stored_of(placement.pack(weight, None))
-    sizes = jnp.abs(weight).reshape(stored.shape)
-    for scale in element_scales(stored).scale:
+    q = stored_of(placement.pack(weight, None))
+    sizes = jnp.abs(weight).reshape(q.shape)
+    for scale in element_scales(q).scale:
         sizes = sizes / scale.astype(sizes.dtype)
     sizes = jnp.where(jnp.isfinite(sizes), sizes, 0)
     return layout.lay(sizes / jnp.maximum(sizes.max(), jnp.finfo(sizes.dtype).tiny)).mean(2)
@@ -164,8 +164,8 @@ def _losses(
     wide = layout.lay(weight).astype(gram.dtype)
 
     def loss(s: Array) -> Array:
-        scaled = layout.back(wide * s[:, :, None]).astype(weight.dtype)
-        low = layout.lay(numbers_of(placement.pack(scaled, None))).astype(gram.dtype) / s[:, :, None]
+        scaled_weight = layout.back(wide * s[:, :, None]).astype(weight.dtype)
+        low = layout.lay(numbers_of(placement.pack(scaled_weight, None))).astype(gram.dtype) / s[:, :, None]
         error = wide - low
         outputs = jnp.einsum("bkl,bln->bkn", gram, error, precision=lax.Precision.HIGHEST)
         return ((error * outputs).sum((1, 2)) * rows).sum()

@@ -114,9 +114,9 @@ def graph_of(program: Any, sites: Sites) -> Graph:
     """The graph of a program that `QuantizedFunction.traced` gave."""
     graph, ins = Graph(), []
     for i, v in enumerate(program.plan.jaxpr.invars):
-        known = i < len(program.paths) and _is_real(v.aval)
-        value = Value((), _shape(v), _is_real(v.aval), "" if known else "an argument of the function")
-        if known:
+        is_parameter = i < len(program.paths) and _is_real(v.aval)
+        value = Value((), _shape(v), _is_real(v.aval), "" if is_parameter else "an argument of the function")
+        if is_parameter:
             value.leaf, value.is_parameter = i, True
             graph.parameters[i] = value
         ins.append(value)
@@ -142,9 +142,9 @@ class _Builder:
         self.graph, self.sites = graph, sites
 
     def enter(
-        self, plan: Plan, ins: Sequence[Value], loops: tuple[int, ...], stacked: tuple[frozenset[int], ...]
+        self, plan: Plan, ins: Sequence[Value], loops: tuple[int, ...], stacked_leaves: tuple[frozenset[int], ...]
     ) -> list[Value]:
-        """The results of a program; `stacked` are the parameters that each loop runs over."""
+        """The results of a program; `stacked_leaves` are the parameters that each loop runs over."""
         consts = zip(plan.jaxpr.constvars, plan.consts, strict=True)
         env: dict[Any, Value] = {v: self._fixed(v, loops, _is_zero(v, x)) for v, x in consts}
         env.update(zip(plan.jaxpr.invars, ins, strict=True))
@@ -155,27 +155,27 @@ class _Builder:
             return env[v]
 
         for step in plan.steps:
-            made = self._step(step, [read(v) for v in step.eqn.invars], loops, stacked)
-            env.update(zip(step.eqn.outvars, made, strict=True))
+            results = self._step(step, [read(v) for v in step.eqn.invars], loops, stacked_leaves)
+            env.update(zip(step.eqn.outvars, results, strict=True))
         return [read(v) for v in plan.jaxpr.outvars]
 
     def _fixed(self, v: Any, loops: tuple[int, ...], zero: bool) -> Value:
         return Value(loops, _shape(v), _is_real(v.aval), _CONSTANT, zero=zero)
 
     def _step(
-        self, step: Any, ins: list[Value], loops: tuple[int, ...], stacked: tuple[frozenset[int], ...]
+        self, step: Any, ins: list[Value], loops: tuple[int, ...], stacked_leaves: tuple[frozenset[int], ...]
     ) -> list[Value]:
         if step.inner and step.name in ENTERED:
-            return self.enter(step.inner[0], ins, loops, stacked)
+            return self.enter(step.inner[0], ins, loops, stacked_leaves)
         if step.inner and step.name == "cond":
-            branches = [self.enter(plan, ins[1:], loops, stacked) for plan in step.inner]
+            branches = [self.enter(plan, ins[1:], loops, stacked_leaves) for plan in step.inner]
             outs = [self._new(v, loops) for v in step.eqn.outvars]
-            for out, *made in zip(outs, *branches, strict=True):
-                for value in made:
+            for out, *branch_values in zip(outs, *branches, strict=True):
+                for value in branch_values:
                     self._join(Node(SAME, {}, (value,), (out,)))
             return outs
         if step.inner and step.name == "scan":
-            return self._scan(step, ins, loops, stacked)
+            return self._scan(step, ins, loops, stacked_leaves)
         outs = [self._new(v, loops) for v in step.eqn.outvars]
         function = step.scope.rpartition("/")[2]
         where = " ".join(text for text in (function and f"of {function}", step.source and f"at {step.source}") if text)
@@ -190,30 +190,30 @@ class _Builder:
         for value in outs:
             value.is_parameter, value.source = own, _CONSTANT if fixed else ""
         self._join(node)
-        side, found = self.sites.of_step.get(id(step), (0, ()))
-        for site in found:
+        side, step_sites = self.sites.of_step.get(id(step), (0, ()))
+        for site in step_sites:
             if site.groups == 1:
-                self.graph.places.append(Place(node, side, site, tuple(site.leaf in some for some in stacked)))
+                self.graph.places.append(Place(node, side, site, tuple(site.leaf in some for some in stacked_leaves)))
         return outs
 
     def _scan(
-        self, step: Any, ins: list[Value], loops: tuple[int, ...], stacked: tuple[frozenset[int], ...]
+        self, step: Any, ins: list[Value], loops: tuple[int, ...], stacked_leaves: tuple[frozenset[int], ...]
     ) -> list[Value]:
         plan, params = step.inner[0], step.eqn.params
-        fixed, carried = carry_count(params)
+        num_consts, num_carry = carry_count(params)
         inside = (*loops, params["length"])
-        over = frozenset(o.leaf for fact in step.known[fixed + carried :] for o in fact.origins)
+        over = frozenset(o.leaf for fact in step.known[num_consts + num_carry :] for o in fact.origins)
         inner = [self._new(v, inside) for v in plan.jaxpr.invars]
         for i, (outer, value) in enumerate(zip(ins, inner, strict=True)):
-            self._join(Node(CARRIED if i < fixed + carried else OVER_TURNS, {}, (outer,), (value,)))
-            if not fixed <= i < fixed + carried:
+            self._join(Node(CARRIED if i < num_consts + num_carry else OVER_TURNS, {}, (outer,), (value,)))
+            if not num_consts <= i < num_consts + num_carry:
                 value.is_parameter, value.zero, value.source = outer.is_parameter, outer.zero, outer.source
-        made = self.enter(plan, inner, inside, (*stacked, over))
+        results = self.enter(plan, inner, inside, (*stacked_leaves, over))
         outs = [self._new(v, loops) for v in step.eqn.outvars]
-        for i, (value, out) in enumerate(zip(made, outs, strict=True)):
+        for i, (value, out) in enumerate(zip(results, outs, strict=True)):
             # The value outside comes first, for both directions are the same relation.
-            self._join(Node(CARRIED if i < carried else OVER_TURNS, {}, (out,), (value,)))
-        for before, after in zip(inner[fixed : fixed + carried], made[:carried], strict=True):
+            self._join(Node(CARRIED if i < num_carry else OVER_TURNS, {}, (out,), (value,)))
+        for before, after in zip(inner[num_consts : num_consts + num_carry], results[:num_carry], strict=True):
             self._join(Node(SAME, {}, (after,), (before,)))
         return outs
 

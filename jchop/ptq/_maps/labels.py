@@ -42,19 +42,19 @@ class Label:
         """The same power on other axes."""
         return replace(self, axes=tuple(axes))
 
-    def raised(self, exponent: Fraction | int) -> Label:
+    def to_power(self, exponent: Fraction | int) -> Label:
         """The factors to a power."""
         return replace(self, power=self.power * exponent)
 
     def indexes(self) -> np.ndarray:
         """The channel of each number; axes of one factor have length 1."""
-        found = np.zeros((1,) * len(self.axes), np.int64)
+        channels = np.zeros((1,) * len(self.axes), np.int64)
         for i, axis in enumerate(self.axes):
             own = np.zeros(1, np.int64)
             for size, stride in axis if not is_flat(axis) else ():
                 own = (own[:, None] + stride * np.arange(size)).reshape(-1)
-            found = found + own.reshape([-1 if j == i else 1 for j in range(len(self.axes))])
-        return found
+            channels = channels + own.reshape([-1 if j == i else 1 for j in range(len(self.axes))])
+        return channels
 
 
 def is_flat(axis: Axis) -> bool:
@@ -83,19 +83,19 @@ def reshaped(axes: Sequence[Axis], shape: Sequence[int]) -> tuple[Axis, ...]:
     """
     runs = list(runs_of(run for axis in axes for run in axis))
     result: list[Axis] = []
-    for wanted in reversed(shape):
+    for remaining in reversed(shape):
         own: list[Run] = []
-        while wanted > 1:
+        while remaining > 1:
             size, stride = runs.pop()
-            if size > wanted:
-                if size % wanted:
+            if size > remaining:
+                if size % remaining:
                     raise RefusedError("a reshape cuts its channels into unequal parts")
-                runs.append((size // wanted, stride * wanted))
-                size = wanted
-            elif wanted % size:
+                runs.append((size // remaining, stride * remaining))
+                size = remaining
+            elif remaining % size:
                 raise RefusedError("a reshape cuts its channels into unequal parts")
             own.insert(0, (size, stride))
-            wanted //= size
+            remaining //= size
         result.insert(0, runs_of(own))
     return tuple(result)
 

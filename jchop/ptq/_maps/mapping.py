@@ -70,28 +70,28 @@ def map_parameters(data: Data, steps: Sequence[Mapping], memory: int | None = No
         ValueError: as a run of the data; for a parameter that overflows its dtype; for less memory than the weights
             need that share an input.
     """
-    mapped = Mapped()
+    record = Mapped()
     for step in steps:
-        sums, found = (None, data.last()) if memory is not None else data.sums()
-        program, call, sites = found
-        wanted = {
+        sums, trace = (None, data.last()) if memory is not None else data.sums()
+        program, call, sites = trace
+        weight_sites = {
             leaf: site
             for leaf, site in sites.by_leaf.items()
-            if leaf in program.placements and program.placements[leaf][1].laid == site.laid
+            if leaf in program.placements and program.placements[leaf][1].laid == site.view
         }
-        for leaf in [leaf for leaf in wanted if program.placements[leaf][0].turn is not None]:
-            del wanted[leaf]
-            mapped.add(leaf, f"not by {step.name}: its inputs are rotated when the function runs")
-        for leaf, site in wanted.items():
+        for leaf in [leaf for leaf in weight_sites if program.placements[leaf][0].turn is not None]:
+            del weight_sites[leaf]
+            record.add(leaf, f"not by {step.name}: its inputs are rotated when the function runs")
+        for leaf, site in weight_sites.items():
             if site.groups > 1:
-                mapped.add(leaf, f"not by {step.name}: a convolution of feature_group_count={site.groups}")
+                record.add(leaf, f"not by {step.name}: a convolution of feature_group_count={site.groups}")
         graphs = [graph_of(*some) for some in data.programs if some[0] is not program]
-        looked = Looked(data, wanted, found, memory or 0, sums)
-        job = _Job(step, program, call, graph_of(program, sites), graphs, looked, wanted, mapped)
+        lazy_sums = Looked(data, weight_sites, trace, memory or 0, sums)
+        job = _Job(step, program, call, graph_of(program, sites), graphs, lazy_sums, weight_sites, record)
         job.run()
         data.params = job.result(data.params)
-        mapped.passes += looked.passes
-    return mapped
+        record.passes += lazy_sums.passes
+    return record
 
 
 class _Job:
@@ -103,62 +103,62 @@ class _Job:
         call: its arguments.
         graph: the program as a graph.
         others: programs of batches of other shapes.
-        looked: the statistics of the inputs.
-        wanted: the sites of the weights that are rounded, by their indexes.
-        mapped: what is reported.
+        lazy_sums: the statistics of the inputs.
+        weight_sites: the sites of the weights that are rounded, by their indexes.
+        record: what is reported.
     """
 
     def __init__(
-        self, step: Mapping, program: Any, call: Any, graph: Graph, others: Sequence[Graph], looked: Looked,
-        wanted: dict[int, Site], mapped: Mapped,
+        self, step: Mapping, program: Any, call: Any, graph: Graph, others: Sequence[Graph],
+        lazy_sums: Looked, weight_sites: dict[int, Site], record: Mapped,
     ) -> None:  # fmt: skip
         self.step, self.program, self.call, self.graph, self.others = step, program, call, graph, others
-        self.looked, self.wanted, self.mapped = looked, wanted, mapped
-        self.changed: dict[int, Any] = {}
+        self.lazy_sums, self.weight_sites, self.record = lazy_sums, weight_sites, record
+        self.new_values: dict[int, Any] = {}
 
     def run(self) -> None:
         """Every weight that is rounded, with those that share its input."""
-        seen: set[int] = set()
+        previous: set[int] = set()
         for place in self.graph.places:
             leaf = place.site.leaf
-            if leaf in seen or leaf not in self.wanted:
+            if leaf in previous or leaf not in self.weight_sites:
                 continue
-            seen.add(leaf)
+            previous.add(leaf)
             try:
                 fold = self._fold(place)
             except RefusedError as reason:
                 what = "rotation" if isinstance(self.step, Rotate) else "factors"
-                self.mapped.add(leaf, f"no {what} by {self.step.name}: {reason}")
+                self.record.add(leaf, f"no {what} by {self.step.name}: {reason}")
                 continue
             members = self._members(fold)
-            seen |= set(members)
+            previous |= set(members)
             self._map(place, fold, members)
 
     def result(self, params: Any) -> Any:
         """The parameters with those that are changed."""
         leaves, tree = jax.tree.flatten(params, is_leaf=is_packed)
-        for leaf, changed in self.changed.items():
-            leaves[self.call.places[leaf]] = changed
+        for leaf, value in self.new_values.items():
+            leaves[self.call.places[leaf]] = value
         return jax.tree.unflatten(tree, leaves)
 
     def _fold(self, place: Place) -> Fold:
         if not isinstance(self.step, Rotate):
-            return self._agreed(place, fold_of)
-        before = dict(self.changed)
+            return self._fold_in_all_batches(place, fold_of)
+        before = dict(self.new_values)
         while True:
             try:
-                return self._agreed(place, lambda own: turn_of(own, self._value))
+                return self._fold_in_all_batches(place, lambda own: turn_of(own, self._value))
             except GainError as reason:
                 try:
                     self._move_gain(min(reason.leaves))
                 except RefusedError as why:
-                    self.changed = before
+                    self.new_values = before
                     raise RefusedError(f"{reason}, {why}") from None
             except RefusedError:
-                self.changed = before
+                self.new_values = before
                 raise
 
-    def _agreed(self, place: Place, search: Callable[[Place], Fold]) -> Fold:
+    def _fold_in_all_batches(self, place: Place, search: Callable[[Place], Fold]) -> Fold:
         fold = search(place)
         own = _by_leaf(fold)
         for graph in self.others:
@@ -174,79 +174,79 @@ class _Job:
         Raises:
             RefusedError: if they cannot.
         """
-        path, given = self.program.paths[leaf], np.asarray(self._value(leaf), np.float64)
+        path, gain = self.program.paths[leaf], np.asarray(self._value(leaf), np.float64)
         for place in self.graph.places:
             try:
-                fold = self._agreed(place, fold_of)
+                fold = self._fold_in_all_batches(place, fold_of)
             except RefusedError:
                 continue
             targets = _by_leaf(fold)
             if leaf not in targets or targets[leaf].power != -1:
                 continue
-            if not (given > 0).all():
+            if not (gain > 0).all():
                 raise RefusedError(f"and {path} is not positive")
-            factors, indexes = np.ones(fold.channels.count), np.broadcast_to(targets[leaf].indexes(), given.shape)
-            factors[indexes] = given
-            if (factors[indexes] != given).any():
+            factors, indexes = np.ones(fold.channels.count), np.broadcast_to(targets[leaf].indexes(), gain.shape)
+            factors[indexes] = gain
+            if (factors[indexes] != gain).any():
                 raise RefusedError(f"and not all of {path} goes into the weights after it")
             for target, label in targets.items():
                 self._change(target, partial(multiplied, label=label, factors=factors))
-            self.changed[leaf] = np.ones_like(self._value(leaf))
+            self.new_values[leaf] = np.ones_like(self._value(leaf))
             return
         raise RefusedError(f"and {path} does not go into the weights after it")
 
     def _members(self, fold: Fold) -> dict[int, Place]:
         """The weights, by their index, whose inputs have the channels: those that take the factors themselves."""
-        found: dict[int, Place] = {}
+        places: dict[int, Place] = {}
         for place in self.graph.places:
             weight, inputs = (fold.labels.get(place.node.ins[side]) for side in (place.side, 1 - place.side))
             own = weight is not None and inputs is not None and weight.power == 1
-            if own and place.site.leaf in self.wanted and self.graph.parameters[place.site.leaf] in fold.labels:
-                found.setdefault(place.site.leaf, place)
-        return found
+            if own and place.site.leaf in self.weight_sites and self.graph.parameters[place.site.leaf] in fold.labels:
+                places.setdefault(place.site.leaf, place)
+        return places
 
     def _map(self, place: Place, fold: Fold, places: dict[int, Place]) -> None:
-        more = [leaf for leaf in _by_leaf(fold) if self._unseen(leaf)]
-        if self.looked.fits({*places, *more}):
-            self.looked.of([*dict.fromkeys([*places, *more])], self.step)
+        more = [leaf for leaf in _by_leaf(fold) if self._needs_errors(leaf)]
+        if self.lazy_sums.fits({*places, *more}):
+            self.lazy_sums.of([*dict.fromkeys([*places, *more])], self.step)
         if isinstance(self.step, Rotate):
             by = Blocks.of(fold.channels.free, self.step.seed)
             self._report(fold, places, f"{self.step.name} by {by}")
             for leaf, label in _by_leaf(fold).items():
                 self._change(leaf, partial(rotated, label=label, by=by))
             return
-        sums = self.looked.of([*places], self.step)
+        sums = self.lazy_sums.of([*places], self.step)
         members = [self._member(fold, own, sums[leaf]) for leaf, own in places.items()]
         count = fold.channels.count
         if isinstance(self.step, Awq):
             units = self._units(place, members, count)
-            factors, chosen = awq_factors(self.step, members, count, units)
+            factors, choices = awq_factors(self.step, members, count, units)
         else:
-            units, chosen = 1, []
+            units, choices = 1, []
             factors = smooth_factors(self.step, members, count)
-        self._report(fold, places, self.step.name, chosen, units > 1)
+        self._report(fold, places, self.step.name, choices, units > 1)
         for leaf, label in _by_leaf(fold).items():
             self._change(leaf, partial(multiplied, label=label, factors=factors))
 
     def _report(
-        self, fold: Fold, places: dict[int, Place], what: str, chosen: Sequence[str] = (), by_turn: bool = False
+        self, fold: Fold, places: dict[int, Place], what: str, choices: Sequence[str] = (), by_turn: bool = False
     ) -> None:
         """Say of the weights what was done, where it went, and what was chosen in each turn, or in all."""
-        taken = (leaf for leaf in _by_leaf(fold) if leaf not in places or _leads_on(self.graph.parameters[leaf], fold))
-        folded = sorted(self.program.paths[leaf] for leaf in taken)
+        leaves = (leaf for leaf in _by_leaf(fold) if leaf not in places or _leads_on(self.graph.parameters[leaf], fold))
+        targets = sorted(self.program.paths[leaf] for leaf in leaves)
         for leaf in places:
-            self.mapped.methods.setdefault(leaf, []).append(self.step.name)
-            if folded:
-                self.mapped.add(leaf, f"{what} folded into {', '.join(folded)}")
-            turns = list(np.ndindex(*self._shape(leaf)[: self.wanted[leaf].turns])) if by_turn else [()]
-            for turn, text in zip(turns, chosen, strict=False):
-                self.mapped.add(leaf, text, turn)
+            self.record.methods.setdefault(leaf, []).append(self.step.name)
+            if targets:
+                self.record.add(leaf, f"{what} folded into {', '.join(targets)}")
+            turns = list(np.ndindex(*self._shape(leaf)[: self.weight_sites[leaf].turns])) if by_turn else [()]
+            for turn, text in zip(turns, choices, strict=False):
+                self.record.add(leaf, text, turn)
 
     def _shape(self, leaf: int) -> tuple[int, ...]:
         return self.program.shapes[leaf]
 
     def _value(self, leaf: int) -> Any:
-        return self.changed.get(leaf, self.call.values[leaf])
+        return self.new_values.get(leaf, self.call.values[leaf])
 
     def _member(self, fold: Fold, place: Place, sums: Sums) -> Member:
         site, node = place.site, place.node
@@ -274,15 +274,15 @@ class _Job:
                 return 1
         return turns
 
-    def _unseen(self, leaf: int) -> bool:
+    def _needs_errors(self, leaf: int) -> bool:
         """Whether the errors of a weight before any step are needed, and not known."""
-        return leaf in self.wanted and not any(own == leaf for own, _ in self.mapped.before)
+        return leaf in self.weight_sites and not any(own == leaf for own, _ in self.record.before)
 
-    def _remember(self, leaf: int) -> None:
+    def _record_errors(self, leaf: int) -> None:
         """The errors of a weight that is rounded as it was before any step."""
-        if not self._unseen(leaf):
+        if not self._needs_errors(leaf):
             return
-        site, sums = self.wanted[leaf], self.looked.of([leaf], self.step)[leaf]
+        site, sums = self.weight_sites[leaf], self.lazy_sums.of([leaf], self.step)[leaf]
         placement = _to_nearest(self.program.placements[leaf][0])
         weights = jnp.asarray(self._value(leaf))
         for place in np.ndindex(*weights.shape[: site.stack]):
@@ -292,7 +292,7 @@ class _Job:
                     weight, inputs.gram, None, None, placement=placement, layout=site.layout, steps=Steps()
                 )
             energy, before = (float((v * inputs.count).sum()) for v in (out.energy, out.before))
-            self.mapped.before[leaf, place] = energy, before
+            self.record.before[leaf, place] = energy, before
 
     def _change(self, leaf: int, change: Callable[[Any], Any]) -> None:
         """Change a parameter.
@@ -300,7 +300,7 @@ class _Job:
         Raises:
             ValueError: if it overflows.
         """
-        self._remember(leaf)
+        self._record_errors(leaf)
         before = self._value(leaf)
         after = change(before)
         if bool((jnp.isfinite(jnp.asarray(before)) & ~jnp.isfinite(jnp.asarray(after))).any()):
@@ -308,7 +308,7 @@ class _Job:
                 f"params: {self.program.paths[leaf]!r} of dtype {before.dtype} overflows under the factors of "
                 f"{self.step}"
             )
-        self.changed[leaf] = after
+        self.new_values[leaf] = after
 
 
 def multiplied(parameter: Any, label: Label, factors: np.ndarray) -> Any:
@@ -327,8 +327,8 @@ def rotated(parameter: Any, label: Label, by: Blocks) -> Any:
     along = sorted((i for i, (_, stride) in enumerate(runs) if stride), key=lambda i: -runs[i][1])
     order = [*(i for i in range(len(runs)) if i not in along), *along]
     apart = np.asarray(parameter, np.float64).reshape([size for size, _ in runs]).transpose(order)
-    turned = by.apply(apart.reshape(-1, by.size)).reshape(apart.shape).transpose(np.argsort(order))
-    after = turned.reshape(parameter.shape).astype(parameter.dtype)
+    product = by.apply(apart.reshape(-1, by.size)).reshape(apart.shape).transpose(np.argsort(order))
+    after = product.reshape(parameter.shape).astype(parameter.dtype)
     if isinstance(parameter, np.ndarray):
         return after
     with types_for(parameter.dtype):
@@ -342,8 +342,8 @@ def _by_leaf(fold: Fold) -> dict[int, Label]:
 def _leads_on(parameter: Value, fold: Fold) -> bool:
     """Whether a value that is computed of a parameter and of data has the factors, as rows that are looked up."""
     read = [node for node in parameter.nodes if parameter in node.ins]
-    made = [value for node in read for value in node.outs if value in fold.labels]
-    return any(not value.is_parameter or _leads_on(value, fold) for value in made)
+    results = [value for node in read for value in node.outs if value in fold.labels]
+    return any(not value.is_parameter or _leads_on(value, fold) for value in results)
 
 
 def _to_nearest(placement: Placement) -> Placement:

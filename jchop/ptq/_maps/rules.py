@@ -33,13 +33,13 @@ class Seen:
         node: the node.
         label: the factors.
         place: which operand or result has them.
-        made: whether it is a result.
+        is_result: whether it is a result.
     """
 
     node: Node
     label: Label
     place: int
-    made: bool
+    is_result: bool
 
     @property
     def loops(self) -> int:
@@ -74,348 +74,350 @@ class Seen:
             raise RefusedError(f"{self.node} {what}")
 
 
-def ways_of(node: Node, label: Label, place: int, made: bool) -> Ways:
+def ways_of(node: Node, label: Label, place: int, is_result: bool) -> Ways:
     """The factors that the values of a node may have, if one of them has those of `label`.
 
     Args:
         node: the node.
         label: the factors of one value.
         place: its number among the operands, or the results.
-        made: whether it is a result.
+        is_result: whether it is a result.
 
     Raises:
         RefusedError: if there are none.
     """
-    seen = Seen(node, label, place, made)
+    port = Seen(node, label, place, is_result)
     if node.product is not None:
-        return _PRODUCTS[type(node.product)](seen)
+        return _PRODUCTS[type(node.product)](port)
     rule = _RULES.get(node.name)
     if rule is None:
         raise RefusedError(f"{node} does not commute with factors")
-    return fitted(seen, rule(seen))
+    return fitted(port, rule(port))
 
 
-def fitted(seen: Seen, ways: Ways) -> Ways:
+def fitted(port: Seen, ways: Ways) -> Ways:
     """Ways in which operands of length 1 along an axis, if they are broadcast, have one factor there."""
     for way in ways:
-        if isinstance(way, Tie) or seen.node.name not in _ELEMENTWISE:
+        if isinstance(way, Tie) or port.node.name not in _ELEMENTWISE:
             yield way
             continue
-        lost: list[Run] = []
+        ties: list[Run] = []
         some = [
-            [_fitted_one(seen, value, label, lost) for value, label in zip(values, labels, strict=True)]
-            for values, labels in zip((seen.node.ins, seen.node.outs), way, strict=True)
+            [_fitted_one(port, value, label, ties) for value, label in zip(values, labels, strict=True)]
+            for values, labels in zip((port.node.ins, port.node.outs), way, strict=True)
         ]
-        yield Tie(tuple(lost)) if lost else (some[0], some[1])
+        yield Tie(tuple(ties)) if ties else (some[0], some[1])
 
 
-def _fitted_one(seen: Seen, value: Value, label: Label | None, lost: list[Run]) -> Label | None:
-    if label is None or len(value.shape) != len(seen.own):
+def _fitted_one(port: Seen, value: Value, label: Label | None, ties: list[Run]) -> Label | None:
+    if label is None or len(value.shape) != len(port.own):
         return label
     axes = list(label.axes)
     for i, n in enumerate(value.shape):
-        axis = axes[seen.loops + i]
+        axis = axes[port.loops + i]
         if sizes_of([axis]) != (n,):
-            lost += [] if is_flat(axis) or value.zero else axis
-            axes[seen.loops + i] = _flat(n)
+            ties += [] if is_flat(axis) or value.zero else axis
+            axes[port.loops + i] = _flat(n)
     return label.to(axes)
 
 
 # -- values that differ in their axes alone ----------------------------------------------------------------------------
 
 
-def _alike(seen: Seen) -> Ways:
-    yield seen.all_alike()
+def _alike(port: Seen) -> Ways:
+    yield port.all_alike()
 
 
-def _one_to_one(seen: Seen) -> Ways:
+def _one_to_one(port: Seen) -> Ways:
     """Each result is one operand."""
-    ins: list[Label | None] = [None] * len(seen.node.ins)
-    ins[seen.place] = seen.label
+    ins: list[Label | None] = [None] * len(port.node.ins)
+    ins[port.place] = port.label
     yield ins, list(ins)
 
 
-def _carried(seen: Seen) -> Ways:
+def _carried(port: Seen) -> Ways:
     """A value outside of a loop, and in all of its turns."""
-    (outer,), (inner,) = seen.node.ins, seen.node.outs
+    (outer,), (inner,) = port.node.ins, port.node.outs
     place, length = len(outer.loops), inner.loops[-1]
-    if not seen.made:
-        axes = seen.label.axes
-        yield [seen.label], [seen.label.to((*axes[:place], _flat(length), *axes[place:]))]
+    if not port.is_result:
+        axes = port.label.axes
+        yield [port.label], [port.label.to((*axes[:place], _flat(length), *axes[place:]))]
         return
-    if not is_flat(seen.label.axes[place]):
-        yield Tie(seen.label.axes[place])
+    if not is_flat(port.label.axes[place]):
+        yield Tie(port.label.axes[place])
         return
-    yield [seen.label.to(axis for i, axis in enumerate(seen.label.axes) if i != place)], [seen.label]
+    yield [port.label.to(axis for i, axis in enumerate(port.label.axes) if i != place)], [port.label]
 
 
 def _flat(size: int) -> Axis:
     return () if size == 1 else ((size, 0),)
 
 
-def _reshape(seen: Seen) -> Ways:
-    (before,), (after,) = seen.node.ins[:1], seen.node.outs
-    if seen.node.params.get("dimensions") is not None:
-        raise RefusedError(f"{seen.node} moves axes too")
-    other = before if seen.made else after
-    yield _pair(seen, seen.on(reshaped(seen.own, other.shape)))
+def _reshape(port: Seen) -> Ways:
+    (before,), (after,) = port.node.ins[:1], port.node.outs
+    if port.node.params.get("dimensions") is not None:
+        raise RefusedError(f"{port.node} moves axes too")
+    other = before if port.is_result else after
+    yield _pair(port, port.on(reshaped(port.own, other.shape)))
 
 
-def _pair(seen: Seen, other: Label) -> tuple[list[Label | None], list[Label | None]]:
-    return seen.from_first(other, seen.label) if seen.made else seen.from_first(seen.label, other)
+def _pair(port: Seen, other: Label) -> tuple[list[Label | None], list[Label | None]]:
+    return port.from_first(other, port.label) if port.is_result else port.from_first(port.label, other)
 
 
-def _transpose(seen: Seen) -> Ways:
-    order = seen.node.params["permutation"]
-    if seen.made:
+def _transpose(port: Seen) -> Ways:
+    order = port.node.params["permutation"]
+    if port.is_result:
         axes: list[Axis] = [()] * len(order)
         for i, axis in enumerate(order):
-            axes[axis] = seen.own[i]
+            axes[axis] = port.own[i]
     else:
-        axes = [seen.own[axis] for axis in order]
-    yield _pair(seen, seen.on(axes))
+        axes = [port.own[axis] for axis in order]
+    yield _pair(port, port.on(axes))
 
 
-def _broadcast(seen: Seen) -> Ways:
-    placed, shape = seen.node.params["broadcast_dimensions"], seen.node.ins[0].shape
-    out = seen.node.outs[0].shape
-    if seen.made:
-        kept = {axis for i, axis in enumerate(placed) if shape[i] == out[axis]}
-        lost = [run for axis, runs in enumerate(seen.own) if axis not in kept and not is_flat(runs) for run in runs]
-        if lost:
-            yield Tie(tuple(lost))
+def _broadcast(port: Seen) -> Ways:
+    dims, shape = port.node.params["broadcast_dimensions"], port.node.ins[0].shape
+    out = port.node.outs[0].shape
+    if port.is_result:
+        same_size = {axis for i, axis in enumerate(dims) if shape[i] == out[axis]}
+        ties = [
+            run for axis, runs in enumerate(port.own) if axis not in same_size and not is_flat(runs) for run in runs
+        ]
+        if ties:
+            yield Tie(tuple(ties))
             return
-        axes = [seen.own[axis] if axis in kept else () for axis in placed]
+        axes = [port.own[axis] if axis in same_size else () for axis in dims]
     else:
         axes = [_flat(n) for n in out]
-        for i, axis in enumerate(placed):
+        for i, axis in enumerate(dims):
             if shape[i] == out[axis]:
-                axes[axis] = seen.own[i]
-    yield _pair(seen, seen.on(axes))
+                axes[axis] = port.own[i]
+    yield _pair(port, port.on(axes))
 
 
 def _along(name: str, what: str) -> Callable[[Seen], Ways]:
     """A primitive that does not mix numbers but along the axes that a parameter names."""
 
-    def rule(seen: Seen) -> Ways:
-        axes = seen.node.params[name]
-        seen.flat_on([axes] if isinstance(axes, int) else [int(axis) for axis in axes], what)
-        yield seen.all_alike()
+    def rule(port: Seen) -> Ways:
+        axes = port.node.params[name]
+        port.flat_on([axes] if isinstance(axes, int) else [int(axis) for axis in axes], what)
+        yield port.all_alike()
 
     return rule
 
 
-def _sized(seen: Seen) -> Label:
+def _sized(port: Seen) -> Label:
     """The factors of the other value of a node, some axes of which, without factors, have other lengths."""
-    other = seen.node.ins[0] if seen.made else seen.node.outs[0]
-    axes = [runs if sizes_of([runs]) == (n,) else _flat(n) for runs, n in zip(seen.own, other.shape, strict=True)]
-    return seen.on(axes)
+    other = port.node.ins[0] if port.is_result else port.node.outs[0]
+    axes = [runs if sizes_of([runs]) == (n,) else _flat(n) for runs, n in zip(port.own, other.shape, strict=True)]
+    return port.on(axes)
 
 
 def _parts(name: str, what: str) -> Callable[[Seen], Ways]:
     """A primitive that joins values along the axis that a parameter names, or takes one apart."""
 
-    def rule(seen: Seen) -> Ways:
-        axis = seen.node.params[name]
-        seen.flat_on([axis], what)
+    def rule(port: Seen) -> Ways:
+        axis = port.node.params[name]
+        port.flat_on([axis], what)
 
         def labels(values: Sequence[Value]) -> list[Label | None]:
             return [
-                seen.on([_flat(v.shape[i]) if i == axis else runs for i, runs in enumerate(seen.own)]) for v in values
+                port.on([_flat(v.shape[i]) if i == axis else runs for i, runs in enumerate(port.own)]) for v in values
             ]
 
-        yield labels(seen.node.ins), labels(seen.node.outs)
+        yield labels(port.node.ins), labels(port.node.outs)
 
     return rule
 
 
-def _slice(seen: Seen) -> Ways:
+def _slice(port: Seen) -> Ways:
     """A part of an axis: along it numbers must have one factor."""
-    (before, *_), (after,) = seen.node.ins, seen.node.outs
-    seen.flat_on(
+    (before, *_), (after,) = port.node.ins, port.node.outs
+    port.flat_on(
         [i for i, (a, b) in enumerate(zip(before.shape, after.shape, strict=True)) if a != b], "takes some channels"
     )
-    yield _pair(seen, _sized(seen))
+    yield _pair(port, _sized(port))
 
 
-def _pad(seen: Seen) -> Ways:
-    padded = [i for i, some in enumerate(seen.node.params["padding_config"]) if tuple(some) != (0, 0, 0)]
-    seen.flat_on(padded, "adds channels")
-    if not seen.node.ins[1].zero:
-        raise RefusedError(f"{seen.node} adds other numbers than zeros")
-    yield _pair(seen, _sized(seen))
+def _pad(port: Seen) -> Ways:
+    pad_axes = [i for i, some in enumerate(port.node.params["padding_config"]) if tuple(some) != (0, 0, 0)]
+    port.flat_on(pad_axes, "adds channels")
+    if not port.node.ins[1].zero:
+        raise RefusedError(f"{port.node} adds other numbers than zeros")
+    yield _pair(port, _sized(port))
 
 
-def _reduce(seen: Seen) -> Ways:
-    gone = {int(axis) for axis in seen.node.params["axes"]}
-    if not seen.made:
-        seen.flat_on(sorted(gone), "reduces its channels to one")
-        axes = [runs for i, runs in enumerate(seen.own) if i not in gone]
+def _reduce(port: Seen) -> Ways:
+    reduce_axes = {int(axis) for axis in port.node.params["axes"]}
+    if not port.is_result:
+        port.flat_on(sorted(reduce_axes), "reduces its channels to one")
+        axes = [runs for i, runs in enumerate(port.own) if i not in reduce_axes]
     else:
-        rest = iter(seen.own)
-        axes = [_flat(n) if i in gone else next(rest) for i, n in enumerate(seen.node.ins[0].shape)]
-    yield _pair(seen, seen.on(axes))
+        rest = iter(port.own)
+        axes = [_flat(n) if i in reduce_axes else next(rest) for i, n in enumerate(port.node.ins[0].shape)]
+    yield _pair(port, port.on(axes))
 
 
-def _squeeze(seen: Seen) -> Ways:
-    gone = {axis % len(seen.node.ins[0].shape) for axis in seen.node.params["dimensions"]}
-    rest = iter(seen.own)
-    if seen.made:
-        axes = [() if i in gone else next(rest) for i in range(len(seen.node.ins[0].shape))]
+def _squeeze(port: Seen) -> Ways:
+    squeeze_axes = {axis % len(port.node.ins[0].shape) for axis in port.node.params["dimensions"]}
+    rest = iter(port.own)
+    if port.is_result:
+        axes = [() if i in squeeze_axes else next(rest) for i in range(len(port.node.ins[0].shape))]
     else:
-        axes = [runs for i, runs in enumerate(seen.own) if i not in gone]
-    yield _pair(seen, seen.on(axes))
+        axes = [runs for i, runs in enumerate(port.own) if i not in squeeze_axes]
+    yield _pair(port, port.on(axes))
 
 
-def _expand(seen: Seen) -> Ways:
-    new = {axis % len(seen.node.outs[0].shape) for axis in seen.node.params["dimensions"]}
-    rest = iter(seen.own)
-    if seen.made:
-        axes = [runs for i, runs in enumerate(seen.own) if i not in new]
+def _expand(port: Seen) -> Ways:
+    new = {axis % len(port.node.outs[0].shape) for axis in port.node.params["dimensions"]}
+    rest = iter(port.own)
+    if port.is_result:
+        axes = [runs for i, runs in enumerate(port.own) if i not in new]
     else:
-        axes = [() if i in new else next(rest) for i in range(len(seen.node.outs[0].shape))]
-    yield _pair(seen, seen.on(axes))
+        axes = [() if i in new else next(rest) for i in range(len(port.node.outs[0].shape))]
+    yield _pair(port, port.on(axes))
 
 
-def _gather(seen: Seen) -> Ways:
+def _gather(port: Seen) -> Ways:
     """Whole rows that are looked up."""
-    table, numbers = seen.node.ins[0], seen.node.params["dimension_numbers"]
-    sizes, single = seen.node.params["slice_sizes"], {*numbers.collapsed_slice_dims, *numbers.operand_batching_dims}
+    table, numbers = port.node.ins[0], port.node.params["dimension_numbers"]
+    sizes, single = port.node.params["slice_sizes"], {*numbers.collapsed_slice_dims, *numbers.operand_batching_dims}
     rows = zip((i for i in range(len(sizes)) if i not in single), numbers.offset_dims, strict=True)
     whole = [(axis, out) for axis, out in rows if sizes[axis] == table.shape[axis]]
-    there = {out: axis for axis, out in whole} if seen.made else dict(whole)
-    yield _pair(seen, _moved(seen, there, table if seen.made else seen.node.outs[0]))
+    there = {out: axis for axis, out in whole} if port.is_result else dict(whole)
+    yield _pair(port, _moved(port, there, table if port.is_result else port.node.outs[0]))
 
 
-def _scatter(seen: Seen) -> Ways:
+def _scatter(port: Seen) -> Ways:
     """Whole rows that are put, or added, to others."""
-    (rows, _, updates), numbers = seen.node.ins, seen.node.params["dimension_numbers"]
+    (rows, _, updates), numbers = port.node.ins, port.node.params["dimension_numbers"]
     single = {*numbers.inserted_window_dims, *numbers.operand_batching_dims}
     windows = zip((i for i in range(len(rows.shape)) if i not in single), numbers.update_window_dims, strict=True)
     whole = {axis: own for axis, own in windows if rows.shape[axis] == updates.shape[own]}
-    if seen.made or not seen.place:
-        yield [seen.label, None, _moved(seen, whole, updates)], [seen.label]
+    if port.is_result or not port.place:
+        yield [port.label, None, _moved(port, whole, updates)], [port.label]
     else:
-        found = _moved(seen, {own: axis for axis, own in whole.items()}, rows)
-        yield [found, None, seen.label], [found]
+        label = _moved(port, {own: axis for axis, own in whole.items()}, rows)
+        yield [label, None, port.label], [label]
 
 
-def _moved(seen: Seen, there: Mapping[int, int], other: Value) -> Label:
+def _moved(port: Seen, there: Mapping[int, int], other: Value) -> Label:
     """The factors of another value, whose axes are those of this one by number."""
     axes = [_flat(n) for n in other.shape]
-    for i, runs in enumerate(seen.own):
+    for i, runs in enumerate(port.own):
         if i in there:
             axes[there[i]] = runs
         elif not is_flat(runs):
-            raise RefusedError(f"{seen.node} takes some of its channels")
-    return seen.on(axes)
+            raise RefusedError(f"{port.node} takes some of its channels")
+    return port.on(axes)
 
 
 # -- arithmetic --------------------------------------------------------------------------------------------------------
 
 
-def _convert(seen: Seen) -> Ways:
-    if not (seen.node.ins[0].real and seen.node.outs[0].real):
-        raise RefusedError(f"{seen.node} makes other numbers of it")
-    yield seen.all_alike()
+def _convert(port: Seen) -> Ways:
+    if not (port.node.ins[0].real and port.node.outs[0].real):
+        raise RefusedError(f"{port.node} makes other numbers of it")
+    yield port.all_alike()
 
 
 def _power(exponent: Callable[[dict[str, Any]], Fraction]) -> Callable[[Seen], Ways]:
-    def rule(seen: Seen) -> Ways:
-        by = exponent(seen.node.params)
+    def rule(port: Seen) -> Ways:
+        by = exponent(port.node.params)
         if not by:
-            raise RefusedError(f"{seen.node} does not commute with factors")
-        yield _pair(seen, seen.label.raised(1 / by if seen.made else by))
+            raise RefusedError(f"{port.node} does not commute with factors")
+        yield _pair(port, port.label.to_power(1 / by if port.is_result else by))
 
     return rule
 
 
-def _mul(seen: Seen) -> Ways:
-    a, b = seen.node.ins
+def _mul(port: Seen) -> Ways:
+    a, b = port.node.ins
     if a is b:
-        other = seen.label.raised(Fraction(1, 2) if seen.made else 2)
-        yield ([other] * 2, [seen.label]) if seen.made else ([seen.label] * 2, [other])
+        other = port.label.to_power(Fraction(1, 2) if port.is_result else 2)
+        yield ([other] * 2, [port.label]) if port.is_result else ([port.label] * 2, [other])
         return
-    if not seen.made:
+    if not port.is_result:
         ins: list[Label | None] = [None, None]
-        ins[seen.place] = seen.label
-        yield ins, [seen.label]
-        ins = [seen.label.raised(-1)] * 2
-        ins[seen.place] = seen.label
+        ins[port.place] = port.label
+        yield ins, [port.label]
+        ins = [port.label.to_power(-1)] * 2
+        ins[port.place] = port.label
         yield ins, [None]
         return
     for side in (0, 1) if a.is_parameter or not b.is_parameter else (1, 0):
-        if not seen.node.ins[side].source:
+        if not port.node.ins[side].source:
             ins = [None, None]
-            ins[side] = seen.label
-            yield ins, [seen.label]
+            ins[side] = port.label
+            yield ins, [port.label]
 
 
-def _div(seen: Seen) -> Ways:
-    if seen.made:
-        ways: list[list[Label | None]] = [[seen.label, None], [None, seen.label.raised(-1)]]
-        for way, value in zip(ways, seen.node.ins, strict=True):
+def _div(port: Seen) -> Ways:
+    if port.is_result:
+        ways: list[list[Label | None]] = [[port.label, None], [None, port.label.to_power(-1)]]
+        for way, value in zip(ways, port.node.ins, strict=True):
             if not value.source:
-                yield way, [seen.label]
-    elif seen.place == 0:
-        yield [seen.label, None], [seen.label]
-        yield [seen.label, seen.label], [None]
+                yield way, [port.label]
+    elif port.place == 0:
+        yield [port.label, None], [port.label]
+        yield [port.label, port.label], [None]
     else:
-        yield [None, seen.label], [seen.label.raised(-1)]
-        yield [seen.label, seen.label], [None]
+        yield [None, port.label], [port.label.to_power(-1)]
+        yield [port.label, port.label], [None]
 
 
-def _compare(seen: Seen) -> Ways:
+def _compare(port: Seen) -> Ways:
     """With zero, and with a value of the same factors: these are positive."""
-    yield [seen.label, seen.label], [None]
+    yield [port.label, port.label], [None]
 
 
-def _sign(seen: Seen) -> Ways:
-    yield [seen.label], [None]
+def _sign(port: Seen) -> Ways:
+    yield [port.label], [None]
 
 
-def _select(seen: Seen) -> Ways:
-    yield [None, *[seen.label] * (len(seen.node.ins) - 1)], [seen.label]
+def _select(port: Seen) -> Ways:
+    yield [None, *[port.label] * (len(port.node.ins) - 1)], [port.label]
 
 
 # -- products ----------------------------------------------------------------------------------------------------------
 
 
-def _dot(seen: Seen) -> Ways:
-    dot: Dot = seen.node.product
-    ndims = [len(v.shape) for v in seen.node.ins[:2]]
-    taken = [{*dot.contracting[side], *dot.batch[side]} for side in (0, 1)]
-    free = [[axis for axis in range(ndims[side]) if axis not in taken[side]] for side in (0, 1)]
-    shared = len(dot.batch[0])
-    if seen.made:
-        yield from _dot_back(seen, dot, free, ndims)
+def _dot(port: Seen) -> Ways:
+    dot: Dot = port.node.product
+    ndims = [len(v.shape) for v in port.node.ins[:2]]
+    used = [{*dot.contracting[side], *dot.batch[side]} for side in (0, 1)]
+    free = [[axis for axis in range(ndims[side]) if axis not in used[side]] for side in (0, 1)]
+    num_batch = len(dot.batch[0])
+    if port.is_result:
+        yield from _dot_back(port, dot, free, ndims)
         return
-    side, other = seen.place, 1 - seen.place
-    summed = [axis for axis in dot.contracting[side] if not is_flat(seen.own[axis])]
+    side, other = port.place, 1 - port.place
+    sum_axes = [axis for axis in dot.contracting[side] if not is_flat(port.own[axis])]
     ins: list[Label | None] = [None, None]
-    ins[side] = seen.label
-    if summed:
-        seen.flat_on(free[side], "sums over a part of its channels")
-        axes = [_flat(n) for n in seen.node.ins[other].shape]
+    ins[side] = port.label
+    if sum_axes:
+        port.flat_on(free[side], "sums over a part of its channels")
+        axes = [_flat(n) for n in port.node.ins[other].shape]
         for kind in (dot.contracting, dot.batch):
             for own, theirs in zip(kind[side], kind[other], strict=True):
-                axes[theirs] = seen.own[own]
-        ins[other] = seen.on(axes).raised(-1)
+                axes[theirs] = port.own[own]
+        ins[other] = port.on(axes).to_power(-1)
         yield ins, [None]
         return
-    axes = [_flat(n) for n in seen.node.outs[0].shape]
-    axes[:shared] = [seen.own[axis] for axis in dot.batch[side]]
-    start = shared + (0 if side == 0 else len(free[0]))
-    axes[start : start + len(free[side])] = [seen.own[axis] for axis in free[side]]
-    yield ins, [seen.on(axes)]
+    axes = [_flat(n) for n in port.node.outs[0].shape]
+    axes[:num_batch] = [port.own[axis] for axis in dot.batch[side]]
+    start = num_batch + (0 if side == 0 else len(free[0]))
+    axes[start : start + len(free[side])] = [port.own[axis] for axis in free[side]]
+    yield ins, [port.on(axes)]
 
 
-def _dot_back(seen: Seen, dot: Dot, free: Sequence[Sequence[int]], ndims: Sequence[int]) -> Ways:
+def _dot_back(port: Seen, dot: Dot, free: Sequence[Sequence[int]], ndims: Sequence[int]) -> Ways:
     """From a result to the operand whose axes have the factors."""
-    shared = len(dot.batch[0])
-    cut = (shared, shared + len(free[0]), len(seen.own))
-    runs = [[run for axis in seen.own[cut[i] : cut[i + 1]] for run in axis if run[1]] for i in (0, 1)]
-    sides = [0, 1] if seen.node.ins[0].is_parameter or not seen.node.ins[1].is_parameter else [1, 0]
+    num_batch = len(dot.batch[0])
+    cut = (num_batch, num_batch + len(free[0]), len(port.own))
+    runs = [[run for axis in port.own[cut[i] : cut[i + 1]] for run in axis if run[1]] for i in (0, 1)]
+    sides = [0, 1] if port.node.ins[0].is_parameter or not port.node.ins[1].is_parameter else [1, 0]
     if runs[0] and runs[1]:
         for side in sides:
             yield Tie(tuple(runs[1 - side]))
@@ -423,75 +425,76 @@ def _dot_back(seen: Seen, dot: Dot, free: Sequence[Sequence[int]], ndims: Sequen
     for side in sides:
         if runs[1 - side]:
             continue
-        axes = [_flat(n) for n in seen.node.ins[side].shape]
+        axes = [_flat(n) for n in port.node.ins[side].shape]
         for i, axis in enumerate(dot.batch[side]):
-            axes[axis] = seen.own[i]
+            axes[axis] = port.own[i]
         for i, axis in enumerate(free[side]):
-            axes[axis] = seen.own[cut[side] + i]
+            axes[axis] = port.own[cut[side] + i]
         ins: list[Label | None] = [None, None]
-        ins[side] = seen.on(axes)
-        yield ins, [seen.label]
+        ins[side] = port.on(axes)
+        yield ins, [port.label]
 
 
-def _conv(seen: Seen) -> Ways:
-    conv: Conv = seen.node.product
+def _conv(port: Seen) -> Ways:
+    conv: Conv = port.node.product
     image, kernel, out = conv.numbers.lhs_spec, conv.numbers.rhs_spec, conv.numbers.out_spec
 
     def label(value: Any, axis: int, runs: Axis) -> Label:
-        return seen.on([runs if i == axis else _flat(n) for i, n in enumerate(value.shape)])
+        return port.on([runs if i == axis else _flat(n) for i, n in enumerate(value.shape)])
 
     if conv.feature_groups != 1:
         axes = image[1], kernel[0], out[1]
-        values = [*seen.node.ins[:2], *seen.node.outs]
+        values = [*port.node.ins[:2], *port.node.outs]
         if {value.shape[axis] for value, axis in zip(values, axes, strict=True)} != {conv.feature_groups}:
-            raise RefusedError(f"{seen.node} has feature_group_count={conv.feature_groups}")
-        own = axes[2 if seen.made else seen.place]
-        seen.flat_on([i for i in range(len(seen.own)) if i != own], "does not keep its channels apart")
-        yield from _depthwise(seen, [label(v, axis, seen.own[own]) for v, axis in zip(values, axes, strict=True)])
+            raise RefusedError(f"{port.node} has feature_group_count={conv.feature_groups}")
+        own = axes[2 if port.is_result else port.place]
+        port.flat_on([i for i in range(len(port.own)) if i != own], "does not keep its channels apart")
+        yield from _depthwise(port, [label(v, axis, port.own[own]) for v, axis in zip(values, axes, strict=True)])
         return
-    if seen.made or (seen.place == 1 and not is_flat(seen.own[kernel[0]])):
-        axis = out[1] if seen.made else kernel[0]
-        seen.flat_on([i for i in range(len(seen.own)) if i != axis], "does not keep its channels apart")
-        runs = seen.own[axis]
-        yield [None, label(seen.node.ins[1], kernel[0], runs)], [label(seen.node.outs[0], out[1], runs)]
+    if port.is_result or (port.place == 1 and not is_flat(port.own[kernel[0]])):
+        axis = out[1] if port.is_result else kernel[0]
+        port.flat_on([i for i in range(len(port.own)) if i != axis], "does not keep its channels apart")
+        runs = port.own[axis]
+        yield [None, label(port.node.ins[1], kernel[0], runs)], [label(port.node.outs[0], out[1], runs)]
         return
-    axis = (image, kernel)[seen.place][1]
-    seen.flat_on([i for i in range(len(seen.own)) if i != axis], "does not keep its channels apart")
-    both = [label(value, (image, kernel)[i][1], seen.own[axis]) for i, value in enumerate(seen.node.ins)]
-    yield [own.raised(1 if i == seen.place else -1) for i, own in enumerate(both)], [None]
+    axis = (image, kernel)[port.place][1]
+    port.flat_on([i for i in range(len(port.own)) if i != axis], "does not keep its channels apart")
+    both = [label(value, (image, kernel)[i][1], port.own[axis]) for i, value in enumerate(port.node.ins)]
+    yield [own.to_power(1 if i == port.place else -1) for i, own in enumerate(both)], [None]
 
 
-def _depthwise(seen: Seen, labels: Sequence[Label]) -> Ways:
+def _depthwise(port: Seen, labels: Sequence[Label]) -> Ways:
     """Each channel of an image times one of a kernel: two of image, kernel and result have factors."""
-    pairs = [(1, 2), (0, 2)] if seen.made else [(0, 1), (0, 2)] if seen.place == 0 else [(1, 2), (0, 1)]
+    pairs = [(1, 2), (0, 2)] if port.is_result else [(0, 1), (0, 2)] if port.place == 0 else [(1, 2), (0, 1)]
     for pair in pairs:
         inverse = pair == (0, 1)
-        first = seen.place if not seen.made else 2
-        found = [
-            None if i not in pair else own.raised(-1) if inverse and i != first else own for i, own in enumerate(labels)
+        first = port.place if not port.is_result else 2
+        way = [
+            None if i not in pair else own.to_power(-1) if inverse and i != first else own
+            for i, own in enumerate(labels)
         ]
-        yield found[:2], found[2:]
+        yield way[:2], way[2:]
 
 
-def _ragged(seen: Seen) -> Ways:
+def _ragged(port: Seen) -> Ways:
     """Rows (m, k) and matrices (g, k, n): which matrix a row meets depends on data."""
-    flat = [[_flat(n) for n in v.shape] for v in (*seen.node.ins[:2], seen.node.outs[0])]
-    none: list[Label | None] = [None] * len(seen.node.ins)
-    if seen.made or seen.place == 0:
-        seen.flat_on([0], "does not keep its channels apart")
-    elif not is_flat(seen.own[0]):
-        yield Tie(tuple(seen.own[0]))
+    flat = [[_flat(n) for n in v.shape] for v in (*port.node.ins[:2], port.node.outs[0])]
+    none: list[Label | None] = [None] * len(port.node.ins)
+    if port.is_result or port.place == 0:
+        port.flat_on([0], "does not keep its channels apart")
+    elif not is_flat(port.own[0]):
+        yield Tie(tuple(port.own[0]))
         return
-    if seen.made or (seen.place == 1 and is_flat(seen.own[1])):
-        runs = seen.own[-1]
-        weight = seen.on([*flat[1][:2], runs])
-        yield [None, weight, *none[2:]], [seen.on([flat[2][0], runs])]
+    if port.is_result or (port.place == 1 and is_flat(port.own[1])):
+        runs = port.own[-1]
+        weight = port.on([*flat[1][:2], runs])
+        yield [None, weight, *none[2:]], [port.on([flat[2][0], runs])]
         return
-    if seen.place == 1:
-        seen.flat_on([2], "sums over a part of its channels")
-    runs, way = seen.own[1], (-1 if seen.place else 1)
-    rows, weight = seen.on([flat[0][0], runs]), seen.on([flat[1][0], runs, flat[1][2]])
-    yield [rows.raised(way), weight.raised(-way), *none[2:]], [None]
+    if port.place == 1:
+        port.flat_on([2], "sums over a part of its channels")
+    runs, way = port.own[1], (-1 if port.place else 1)
+    rows, weight = port.on([flat[0][0], runs]), port.on([flat[1][0], runs, flat[1][2]])
+    yield [rows.to_power(way), weight.to_power(-way), *none[2:]], [None]
 
 
 _HOMOGENEOUS = """

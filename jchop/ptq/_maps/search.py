@@ -43,14 +43,14 @@ def channels_of(place: Place) -> tuple[int, tuple[int, ...], list[tuple[int, int
     value = place.node.ins[place.side]
     shape, loops = (*value.loops, *value.shape), len(value.loops)
     operand = (place.node.product.forward.left, place.node.product.forward.right)[place.side]
-    batch = [operand.kept[i] for i in range(place.site.batch) if place.site.laid.kept[i]]
+    batch = [operand.kept[i] for i in range(place.site.batch) if place.site.view.kept[i]]
     axes = [i for i, over in enumerate(place.turns) if over]
     axes += [loops + axis for axis in (*batch, *operand.summed)]
-    count, found = 1, []
+    count, channel_axes = 1, []
     for axis in reversed(axes):
-        found.append((axis, count))
+        channel_axes.append((axis, count))
         count *= shape[axis]
-    return count, shape, found[::-1]
+    return count, shape, channel_axes[::-1]
 
 
 def fold_of(place: Place, ways: Callable[..., Ways] = ways_of, together: bool = False) -> Fold:
@@ -77,14 +77,14 @@ def fold_of(place: Place, ways: Callable[..., Ways] = ways_of, together: bool = 
         tied = [(shape[axis], stride) for axis, stride in axes if axis == loops]
     if together:
         operand = (place.node.product.forward.left, place.node.product.forward.right)[place.side]
-        summed = {loops + axis for axis in operand.summed}
-        tied += [(shape[axis], stride) for axis, stride in axes if axis not in summed]
+        sum_axes = {loops + axis for axis in operand.summed}
+        tied += [(shape[axis], stride) for axis, stride in axes if axis not in sum_axes]
     return _Search(place, ways).start(Channels(count).tie(tied))
 
 
 class _Search:
     def __init__(self, place: Place, ways: Callable[..., Ways]) -> None:
-        self.place, self.ways, self.left = place, ways, _MOST
+        self.place, self.ways, self.budget = place, ways, _MOST
 
     def start(self, channels: Channels) -> Fold:
         """From the weight, under more and more ties."""
@@ -93,73 +93,75 @@ class _Search:
         for axis, stride in axes:
             runs[axis] = channels.axis(shape[axis], stride)
         weight = self.place.node.ins[self.place.side]
-        known: _Known = {}
+        labels: _Known = {}
         pending: list[_Pair] = []
-        self._set(known, pending, weight, Label(Fraction(1), tuple(runs)), self.place.node)
-        return self._solve(channels, known, pending)
+        self._set(labels, pending, weight, Label(Fraction(1), tuple(runs)), self.place.node)
+        return self._solve(channels, labels, pending)
 
-    def _solve(self, channels: Channels, known: _Known, pending: list[_Pair]) -> Fold:
+    def _solve(self, channels: Channels, labels: _Known, pending: list[_Pair]) -> Fold:
         """Equations with one way first; then each way of the others in turn."""
         open_pairs: list[_Pair] = []
         while pending or open_pairs:
             several = not pending
             value, node = (pending or open_pairs).pop()
-            self.left -= 1
-            if self.left < 0:
+            self.budget -= 1
+            if self.budget < 0:
                 raise RefusedError("the program is too long to follow")
-            ways = self._ways(known, value, node)
+            ways = self._ways(labels, value, node)
             if len(ways) > 1 and not several:
                 open_pairs.insert(0, (value, node))
             elif len(ways) > 1:
-                return self._first(channels, known, open_pairs, node, ways)
+                return self._first_way(channels, labels, open_pairs, node, ways)
             elif isinstance(ways[0], Tie):
                 return self.start(channels.tie(ways[0].runs))
             else:
-                self._take(known, pending, node, ways[0])
-        return Fold(channels, {value: label for value, label in known.items() if label is not None})
+                self._apply_way(labels, pending, node, ways[0])
+        return Fold(channels, {value: label for value, label in labels.items() if label is not None})
 
-    def _first(self, channels: Channels, known: _Known, pending: list[_Pair], node: Node, ways: Sequence[Any]) -> Fold:
+    def _first_way(
+        self, channels: Channels, labels: _Known, pending: list[_Pair], node: Node, ways: Sequence[Any]
+    ) -> Fold:
         """The first way that leads to an end."""
         reasons: list[RefusedError] = []
         for way in ways:
             try:
                 if isinstance(way, Tie):
                     return self.start(channels.tie(way.runs))
-                own, more = dict(known), list(pending)
-                self._take(own, more, node, way)
+                own, more = dict(labels), list(pending)
+                self._apply_way(own, more, node, way)
                 return self._solve(channels, own, more)
             except RefusedError as reason:
                 reasons.append(reason)
         raise reasons[0]
 
-    def _ways(self, known: _Known, value: Value, node: Node) -> list[Any]:
+    def _ways(self, labels: _Known, value: Value, node: Node) -> list[Any]:
         """The ways that agree with what is known."""
-        label = known[value]
+        label = labels[value]
         assert label is not None
-        made = value not in node.ins
-        place = (node.outs if made else node.ins).index(value)
-        ways = list(self.ways(node, label, place, made))
-        fitting = [way for way in ways if isinstance(way, Tie) or self._fits(known, node, way)]
+        is_result = value not in node.ins
+        place = (node.outs if is_result else node.ins).index(value)
+        ways = list(self.ways(node, label, place, is_result))
+        fitting = [way for way in ways if isinstance(way, Tie) or self._fits(labels, node, way)]
         if not fitting:
             raise RefusedError(f"the factors that its values need disagree at {node}")
         return fitting
 
-    def _fits(self, known: _Known, node: Node, way: Any) -> bool:
-        found: _Known = {}
+    def _fits(self, labels: _Known, node: Node, way: Any) -> bool:
+        new_labels: _Known = {}
         for value, label in zip((*node.ins, *node.outs), (*way[0], *way[1]), strict=True):
             if value.zero:
                 continue
-            if known.get(value, label) != label or found.setdefault(value, label) != label:
+            if labels.get(value, label) != label or new_labels.setdefault(value, label) != label:
                 return False
         return True
 
-    def _take(self, known: _Known, pending: list[_Pair], node: Node, way: Any) -> None:
+    def _apply_way(self, labels: _Known, pending: list[_Pair], node: Node, way: Any) -> None:
         for value, label in zip((*node.ins, *node.outs), (*way[0], *way[1]), strict=True):
-            if not value.zero and value not in known:
-                self._set(known, pending, value, label, node)
+            if not value.zero and value not in labels:
+                self._set(labels, pending, value, label, node)
 
-    def _set(self, known: _Known, pending: list[_Pair], value: Value, label: Label | None, node: Node) -> None:
-        known[value] = label
+    def _set(self, labels: _Known, pending: list[_Pair], value: Value, label: Label | None, node: Node) -> None:
+        labels[value] = label
         if label is None:
             return
         if value.source:

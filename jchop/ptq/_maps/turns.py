@@ -57,33 +57,33 @@ def turn_of(place: Place, value_of: Callable[[int], Any]) -> Fold:
 class _Turns:
     def __init__(self, value_of: Callable[[int], Any]) -> None:
         self.value_of = value_of
-        self.known: dict[tuple[Value, tuple[int, ...]], frozenset[int] | None] = {}
+        self.cache: dict[tuple[Value, tuple[int, ...]], frozenset[int] | None] = {}
 
-    def ways_of(self, node: Node, label: Label, place: int, made: bool) -> Ways:
+    def ways_of(self, node: Node, label: Label, place: int, is_result: bool) -> Ways:
         """As `rules.ways_of`, of a rotation."""
-        seen = Seen(node, label, place, made)
-        for way in self._ways(seen):
+        port = Seen(node, label, place, is_result)
+        for way in self._ways(port):
             if not isinstance(way, Tie):
-                yield _without_signs(seen, way[0]), _without_signs(seen, way[1])
+                yield _without_signs(port, way[0]), _without_signs(port, way[1])
             elif {run for axis in label.axes for run in axis if run[1]} <= set(way.runs):
-                raise _refused(seen)  # no channels would be left
+                raise _refused(port)  # no channels would be left
             else:
                 yield way
 
-    def _ways(self, seen: Seen) -> Ways:
-        node = seen.node
+    def _ways(self, port: Seen) -> Ways:
+        node = port.node
         rule = _RULES.get(node.name)
-        if seen.label.power == 2 and node.name not in _OF_SQUARES:
-            raise _refused(seen)
+        if port.label.power == 2 and node.name not in _OF_SQUARES:
+            raise _refused(port)
         if isinstance(node.product, Dot):
-            return _dot(seen)
+            return _dot(port)
         if isinstance(node.product, Conv) and node.product.feature_groups != 1:
-            raise _refused(seen)
+            raise _refused(port)
         if rule is not None:
-            return fitted(seen, rule(self, seen))
+            return fitted(port, rule(self, port))
         if node.product is None and node.name not in _LINEAR:
-            raise _refused(seen)
-        return ways_of(node, seen.label, seen.place, seen.made)
+            raise _refused(port)
+        return ways_of(node, port.label, port.place, port.is_result)
 
     # -- values that are the same along channels -----------------------------------------------------------------------
 
@@ -92,16 +92,16 @@ class _Turns:
         if all(value.shape[axis] == 1 for axis in axes):
             return frozenset()
         if value.leaf is not None:
-            given = jnp.asarray(self.value_of(value.leaf))
-            first = given[tuple(slice(0, 1) if i in axes else slice(None) for i in range(given.ndim))]
-            return frozenset() if bool((given == first).all()) else frozenset({value.leaf})
+            parameter = jnp.asarray(self.value_of(value.leaf))
+            first = parameter[tuple(slice(0, 1) if i in axes else slice(None) for i in range(parameter.ndim))]
+            return frozenset() if bool((parameter == first).all()) else frozenset({value.leaf})
         key = value, axes
-        if key not in self.known:
-            self.known[key] = None  # a value that a loop carries may vary
+        if key not in self.cache:
+            self.cache[key] = None  # a value that a loop carries may vary
             makers = [node for node in value.nodes if value in node.outs]
             parts = [self._of_maker(node, value, axes) for node in makers]
-            self.known[key] = _union(parts) if makers else None
-        return self.known[key]
+            self.cache[key] = _union(parts) if makers else None
+        return self.cache[key]
 
     def _of_maker(self, node: Node, value: Value, axes: tuple[int, ...]) -> frozenset[int] | None:
         if not node.ins:
@@ -115,110 +115,110 @@ class _Turns:
         if node.name in _ELEMENTWISE:
             return _union(self.varying(v, axes if v.shape else ()) for v in node.ins)
         if node.name == "broadcast_in_dim":
-            placed = params["broadcast_dimensions"]
-            return self.varying(first, tuple(i for i, axis in enumerate(placed) if axis in axes))
+            dims = params["broadcast_dimensions"]
+            return self.varying(first, tuple(i for i, axis in enumerate(dims) if axis in axes))
         if node.name == "reshape":  # one that adds or drops axes of length 1
             long = [[i for i, n in enumerate(v.shape) if n > 1] for v in (first, value)]
             if [first.shape[i] for i in long[0]] != [value.shape[i] for i in long[1]]:
                 return None
             return self.varying(first, tuple(a for a, b in zip(*long, strict=True) if b in axes))
         if node.name == "squeeze":
-            gone = {axis % len(first.shape) for axis in params["dimensions"]}
-            kept = [i for i in range(len(first.shape)) if i not in gone]
-            return self.varying(first, tuple(kept[axis] for axis in axes))
+            squeeze_axes = {axis % len(first.shape) for axis in params["dimensions"]}
+            other_axes = [i for i in range(len(first.shape)) if i not in squeeze_axes]
+            return self.varying(first, tuple(other_axes[axis] for axis in axes))
         if node.name in ("slice", "dynamic_slice"):
             return self.varying(first, axes)
         return None
 
 
 def _union(parts: Any) -> frozenset[int] | None:
-    found: frozenset[int] = frozenset()
+    leaves: frozenset[int] = frozenset()
     for part in parts:
         if part is None:
             return None
-        found |= part
-    return found
+        leaves |= part
+    return leaves
 
 
-def _without_signs(seen: Seen, labels: list[Label | None]) -> list[Label | None]:
+def _without_signs(port: Seen, labels: list[Label | None]) -> list[Label | None]:
     """Labels without inverses, which for a product with an orthogonal matrix are the same."""
-    found = [None if label is None else replace(label, power=abs(label.power)) for label in labels]
-    if any(label is not None and label.power not in (1, 2) for label in found):
-        raise _refused(seen)
-    return found
+    positive = [None if label is None else replace(label, power=abs(label.power)) for label in labels]
+    if any(label is not None and label.power not in (1, 2) for label in positive):
+        raise _refused(port)
+    return positive
 
 
-def _refused(seen: Seen) -> RefusedError:
-    return RefusedError(f"{seen.node} does not commute with a rotation of its channels")
+def _refused(port: Seen) -> RefusedError:
+    return RefusedError(f"{port.node} does not commute with a rotation of its channels")
 
 
-def _turned(seen: Seen) -> tuple[int, ...]:
+def _turned(port: Seen) -> tuple[int, ...]:
     """The axes of the value itself along which it is rotated."""
-    return tuple(i for i, axis in enumerate(seen.own) if not is_flat(axis))
+    return tuple(i for i, axis in enumerate(port.own) if not is_flat(axis))
 
 
-def _one(seen: Seen, side: int) -> tuple[list[Label | None], list[Label | None]]:
+def _one(port: Seen, side: int) -> tuple[list[Label | None], list[Label | None]]:
     """One operand and the result are rotated."""
-    return [seen.label if i == side else None for i in range(len(seen.node.ins))], [seen.label]
+    return [port.label if i == side else None for i in range(len(port.node.ins))], [port.label]
 
 
-def _mul(turns: _Turns, seen: Seen) -> Ways:
-    a, b = seen.node.ins
+def _mul(rotation: _Turns, port: Seen) -> Ways:
+    a, b = port.node.ins
     if a is b:
-        yield from _square(turns, seen)
+        yield from _square(rotation, port)
         return
-    by = [turns.varying(v, _turned(seen) if v.shape else ()) for v in (a, b)]
-    side = seen.place if not seen.made else 1 if by[0] == frozenset() else 0
+    by = [rotation.varying(v, _turned(port) if v.shape else ()) for v in (a, b)]
+    side = port.place if not port.is_result else 1 if by[0] == frozenset() else 0
     other = by[1 - side]
     if other is None:
-        raise _refused(seen)
+        raise _refused(port)
     if other:
-        raise GainError(seen.node, other)
-    yield _one(seen, side)
+        raise GainError(port.node, other)
+    yield _one(port, side)
 
 
-def _div(turns: _Turns, seen: Seen) -> Ways:
-    by = turns.varying(seen.node.ins[1], _turned(seen) if seen.node.ins[1].shape else ())
-    if by is None or (seen.place == 1 and not seen.made):
-        raise _refused(seen)
+def _div(rotation: _Turns, port: Seen) -> Ways:
+    by = rotation.varying(port.node.ins[1], _turned(port) if port.node.ins[1].shape else ())
+    if by is None or (port.place == 1 and not port.is_result):
+        raise _refused(port)
     if by:
-        raise GainError(seen.node, by)
-    yield _one(seen, 0)
+        raise GainError(port.node, by)
+    yield _one(port, 0)
 
 
-def _square(_: _Turns, seen: Seen) -> Ways:
-    if seen.node.params.get("y", 2) != 2:
-        raise _refused(seen)
-    powers = (Fraction(1, 2), 1) if seen.made else (1, 2)
-    before, after = (seen.label.raised(power) for power in powers)
-    yield [before] * len(seen.node.ins), [after]
+def _square(_: _Turns, port: Seen) -> Ways:
+    if port.node.params.get("y", 2) != 2:
+        raise _refused(port)
+    powers = (Fraction(1, 2), 1) if port.is_result else (1, 2)
+    before, after = (port.label.to_power(power) for power in powers)
+    yield [before] * len(port.node.ins), [after]
 
 
-def _sum(_: _Turns, seen: Seen) -> Ways:
+def _sum(_: _Turns, port: Seen) -> Ways:
     """A sum of squares of all rotated channels, or along other axes."""
-    gone = {int(axis) for axis in seen.node.params["axes"]}
-    if seen.label.power == 2 and not seen.made and gone.issuperset(_turned(seen)):
-        yield [seen.label], [None]
+    reduce_axes = {int(axis) for axis in port.node.params["axes"]}
+    if port.label.power == 2 and not port.is_result and reduce_axes.issuperset(_turned(port)):
+        yield [port.label], [None]
     else:
-        yield from ways_of(seen.node, seen.label, seen.place, seen.made)
+        yield from ways_of(port.node, port.label, port.place, port.is_result)
 
 
-def _select(turns: _Turns, seen: Seen) -> Ways:
-    condition = seen.node.ins[0]
-    if turns.varying(condition, _turned(seen) if condition.shape else ()) != frozenset():
-        raise _refused(seen)
-    yield from ways_of(seen.node, seen.label, seen.place, seen.made)
+def _select(rotation: _Turns, port: Seen) -> Ways:
+    condition = port.node.ins[0]
+    if rotation.varying(condition, _turned(port) if condition.shape else ()) != frozenset():
+        raise _refused(port)
+    yield from ways_of(port.node, port.label, port.place, port.is_result)
 
 
-def _dot(seen: Seen) -> Iterator[Any]:
+def _dot(port: Seen) -> Iterator[Any]:
     """A product sums over all of the channels, or none; those of its batch are not mixed."""
-    dot: Any = seen.node.product
-    batch = range(len(dot.batch[0])) if seen.made else dot.batch[seen.place]
-    lost = [run for axis in batch for run in seen.own[axis] if run[1]]
-    if lost:
-        yield Tie(tuple(lost))
+    dot: Any = port.node.product
+    batch = range(len(dot.batch[0])) if port.is_result else dot.batch[port.place]
+    ties = [run for axis in batch for run in port.own[axis] if run[1]]
+    if ties:
+        yield Tie(tuple(ties))
     else:
-        yield from ways_of(seen.node, seen.label, seen.place, seen.made)
+        yield from ways_of(port.node, port.label, port.place, port.is_result)
 
 
 _RULES: dict[str, Callable[[_Turns, Seen], Ways]] = {

@@ -75,8 +75,8 @@ def as_scales(scale: np.ndarray, shape: Sequence[int]) -> np.ndarray:
     Raises:
         ValueError: for another dtype or shape, an infinity or NaN.
     """
-    allowed = ", ".join(map(str, SCALES))
-    check(scale.dtype in SCALES, f"scales are of dtype {scale.dtype}; allowed: {allowed}")
+    names = ", ".join(map(str, SCALES))
+    check(scale.dtype in SCALES, f"scales are of dtype {scale.dtype}; allowed: {names}")
     check(bool(np.isfinite(scale.astype(np.float32)).all()), "a scale is infinite or NaN")
     if scale.size == 1:
         return scale.reshape((1,) * len(shape))
@@ -102,7 +102,7 @@ def integer_array(
         bits: 2 to 8.
         kinds: grouping of each axis.
     """
-    shape, middle, most = codes.shape, 1 << bits - 1, (1 << bits) - 1
+    shape, middle, most = codes.shape, 1 << (bits - 1), (1 << bits) - 1
     zeros = np.full(scale.shape, middle, np.int32) if zero is None else zero.astype(np.int32)
     check(zeros.shape == scale.shape, f"zero points have shape {list(zeros.shape)}, and scales {list(scale.shape)}")
     if (below := scale < 0).any():
@@ -129,7 +129,7 @@ def float_array(codes: np.ndarray, scale: np.ndarray, element: ElementFormat, ki
         element: the format of e.
         kinds: grouping of each axis.
     """
-    sign = np.uint8(1 << element.bits - 1)
+    sign = np.uint8(1 << (element.bits - 1))
     if (below := scale < 0).any():
         codes = np.where(over_elements(below, kinds, codes.shape), codes ^ sign, codes)
         scale = np.abs(scale)
@@ -151,10 +151,10 @@ def without_zeros(
 def made(codes: np.ndarray, scale: Any, zero_point: Any, fmt: ScaledFormat) -> QArray:
     """A QArray of one byte for each code; its dtype is float32."""
     element = fmt.element
-    packed = hold(pack(codes, element.bits) if element.bits < 8 else np.ascontiguousarray(codes), element)
+    packed_codes = hold(pack(codes, element.bits) if element.bits < 8 else np.ascontiguousarray(codes), element)
     if fmt.scale == float8_e8m0fnu:
         scale = scale.view(np.uint8)
-    return QArray(packed, scale, zero_point, Spec(fmt), codes.shape[-1], np.dtype(np.float32))
+    return QArray(packed_codes, scale, zero_point, Spec(fmt), codes.shape[-1], np.dtype(np.float32))
 
 
 # -- the reverse -------------------------------------------------------------------------------------------------------
@@ -183,8 +183,8 @@ def pieces(q: QArray) -> Pieces:
     check(fmt.sparse is None, "it has codes of some numbers alone (sparse), and the layout has codes of all")
     check(q.ndim == 2, f"it has shape {list(q.shape)}, and a stored weight has two axes (out, in)")
     check(batch_axes(q.spec, q.shape, q.scale) == 0, "vmap added axes to its scales")
-    stored = raw(np.asarray(q.qvalue), fmt.element)
-    codes = spread(stored, fmt.element.bits, q.shape[-1]) if fmt.element.bits < 8 else stored
+    raw_codes = raw(np.asarray(q.qvalue), fmt.element)
+    codes = spread(raw_codes, fmt.element.bits, q.shape[-1]) if fmt.element.bits < 8 else raw_codes
     scale = tuple(map(np.asarray, q.scale)) if isinstance(q.scale, tuple) else np.asarray(q.scale)
     zero = None if q.zero_point is None else np.asarray(q.zero_point)
     return Pieces(codes, scale, zero, fmt, kinds_of(fmt, q.ndim))
@@ -203,7 +203,7 @@ def unsigned(parts: Pieces, bits: Sequence[int]) -> tuple[np.ndarray, np.ndarray
     )
     check(parts.fmt.zero_point != "float", "its zero points are numbers, not integers")
     scale = float_scales(parts)
-    middle = 1 << element.bits - 1
+    middle = 1 << (element.bits - 1)
     zero = np.zeros(scale.shape, np.int32) if parts.zero is None else parts.zero
     if getattr(element, "signed", True):
         return parts.codes ^ np.uint8(middle), scale, zero + middle
@@ -235,8 +235,8 @@ def by_index(parts: Pieces) -> tuple[Pieces, np.ndarray | None]:
     """
     if parts.kinds not in ((OWN, OWN), (OWN, 1)) or isinstance(parts.scale, tuple):
         return parts, None
-    kept = [parts.scale, *([] if parts.zero is None else [parts.zero])]
-    words = [np.ascontiguousarray(values.T).view(np.uint8).reshape(values.shape[1], -1) for values in kept]
+    columns = [parts.scale, *([] if parts.zero is None else [parts.zero])]
+    words = [np.ascontiguousarray(values.T).view(np.uint8).reshape(values.shape[1], -1) for values in columns]
     _, kind, counts = np.unique(np.concatenate(words, axis=1), axis=0, return_inverse=True, return_counts=True)
     size, kind = int(np.gcd.reduce(counts)), kind.reshape(-1)
     if size == 1:
@@ -272,10 +272,10 @@ def facts_of(parts: Pieces, kind: str, symmetric: bool) -> dict[str, Any]:
     else:
         strategy, size = ("channel", None) if block[1] == columns else ("group", block[1])
         check(columns % block[1] == 0, f"its groups of {block[1]} do not divide its last axis of {columns}")
-    found = {"num_bits": parts.fmt.element.bits, "type": kind, "symmetric": symmetric, "strategy": strategy}
-    found |= {"group_size": size, "dynamic": False}
-    named = [kind if isinstance(kind, int) else size for kind, size in zip(parts.kinds, block, strict=True)]
-    return found | ({"block_structure": named} if strategy == "block" else {})
+    facts = {"num_bits": parts.fmt.element.bits, "type": kind, "symmetric": symmetric, "strategy": strategy}
+    facts |= {"group_size": size, "dynamic": False}
+    structure = [kind if isinstance(kind, int) else size for kind, size in zip(parts.kinds, block, strict=True)]
+    return facts | ({"block_structure": structure} if strategy == "block" else {})
 
 
 def lengths(parts: Pieces) -> list[int]:

@@ -35,17 +35,17 @@ def _look(entries: Entries) -> tuple[int, ...] | None:
     return (2 * math.prod(weight.shape),) if weight.dtype == _BYTE else None
 
 
-def _state(stored: np.ndarray) -> dict[str, Any]:
+def _state(data: np.ndarray) -> dict[str, Any]:
     """The record of a weight: JSON in bytes."""
-    check(stored.dtype == _BYTE and stored.ndim == 1 and stored.size <= _LONGEST, "the quant_state is not a short text")
+    check(data.dtype == _BYTE and data.ndim == 1 and data.size <= _LONGEST, "the quant_state is not a short text")
     try:
-        return document(stored.tobytes().decode("utf-8"))
+        return document(data.tobytes().decode("utf-8"))
     except ValueError as error:
         raise ValueError(f"the quant_state is not JSON: {error}") from None
 
 
-def _shape(stored: np.ndarray) -> tuple[int, ...]:
-    shape = field(_state(stored), "shape", list, [])
+def _shape(data: np.ndarray) -> tuple[int, ...]:
+    shape = field(_state(data), "shape", list, [])
     ok = are_counts(shape) and len(shape) >= 2 and min(shape) > 0
     check(ok, f"shape={shown(shape)} must be two or more integers above 0")
     return tuple(shape)
@@ -80,37 +80,37 @@ def _read(parts: Parts, facts: Facts) -> QArray:
 def _absmax(parts: Parts, state: dict[str, Any]) -> np.ndarray:
     """The scales of the blocks in binary32."""
     absmax = parts[".absmax"].reshape(-1)
-    nested = parts.get(".nested_absmax")
-    if nested is None:
+    nested_absmax = parts.get(".nested_absmax")
+    if nested_absmax is None:
         check(absmax.dtype == np.float32, f"absmax is of dtype {absmax.dtype}, and must be float32")
     else:
         table = parts.get(".nested_quant_map")
         check(table is not None and table.shape == (256,) and table.dtype == np.float32, "nested_quant_map is no table")
         assert table is not None
         size = field(state, "nested_blocksize", int, 256)
-        ok = absmax.dtype == _BYTE and nested.dtype == np.float32 and size > 0
-        check(ok and nested.size == -(-absmax.size // size), "nested_absmax does not fit the blocks of absmax")
+        ok = absmax.dtype == _BYTE and nested_absmax.dtype == np.float32 and size > 0
+        check(ok and nested_absmax.size == -(-absmax.size // size), "nested_absmax does not fit the blocks of absmax")
         offset = field(state, "nested_offset", (int, float), 0.0)
         check(abs(offset) <= float(np.finfo(np.float32).max), f"nested_offset={shown(offset)} is no number of float32")
         with np.errstate(over="ignore", invalid="ignore"):
-            factors = np.repeat(nested.reshape(-1), min(size, absmax.size))[: absmax.size]
+            factors = np.repeat(nested_absmax.reshape(-1), min(size, absmax.size))[: absmax.size]
             absmax = table[absmax] * factors + np.float32(offset)
     check(bool(np.isfinite(absmax).all()), "a scale is infinite or NaN")
     return absmax
 
 
 def _write(q: QArray, exact: bool) -> tuple[dict[str, np.ndarray], dict[str, Any]]:
-    found = pieces(q)
-    check(found.fmt.element == nf4.element, "its elements are not those of nf4")
-    rows, last = found.kinds
-    check(rows == OWN and isinstance(last, int), f"it has the grouping of {found.fmt}, not groups along its last axis")
+    weight = pieces(q)
+    check(weight.fmt.element == nf4.element, "its elements are not those of nf4")
+    rows, last = weight.kinds
+    check(rows == OWN and isinstance(last, int), f"it has the grouping of {weight.fmt}, not groups along its last axis")
     assert isinstance(last, int)
     check(q.shape[1] % last == 0 and last % 2 == 0, f"its groups of {last} do not divide its last axis of {q.shape[1]}")
-    scale = in_dtype(float_scales(found), np.float32, "scales")
-    swapped = found.codes.reshape(-1, 2)[:, ::-1].reshape(1, -1)
+    scale = in_dtype(float_scales(weight), np.float32, "scales")
+    nibbles = weight.codes.reshape(-1, 2)[:, ::-1].reshape(1, -1)
     state = {"quant_type": "nf4", "blocksize": last, "dtype": str(np.dtype(q.dtype)), "shape": list(q.shape)}
     parts = {
-        "": pack(np.ascontiguousarray(swapped), 4).reshape(-1, 1),
+        "": pack(np.ascontiguousarray(nibbles), 4).reshape(-1, 1),
         ".absmax": scale.reshape(-1),
         ".quant_map": _MAP,
         _STATE: np.frombuffer(json.dumps(state).encode(), np.uint8),

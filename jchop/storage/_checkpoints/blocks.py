@@ -44,9 +44,9 @@ class Block:
     fits: str = ""
 
 
-def _half(stored: np.ndarray) -> np.ndarray:
+def _half(data: np.ndarray) -> np.ndarray:
     """Two bytes of each block as a finite number of binary16."""
-    numbers = np.ascontiguousarray(stored).view("<f2")[..., 0]
+    numbers = np.ascontiguousarray(data).view("<f2")[..., 0]
     check(bool(np.isfinite(numbers).all()), "a scale is infinite or NaN")
     return numbers
 
@@ -62,9 +62,9 @@ def _kinds(codes: np.ndarray, scale: np.ndarray) -> list[Kind]:
 # -- 32 numbers under one scale ----------------------------------------------------------------------------------------
 
 
-def _codes(stored: np.ndarray) -> np.ndarray:
+def _codes(data: np.ndarray) -> np.ndarray:
     """Codes of 32 numbers: 16 bytes of nibbles, the low ones first, after a fifth bit of each code, if there is one."""
-    fifth, nibbles = stored[..., :-16], stored[..., -16:]
+    fifth, nibbles = data[..., :-16], data[..., -16:]
     codes = np.concatenate([nibbles & np.uint8(15), nibbles >> np.uint8(4)], -1)
     return _rows(codes | np.unpackbits(fifth, axis=-1, bitorder="little") << np.uint8(4) if fifth.size else codes)
 
@@ -93,25 +93,25 @@ def _read_q8_0(blocks: np.ndarray) -> QArray:
 
 def _write_q8_0(q: QArray) -> np.ndarray:
     codes, scale = _signed(q, 8)
-    stored = (codes ^ np.uint8(128)).reshape(*scale.shape, 32)
-    return np.concatenate([scale[..., None].view(np.uint8), stored], -1)
+    data = (codes ^ np.uint8(128)).reshape(*scale.shape, 32)
+    return np.concatenate([scale[..., None].view(np.uint8), data], -1)
 
 
 def _signed(q: QArray, bits: int) -> tuple[np.ndarray, np.ndarray]:
     """Codes u and scales s of the numbers s (u - 2^(bits - 1)); a scale may be below zero."""
     q = q.reshape(-1, q.shape[-1]) if q.ndim > 2 and 0 not in q.shape else q
-    found = pieces(q)
-    codes, scale, zero = unsigned(found, (bits,))
-    grouped = found.kinds[0] == OWN and (found.kinds[1] == 32 or scale.shape[1] * 32 == q.shape[1])
+    weight = pieces(q)
+    codes, scale, zero = unsigned(weight, (bits,))
+    fits = weight.kinds[0] == OWN and (weight.kinds[1] == 32 or scale.shape[1] * 32 == q.shape[1])
     check(
-        grouped and q.shape[1] % 32 == 0,
-        f"it has the grouping of {found.fmt}, not whole groups of 32 along its last axis",
+        fits and q.shape[1] % 32 == 0,
+        f"it has the grouping of {weight.fmt}, not whole groups of 32 along its last axis",
     )
-    middle = 1 << bits - 1
+    middle = 1 << (bits - 1)
     check(bool(((zero == middle) | (zero == middle - 1)).all()), "a zero point is not in the middle")
-    turned = zero != middle
-    codes = np.where(np.repeat(turned, 32, 1), (1 << bits) - 1 - codes, codes).astype(np.uint8)
-    return codes, np.where(turned, -in_dtype(scale, np.float16, "scales"), in_dtype(scale, np.float16, "scales"))
+    flip = zero != middle
+    codes = np.where(np.repeat(flip, 32, 1), (1 << bits) - 1 - codes, codes).astype(np.uint8)
+    return codes, np.where(flip, -in_dtype(scale, np.float16, "scales"), in_dtype(scale, np.float16, "scales"))
 
 
 # -- 256 numbers, with integer scales of 16 or 32 numbers --------------------------------------------------------------
@@ -119,8 +119,8 @@ def _signed(q: QArray, bits: int) -> tuple[np.ndarray, np.ndarray]:
 
 def _read_shifted_k(blocks: np.ndarray, bits: int) -> QArray:
     scale, low = (_half(blocks[..., at : at + 2]).astype(np.float32)[..., None] for at in (0, 2))
-    packed, nibbles = blocks[..., 4:16], blocks[..., -128:].reshape(*blocks.shape[:2], 4, 1, 32)
-    first, second, rest = packed[..., :4], packed[..., 4:8], packed[..., 8:]
+    packed_scales, nibbles = blocks[..., 4:16], blocks[..., -128:].reshape(*blocks.shape[:2], 4, 1, 32)
+    first, second, rest = packed_scales[..., :4], packed_scales[..., 4:8], packed_scales[..., 8:]
     scales = np.concatenate([first & 63, rest & 15 | first >> 6 << 4], -1)
     lows = np.concatenate([second & 63, rest >> 4 | second >> 6 << 4], -1)
     codes = np.concatenate([nibbles & np.uint8(15), nibbles >> np.uint8(4)], -2)

@@ -53,10 +53,10 @@ def _sizes(weights: Facts, shape: tuple[int, int]) -> tuple[int, int] | None:
     """The sizes of the groups along both axes, by the arguments of a weight; None if they do not have them."""
     strategy, size, block = weights.get("strategy"), field(weights, "group_size", int), weights.get("block_structure")
     if strategy == "block":
-        found: Any = list(map(int, re.findall(r"\d{1,9}", block))) if isinstance(block, str) else block
-        ok = isinstance(found, list) and len(found) == 2 and all(type(n) is int and n > 0 for n in found)
+        structure: Any = list(map(int, re.findall(r"\d{1,9}", block))) if isinstance(block, str) else block
+        ok = isinstance(structure, list) and len(structure) == 2 and all(type(n) is int and n > 0 for n in structure)
         check(ok, f"block_structure={shown(block)} must be two integers above zero")
-        return min(found[0], shape[0]), min(found[1], shape[1])
+        return min(structure[0], shape[0]), min(structure[1], shape[1])
     if strategy in ("tensor", "channel") or size == -1:
         return (shape[0] if strategy == "tensor" else 1), shape[1]
     check(size is None or size > 0, f"group_size={size} must be an integer above zero, or -1")
@@ -70,33 +70,38 @@ def _block(facts: Facts, shape: tuple[int, int], scales: tuple[int, ...], bits: 
         ValueError: if several groups of the configuration fit.
     """
     own = [weights for weights in _arguments(facts) if weights.get("num_bits", bits) == bits]
-    said = {_sizes(weights, shape) for weights in own} if scales != (1, 1) else {None}  # one scale fits all strategies
-    known = sorted(sizes for sizes in said if sizes is not None)
-    fitting = [sizes for sizes in known if tuple(-(-n // m) for n, m in zip(shape, sizes, strict=True)) == scales]
+    claims = (
+        {_sizes(weights, shape) for weights in own} if scales != (1, 1) else {None}
+    )  # one scale fits all strategies
+    candidates = sorted(sizes for sizes in claims if sizes is not None)
+    fitting = [sizes for sizes in candidates if tuple(-(-n // m) for n, m in zip(shape, sizes, strict=True)) == scales]
     check(len(fitting) < 2, f"groups of {fitting} fit; a group with the module's name in its targets says which")
-    return fitting[0] if fitting else None if None in said or not known else known[0]
+    return fitting[0] if fitting else None if None in claims or not candidates else candidates[0]
 
 
 # -- pack-quantized: words of int32 along the last axis, codes + 2^(bits - 1) ------------------------------------------
 
 
 def _look_packed(entries: Entries) -> tuple[int, ...] | None:
-    packed = entries["weight_packed"]
-    return packed.shape if packed.dtype == _WORD and matrix(packed) else None
+    words = entries["weight_packed"]
+    return words.shape if words.dtype == _WORD and matrix(words) else None
 
 
 def _read_packed(parts: Parts, facts: Facts) -> QArray:
-    packed, shape = parts["weight_packed"], _shape(parts["weight_shape"])
+    words, shape = parts["weight_packed"], _shape(parts["weight_shape"])
     scale = as_scales(parts["weight_scale"], shape)
-    check(packed.shape[0] == shape[0], f"weight_packed has {packed.shape[0]} rows, and weight_shape {list(shape)}")
+    check(words.shape[0] == shape[0], f"weight_packed has {words.shape[0]} rows, and weight_shape {list(shape)}")
     zero = parts.get("weight_zero_point")
-    bits, each = _form(packed, shape, zero if zero is not None and zero.dtype == _WORD else None, facts)
-    codes = from_words(packed, bits, shape[1], each)
+    bits, each = _form(words, shape, zero if zero is not None and zero.dtype == _WORD else None, facts)
+    codes = from_words(words, bits, shape[1], each)
     if zero is not None and zero.dtype == _BYTE:  # of strategies whose zero points are not packed
         zero = _unpacked_zero(zero, scale, bits)
     elif zero is not None:
-        wanted = (words_of(shape[0], bits, each), scale.shape[1])
-        check(zero.dtype == _WORD and zero.shape == wanted, f"weight_zero_point must be int32 of shape {list(wanted)}")
+        zero_shape = (words_of(shape[0], bits, each), scale.shape[1])
+        check(
+            zero.dtype == _WORD and zero.shape == zero_shape,
+            f"weight_zero_point must be int32 of shape {list(zero_shape)}",
+        )
         zero = from_words(zero.T, bits, shape[0], each).T.astype(np.int32)
         check(scale.shape[0] == shape[0], "weight_zero_point needs a scale for each row")
     index = parts.get("weight_g_idx")
@@ -110,7 +115,7 @@ def _unpacked_zero(zero: np.ndarray, scale: np.ndarray, bits: int) -> np.ndarray
     """Zero points of signed codes, one for each scale, as those of unsigned codes."""
     ok = zero.dtype == _BYTE and zero.size == scale.size
     check(ok, "weight_zero_point must be int8, one for each scale")
-    return zero.reshape(scale.shape).astype(np.int32) + (1 << bits - 1)
+    return zero.reshape(scale.shape).astype(np.int32) + (1 << (bits - 1))
 
 
 def ordered(codes: np.ndarray, scale: np.ndarray, zero: np.ndarray | None, index: np.ndarray, bits: int) -> QArray:
@@ -127,61 +132,63 @@ def ordered(codes: np.ndarray, scale: np.ndarray, zero: np.ndarray | None, index
     return integer_array(codes, scale[:, index], spread_zero, bits, [OWN, OWN])
 
 
-def _shape(stored: np.ndarray) -> tuple[int, int]:
-    ok = np.issubdtype(stored.dtype, np.integer) and stored.shape == (2,) and bool((stored > 0).all())
-    check(ok and bool((stored < 1 << 31).all()), "weight_shape must be two integers above zero and below 2^31")
-    return int(stored[0]), int(stored[1])
+def _shape(data: np.ndarray) -> tuple[int, int]:
+    ok = np.issubdtype(data.dtype, np.integer) and data.shape == (2,) and bool((data > 0).all())
+    check(ok and bool((data < 1 << 31).all()), "weight_shape must be two integers above zero and below 2^31")
+    return int(data[0]), int(data[1])
 
 
-def _form(packed: np.ndarray, shape: tuple[int, int], zero: np.ndarray | None, facts: Facts) -> tuple[int, int | None]:
+def _form(
+    word_rows: np.ndarray, shape: tuple[int, int], zero: np.ndarray | None, facts: Facts
+) -> tuple[int, int | None]:
     """The width of the codes, and how many are in each word if some of its bits are spare; else None.
 
     The configuration names widths and the version. What it leaves open, the numbers of words and spare bits show.
     """
-    (out, columns), words = shape, packed.shape[1]
-    named = {field(weights, "num_bits", int, 8) for weights in _arguments(facts)}
+    (out, columns), words = shape, word_rows.shape[1]
+    config_widths = {field(weights, "num_bits", int, 8) for weights in _arguments(facts)}
     longest = columns if zero is None else max(shape)
     gaps = {bits: (None, 32 // bits) if 32 % bits and longest > 32 // bits else (None,) for bits in _WIDTHS}
-    forms = [(bits, each) for bits in _WIDTHS if bits in named or not named for each in gaps[bits]]
+    forms = [(bits, each) for bits in _WIDTHS if bits in config_widths or not config_widths for each in gaps[bits]]
     forms = [form for form in forms if words_of(columns, *form) == words]
-    said = f"{words} words for {columns} columns"
-    of = f", of which the configuration names {' and '.join(map(str, sorted(named)))}" if named else ""
-    check(bool(forms), f"{said} are no codes of 2 to 8 bits{of}")
+    text = f"{words} words for {columns} columns"
+    of = f", of which the configuration names {' and '.join(map(str, sorted(config_widths)))}" if config_widths else ""
+    check(bool(forms), f"{text} are no codes of 2 to 8 bits{of}")
     if version := re.match(r"(\d{1,4})\.(\d{1,4})", str(facts.get("version"))):
         place = -1 if (int(version[1]), int(version[2])) < DENSE else 0
         forms = [(bits, each) for bits, each in forms if each == gaps[bits][place]] or forms
     if zero is not None:
         forms = [form for form in forms if words_of(out, *form) == zero.shape[0]] or forms
     if len(forms) > 1:
-        forms = [form for form in forms if _spare_is_zero(packed, columns, *form)] or forms
+        forms = [form for form in forms if _spare_is_zero(word_rows, columns, *form)] or forms
     widths = sorted({bits for bits, _ in forms})
-    known = "a group with the module's name in its targets" if len(widths) > 1 else "the version of compressed-tensors"
-    check(len(forms) == 1, f"{said} may be codes of {widths} bits in several forms; {known} says which")
+    remedy = "a group with the module's name in its targets" if len(widths) > 1 else "the version of compressed-tensors"
+    check(len(forms) == 1, f"{text} may be codes of {widths} bits in several forms; {remedy} says which")
     return forms[0]
 
 
-def _spare_is_zero(packed: np.ndarray, columns: int, bits: int, each: int | None) -> bool:
+def _spare_is_zero(word_rows: np.ndarray, columns: int, bits: int, each: int | None) -> bool:
     """Whether the bits that hold no codes are zero: those of each word, or the last ones of a row."""
-    last = columns * bits - 32 * (packed.shape[1] - 1)
-    words, used = (packed[:, -1:], last) if each is None else (packed, bits * each)
+    last = columns * bits - 32 * (word_rows.shape[1] - 1)
+    words, used = (word_rows[:, -1:], last) if each is None else (word_rows, bits * each)
     return used == 32 or not (np.ascontiguousarray(words).view(np.uint32) >> np.uint32(used)).any()
 
 
 def _write_packed(q: QArray, exact: bool) -> tuple[dict[str, np.ndarray], dict[str, Any]]:
-    found, index = by_index(pieces(q))
-    codes, scale, zero = unsigned(found, _WIDTHS)
-    bits = found.fmt.element.bits
-    symmetric = bool((zero == 1 << bits - 1).all())
-    facts = facts_of(found, "int", symmetric)
+    weight, index = by_index(pieces(q))
+    codes, scale, zero = unsigned(weight, _WIDTHS)
+    bits = weight.fmt.element.bits
+    symmetric = bool((zero == 1 << (bits - 1)).all())
+    facts = facts_of(weight, "int", symmetric)
     if facts["strategy"] != "tensor":
-        along_rows(found)
+        along_rows(weight)
     parts = {"weight_packed": to_words(codes, bits), "weight_scale": scale, "weight_shape": np.array(q.shape, np.int64)}
     if not symmetric:
         check(bool(((zero >= 0) & (zero < 1 << bits)).all()), f"a zero point is no code of {bits} bits")
         parts["weight_zero_point"] = np.ascontiguousarray(to_words(zero.astype(np.uint8).T, bits).T)
     if facts["strategy"] == "tensor":  # a single scale, and a zero point that is not packed
         parts["weight_scale"] = scale.reshape(1)
-        parts |= {} if symmetric else {"weight_zero_point": (zero - (1 << bits - 1)).astype(np.int8).reshape(1)}
+        parts |= {} if symmetric else {"weight_zero_point": (zero - (1 << (bits - 1))).astype(np.int8).reshape(1)}
     if index is None:
         return parts, facts
     return {**parts, "weight_g_idx": index}, {**facts, "actorder": "group"}
@@ -219,14 +226,14 @@ def _read_integer(parts: Parts, facts: Facts) -> QArray:
 
 
 def _write_integer(q: QArray, exact: bool) -> tuple[dict[str, np.ndarray], dict[str, Any]]:
-    found = pieces(q)
-    codes, scale, zero = unsigned(found, (8,))
+    weight = pieces(q)
+    codes, scale, zero = unsigned(weight, (8,))
     parts = {"weight": (codes ^ np.uint8(128)).view(np.int8), "weight_scale": scale}
     symmetric = bool((zero == 128).all())
     if not symmetric:
         check(bool(((zero >= 0) & (zero < 256)).all()), "a zero point is no code of 8 bits")
         parts["weight_zero_point"] = (zero - 128).astype(np.int8)
-    return parts, facts_of(found, "int", symmetric)
+    return parts, facts_of(weight, "int", symmetric)
 
 
 INTEGER = Row(
@@ -265,9 +272,9 @@ def float8_array(weight: np.ndarray, scale: np.ndarray, block: tuple[int, int] |
 
 
 def _write_float(q: QArray, exact: bool) -> tuple[dict[str, np.ndarray], dict[str, Any]]:
-    found = pieces(q)
-    check(found.fmt.element == float8_e4m3fn, "its elements are not float8_e4m3fn")
-    return {"weight": found.codes.view(_FLOAT8), "weight_scale": float_scales(found)}, facts_of(found, "float", True)
+    weight = pieces(q)
+    check(weight.fmt.element == float8_e4m3fn, "its elements are not float8_e4m3fn")
+    return {"weight": weight.codes.view(_FLOAT8), "weight_scale": float_scales(weight)}, facts_of(weight, "float", True)
 
 
 FLOAT = Row(

@@ -35,22 +35,22 @@ def _read(parts: Parts, facts: Facts) -> QArray:
         scale = scale.view(_EXPONENT)
     if scale.size == 1 and facts.get("weight_block_size") is None:
         return float8_array(weight, scale, None)
-    wanted = tuple(-(-n // size) for n, size in zip(weight.shape, block, strict=True))
-    ok = tuple(scale.shape) == wanted
-    check(ok, f"weight_scale_inv has shape {list(scale.shape)}, and tiles of {block} have {list(wanted)}")
+    counts = tuple(-(-n // size) for n, size in zip(weight.shape, block, strict=True))
+    ok = tuple(scale.shape) == counts
+    check(ok, f"weight_scale_inv has shape {list(scale.shape)}, and tiles of {block} have {list(counts)}")
     return float8_array(weight, scale, (block[0], block[1]))
 
 
 def _write(q: QArray, exact: bool) -> tuple[dict[str, np.ndarray], dict[str, Any]]:
-    found = pieces(q)
-    check(found.fmt.element == float8_e4m3fn, "its elements are not float8_e4m3fn")
-    sizes = zip(found.kinds, lengths(found), q.shape, strict=True)
+    weight = pieces(q)
+    check(weight.fmt.element == float8_e4m3fn, "its elements are not float8_e4m3fn")
+    sizes = zip(weight.kinds, lengths(weight), q.shape, strict=True)
     tiles = all(kind == 128 or (not isinstance(kind, int) and size == n <= 128) for kind, size, n in sizes)
-    check(tiles, f"it has the grouping of {found.fmt}, not tiles of 128 x 128")
-    powers = found.fmt.scale == float8_e8m0fnu
-    scale = found.scale.view(_EXPONENT) if powers else in_dtype(float_scales(found), np.float32, "scales")
+    check(tiles, f"it has the grouping of {weight.fmt}, not tiles of 128 x 128")
+    powers = weight.fmt.scale == float8_e8m0fnu
+    scale = weight.scale.view(_EXPONENT) if powers else in_dtype(float_scales(weight), np.float32, "scales")
     facts = {"weight_block_size": [128, 128]} | ({"scale_fmt": "ue8m0"} if powers else {})
-    return {"weight": found.codes.view(_FLOAT8), "weight_scale_inv": scale}, facts
+    return {"weight": weight.codes.view(_FLOAT8), "weight_scale_inv": scale}, facts
 
 
 ROW = Row(

@@ -43,7 +43,7 @@ def write_folder(
     Args:
         jobs: the arrays in the order of the files.
         target: the folder, which must not have tensors yet, except of an unfinished run of the same text.
-        layout: of `NAMES`, but no GGUF.
+        layout: of `LAYOUT_NAMES`, but no GGUF.
         config: fields of ``config.json``.
         exact: whether every number must stay the same.
         shard_bytes: bytes of arrays in one file.
@@ -60,44 +60,46 @@ def write_folder(
     plan = _plan(jobs, shard_bytes)
     facts = [run, layout, exact, [[job.name for job in part] for part in plan]]
     names = [SINGLE] if len(plan) == 1 else [_shard(number, len(plan)) for number in range(len(plan))]
-    finished, total = 0, sum(job.nbytes for job in jobs)
+    position, total = 0, sum(job.nbytes for job in jobs)
     with one_writer(target):
-        done = _begin(target, facts, names if run else [])
+        records = _begin(target, facts, names if run else [])
         remove_parts(target, [*names, JOURNAL, INDEX, CONFIG, *(path.name for path in others)])
-        kept = bool(done)
+        continues = bool(records)
         try:
             for number, (name, part) in enumerate(zip(names, plan, strict=True)):
-                if number == len(done):
-                    tell = _after(progress, finished, total)
-                    done.append(_write(target / name, part, layout, exact, shard_bytes, tell))
-                    _write_journal(target, facts, done)
-                finished += sum(job.nbytes for job in part)
-                progress(name, finished, total)
-            _finish(target, names, done, layout, config)
+                if number == len(records):
+                    tell = _after(progress, position, total)
+                    records.append(_write(target / name, part, layout, exact, shard_bytes, tell))
+                    _write_journal(target, facts, records)
+                position += sum(job.nbytes for job in part)
+                progress(name, position, total)
+            _finish(target, names, records, layout, config)
             _copy(others, target)
         except BaseException as error:
-            if not run or not done or isinstance(error, ValueError):  # no run goes on, or it would end here, too
+            if not run or not records or isinstance(error, ValueError):  # no run goes on, or it would end here, too
                 for name in (*names, INDEX, JOURNAL):
                     (target / name).unlink(missing_ok=True)
             raise
         (target / JOURNAL).unlink()  # the last step: without it the same call goes on
-    return kept
+    return continues
 
 
 def _finish(
-    target: Path, names: Sequence[str], done: Sequence[Mapping[str, Any]], layout: str, config: Mapping[str, Any]
+    target: Path, names: Sequence[str], records: Sequence[Mapping[str, Any]], layout: str, config: Mapping[str, Any]
 ) -> None:
     """Writes the index and the configuration."""
     record = Record()
-    for one in done:
+    for one in records:
         record.rows |= one["rows"]
         record.plain |= one["plain"]
-    written = config_of(layout, config, record)
+    full_config = config_of(layout, config, record)
     if len(names) > 1:
-        homes = {tensor: name for name, one in zip(names, done, strict=True) for tensor in one["tensors"]}
-        _write_json(target / INDEX, {"metadata": {"total_size": sum(one["size"] for one in done)}, "weight_map": homes})
-    if written:
-        _write_json(target / CONFIG, written)
+        homes = {tensor: name for name, one in zip(names, records, strict=True) for tensor in one["tensors"]}
+        _write_json(
+            target / INDEX, {"metadata": {"total_size": sum(one["size"] for one in records)}, "weight_map": homes}
+        )
+    if full_config:
+        _write_json(target / CONFIG, full_config)
 
 
 def _shard(number: int, count: int) -> str:
@@ -135,23 +137,23 @@ def _begin(target: Path, facts: Any, names: Sequence[str]) -> list[dict[str, Any
     if journal.exists():
         with open_regular(journal) as file:
             try:
-                found = document(file.read().decode("utf-8"))
-                if found["run"] == _digest(facts, found["done"]):
-                    there = zip(names, found["done"], strict=False)
+                content = document(file.read().decode("utf-8"))
+                if content["run"] == _digest(facts, content["done"]):
+                    there = zip(names, content["done"], strict=False)
                     return [one for _, one in itertools.takewhile(lambda pair: (target / pair[0]).exists(), there)]
             except (ValueError, KeyError, TypeError):
                 pass
         raise ValueError(
             f"{target} has an unfinished run of other arrays or options: remove the folder, or repeat that run"
         )
-    if taken := sorted(path.name for path in target.iterdir() if path.suffix == ".safetensors" or path.name == INDEX):
-        raise ValueError(f"{target} has tensors already ({taken[0]}); write to a new folder")
+    if tensors := sorted(path.name for path in target.iterdir() if path.suffix == ".safetensors" or path.name == INDEX):
+        raise ValueError(f"{target} has tensors already ({tensors[0]}); write to a new folder")
     _write_journal(target, facts, [])
     return []
 
 
-def _write_journal(target: Path, facts: Any, done: Sequence[Any]) -> None:
-    _write_json(target / JOURNAL, {"run": _digest(facts, done), "done": done})
+def _write_journal(target: Path, facts: Any, records: Sequence[Any]) -> None:
+    _write_json(target / JOURNAL, {"run": _digest(facts, records), "done": records})
 
 
 def _digest(*facts: Any) -> str:
@@ -159,7 +161,7 @@ def _digest(*facts: Any) -> str:
 
 
 def _after(progress: Progress, before: int, total: int) -> Callable[[str, int], None]:
-    return lambda name, done: progress(name, before + done, total)
+    return lambda name, count: progress(name, before + count, total)
 
 
 def _write(
@@ -172,14 +174,14 @@ def _write(
     config: bool = True,
 ) -> dict[str, Any]:
     """Writes one file, with at most so many bytes of tensors in memory; the record of it."""
-    record, done = Record(config=config), 0
+    record, position = Record(config=config), 0
     with tempfile.TemporaryFile(dir=path.parent) as file:
         tensors = _Tensors(file, most)
         for job in jobs:
             for name, array in tensors_of(layout, job.name, job.make(), exact, record).items():
                 tensors.add(name, array)
-            done += job.nbytes
-            progress(job.name, done)
+            position += job.nbytes
+            progress(job.name, position)
         entries = lay_out(tensors.entries)
 
         def write(file: Any) -> None:
@@ -198,25 +200,25 @@ class _Tensors:
 
     def __init__(self, file: IO[bytes], most: int) -> None:
         self.entries: dict[str, Entry] = {}
-        self._file, self._left = file, most
-        self._kept: dict[str, np.ndarray] = {}
+        self._file, self._space = file, most
+        self._arrays: dict[str, np.ndarray] = {}
         self._starts: dict[str, int] = {}
 
     def add(self, name: str, array: np.ndarray) -> None:
         if name in self.entries:
             raise ValueError(f"two arrays have a tensor of the name {name!r}")
         self.entries[name] = Entry(array.dtype, tuple(array.shape))
-        if array.nbytes <= self._left:
-            self._kept[name] = np.asarray(array)
-            self._left -= array.nbytes
+        if array.nbytes <= self._space:
+            self._arrays[name] = np.asarray(array)
+            self._space -= array.nbytes
         else:
             self._starts[name] = self._file.tell()
             self._file.write(np.ascontiguousarray(array).reshape(-1).view(np.uint8).data)
 
     def read(self, name: str) -> np.ndarray:
         """A tensor, or its numbers in one axis."""
-        if name in self._kept:
-            return self._kept[name]
+        if name in self._arrays:
+            return self._arrays[name]
         self._file.seek(self._starts[name])
         entry = self.entries[name]
         return np.frombuffer(self._file.read(math.prod(entry.shape) * entry.dtype.itemsize), np.uint8).view(entry.dtype)

@@ -21,22 +21,22 @@ def write_gguf(jobs: Sequence[Job], target: Path, *, progress: Callable[[str, in
     Raises:
         ValueError: for an array that no type of GGUF holds.
     """
-    total, done = 2 * sum(job.nbytes for job in jobs), 0
+    total, position = 2 * sum(job.nbytes for job in jobs), 0
     places: dict[str, tuple[int, tuple[int, ...], int]] = {}
     for job in jobs:
         value = job.make()
         kind, data = _stored(job.name, value)
         places[job.name] = (kind, tuple(value.shape), data.nbytes)
-        done += job.nbytes
-        progress(job.name, done, total)
+        position += job.nbytes
+        progress(job.name, position, total)
 
     def write(file: Any) -> None:
-        finished = done
+        at = position
         writer = GGUFWriter(file, places, {"general.architecture": "unknown"})
         for job in jobs:
             writer.write(job.name, _stored(job.name, job.make())[1])
-            finished += job.nbytes
-            progress(job.name, finished, total)
+            at += job.nbytes
+            progress(job.name, at, total)
         writer.finish()
 
     write_atomically(target, write)
@@ -48,8 +48,8 @@ def _stored(name: str, value: Made) -> tuple[int, np.ndarray]:
         for number, block in BLOCKS.items():
             if block.dtype is not None and block.dtype == value.dtype:  # NumPy takes None for float64
                 return number, np.ascontiguousarray(value)
-        allowed = ", ".join(str(block.dtype) for block in BLOCKS.values() if block.dtype is not None)
-        raise ValueError(f"{name!r} is of dtype {value.dtype}; a GGUF file has {allowed}")
+        dtypes = ", ".join(str(block.dtype) for block in BLOCKS.values() if block.dtype is not None)
+        raise ValueError(f"{name!r} is of dtype {value.dtype}; a GGUF file has {dtypes}")
     reasons = []
     for number, block in BLOCKS.items():
         if block.write is not None:

@@ -5,20 +5,18 @@ from __future__ import annotations
 import numpy as np
 
 
-def spread(packed: np.ndarray, bits: int, count: int) -> np.ndarray:
+def spread(rows: np.ndarray, bits: int, count: int) -> np.ndarray:
     """The codes of rows of bytes: ``count`` for each row, one byte each.
 
     Code i of a row has the bits [bits * i, bits * (i + 1)) of the row's little-endian stream.
     """
     if bits == 8:
-        return packed[..., :count]
+        return rows[..., :count]
     if 8 % bits == 0:
         shifts = np.arange(0, 8, bits, dtype=np.uint8)
-        codes = (packed[..., None] >> shifts) & np.uint8((1 << bits) - 1)
-        return codes.reshape(*packed.shape[:-1], -1)[..., :count]
-    stream = np.unpackbits(packed, axis=-1, count=count * bits, bitorder="little").reshape(
-        *packed.shape[:-1], count, bits
-    )
+        codes = (rows[..., None] >> shifts) & np.uint8((1 << bits) - 1)
+        return codes.reshape(*rows.shape[:-1], -1)[..., :count]
+    stream = np.unpackbits(rows, axis=-1, count=count * bits, bitorder="little").reshape(*rows.shape[:-1], count, bits)
     codes = np.zeros(stream.shape[:-1], np.uint8)
     for bit in range(bits):
         codes |= stream[..., bit] << np.uint8(bit)
@@ -26,7 +24,7 @@ def spread(packed: np.ndarray, bits: int, count: int) -> np.ndarray:
 
 
 def pack(codes: np.ndarray, bits: int, multiple: int = 1) -> np.ndarray:
-    """The inverse of `spread`; each row is padded with zeros to a multiple of so many bytes."""
+    """The inverse of `unpack_bits`; each row is padded with zeros to a multiple of so many bytes."""
     count = codes.shape[-1]
     size = -(-count * bits // (8 * multiple)) * multiple
     if bits == 8:
@@ -34,10 +32,10 @@ def pack(codes: np.ndarray, bits: int, multiple: int = 1) -> np.ndarray:
     if 8 % bits == 0:
         each = 8 // bits
         groups = _padded(codes, size * each).reshape(*codes.shape[:-1], size, each)
-        packed = np.zeros(groups.shape[:-1], np.uint8)
+        rows = np.zeros(groups.shape[:-1], np.uint8)
         for place in range(each):
-            packed |= groups[..., place] << np.uint8(bits * place)
-        return packed
+            rows |= groups[..., place] << np.uint8(bits * place)
+        return rows
     stream = (codes[..., None] >> np.arange(bits, dtype=np.uint8)) & np.uint8(1)
     return _padded(np.packbits(stream.reshape(*codes.shape[:-1], count * bits), axis=-1, bitorder="little"), size)
 

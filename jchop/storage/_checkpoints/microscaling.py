@@ -32,22 +32,26 @@ _NAN, _ONE, _ONE8 = 255, np.uint8(127), np.uint8(0x38)
 
 
 def _groups(shape: tuple[int, ...], scale: np.ndarray, group: int) -> None:
-    wanted = (shape[0], shape[1] // group)
-    ok = shape[1] % group == 0 and scale.shape == wanted
-    check(ok, f"weight_scale has shape {list(scale.shape)}, and groups of {group} in {list(shape)} have {list(wanted)}")
+    counts = (shape[0], shape[1] // group)
+    ok = shape[1] % group == 0 and scale.shape == counts
+    check(ok, f"weight_scale has shape {list(scale.shape)}, and groups of {group} in {list(shape)} have {list(counts)}")
 
 
 def _nibbles(entries: Entries) -> tuple[int, ...] | None:
-    packed = entries["weight_packed"]
-    return (packed.shape[0], 2 * packed.shape[1]) if packed.dtype == _BYTE and matrix(packed) else None
+    packed_codes = entries["weight_packed"]
+    return (
+        (packed_codes.shape[0], 2 * packed_codes.shape[1])
+        if packed_codes.dtype == _BYTE and matrix(packed_codes)
+        else None
+    )
 
 
 # -- nvfp4 -------------------------------------------------------------------------------------------------------------
 
 
 def _read_nvfp4(parts: Parts, facts: Facts) -> QArray:
-    packed, scale, whole = parts["weight_packed"], parts["weight_scale"], parts["weight_global_scale"]
-    codes = spread(packed, 4, 2 * packed.shape[1])
+    packed_codes, scale, whole = parts["weight_packed"], parts["weight_scale"], parts["weight_global_scale"]
+    codes = spread(packed_codes, 4, 2 * packed_codes.shape[1])
     _groups(codes.shape, scale, 16)
     check(scale.dtype == _FLOAT8, f"weight_scale is of dtype {scale.dtype}, and must be float8_e4m3fn")
     check(whole.dtype == np.float32 and whole.size == 1, "weight_global_scale must be one float32 number")
@@ -61,8 +65,8 @@ def _read_nvfp4(parts: Parts, facts: Facts) -> QArray:
     factor = _factor(np.abs(numbers), divisor, facts.get("exact", True) is True)
     if factor is None or (numbers < 0).any():
         return float_array(codes, quotients, float4_e2m1fn, [OWN, 16])
-    codes, kept = without_zeros(codes, scale.view(np.uint8), np.uint8(8), _ONE8, [OWN, 16])
-    return made(codes, (kept, factor), None, _NVFP4)
+    codes, scale_codes = without_zeros(codes, scale.view(np.uint8), np.uint8(8), _ONE8, [OWN, 16])
+    return made(codes, (scale_codes, factor), None, _NVFP4)
 
 
 def _factor(numbers: np.ndarray, divisor: np.ndarray, exact: bool) -> np.ndarray | None:
@@ -82,17 +86,17 @@ def _factor(numbers: np.ndarray, divisor: np.ndarray, exact: bool) -> np.ndarray
 def _same(numbers: np.ndarray, levels: np.ndarray, factor: Any, divisor: Any) -> bool:
     """Whether e fl(s / divisor) and e s factor are the same binary32 numbers for all scales s and elements e."""
     with np.errstate(over="ignore"):
-        wanted = np.outer(numbers.astype(np.float32) / np.float32(divisor), levels).astype(np.float32)
+        quotients = np.outer(numbers.astype(np.float32) / np.float32(divisor), levels).astype(np.float32)
         exact = np.outer(numbers.astype(np.float64), levels.astype(np.float64)) * np.float64(factor)
-        return np.array_equal(wanted, exact.astype(np.float32))
+        return np.array_equal(quotients, exact.astype(np.float32))
 
 
 def _write_nvfp4(q: QArray, exact: bool) -> tuple[dict[str, np.ndarray], dict[str, Any]]:
-    found = pieces(q)
-    two_level = found.fmt.element == float4_e2m1fn and found.fmt.scale_rule.tensor_scale
-    check(two_level and found.kinds == (OWN, 16), "it is not nvfp4 with groups of 16 along its last axis")
+    weight = pieces(q)
+    two_level = weight.fmt.element == float4_e2m1fn and weight.fmt.scale_rule.tensor_scale
+    check(two_level and weight.kinds == (OWN, 16), "it is not nvfp4 with groups of 16 along its last axis")
     check(q.shape[1] % 16 == 0, f"its last axis of {q.shape[1]} is no multiple of 16")
-    scale, factor = found.scale[0].view(_FLOAT8), np.float32(found.scale[1])
+    scale, factor = weight.scale[0].view(_FLOAT8), np.float32(weight.scale[1])
     with np.errstate(over="ignore", divide="ignore"):
         divisor = np.float32(1) / factor
     check(bool(np.isfinite(divisor) and divisor > 0), f"its tensor scale {factor} has no reciprocal")
@@ -102,8 +106,8 @@ def _write_nvfp4(q: QArray, exact: bool) -> tuple[dict[str, np.ndarray], dict[st
         f"the layout divides by 1 / {factor}, and some numbers would differ in their last bit: exact=False permits "
         "this, and a tensor scale that is a power of two avoids it",
     )
-    parts = {"weight_packed": pack(found.codes, 4), "weight_scale": scale}
-    facts = facts_of(found, "float", True) | {"strategy": "tensor_group", "scale_dtype": "torch.float8_e4m3fn"}
+    parts = {"weight_packed": pack(weight.codes, 4), "weight_scale": scale}
+    facts = facts_of(weight, "float", True) | {"strategy": "tensor_group", "scale_dtype": "torch.float8_e4m3fn"}
     return parts | {"weight_global_scale": divisor.reshape(1)}, facts
 
 
@@ -128,8 +132,8 @@ def _exponents(scale: np.ndarray) -> np.ndarray:
 
 
 def _read_mxfp4(parts: Parts, facts: Facts) -> QArray:
-    packed, scale = parts["weight_packed"], parts["weight_scale"]
-    codes = spread(packed, 4, 2 * packed.shape[1])
+    packed_codes, scale = parts["weight_packed"], parts["weight_scale"]
+    codes = spread(packed_codes, 4, 2 * packed_codes.shape[1])
     _groups(codes.shape, scale, 32)
     return made(codes, _exponents(scale), None, mxfp4)
 
@@ -164,13 +168,13 @@ def _write_mxfp8(q: QArray, exact: bool) -> tuple[dict[str, np.ndarray], dict[st
     return _write_mx(q, mxfp8_e4m3, lambda codes: {"weight": codes.view(_FLOAT8)})
 
 
-def _write_mx(q: QArray, fmt: Any, stored: Any) -> tuple[dict[str, np.ndarray], dict[str, Any]]:
-    found = pieces(q)
-    same = (found.fmt.element, found.fmt.scale, found.kinds) == (fmt.element, fmt.scale, (OWN, 32))
-    check(same and found.zero is None, f"it is not {fmt} along its last axis")
+def _write_mx(q: QArray, fmt: Any, store: Any) -> tuple[dict[str, np.ndarray], dict[str, Any]]:
+    weight = pieces(q)
+    same = (weight.fmt.element, weight.fmt.scale, weight.kinds) == (fmt.element, fmt.scale, (OWN, 32))
+    check(same and weight.zero is None, f"it is not {fmt} along its last axis")
     check(q.shape[1] % 32 == 0, f"its last axis of {q.shape[1]} is no multiple of 32")
-    facts = facts_of(found, "float", True) | {"scale_dtype": "torch.uint8"}
-    return stored(found.codes) | {"weight_scale": _exponents(found.scale)}, facts
+    facts = facts_of(weight, "float", True) | {"scale_dtype": "torch.uint8"}
+    return store(weight.codes) | {"weight_scale": _exponents(weight.scale)}, facts
 
 
 MXFP8 = Row(

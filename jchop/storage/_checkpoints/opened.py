@@ -78,7 +78,7 @@ def open_checkpoint(path: Path, layout: str) -> Checkpoint:
 
     Args:
         path: a file or a folder.
-        layout: one of `NAMES`, or "auto".
+        layout: one of `LAYOUT_NAMES`, or "auto".
 
     Raises:
         OSError: if it cannot be read.
@@ -138,20 +138,20 @@ class _Tensors(Checkpoint):
         self.config = source.config
         own = any(QARRAYS in file.metadata for file in source.files)
         self.layout = layout if layout != "auto" else OWN if own else named_in(source) or PLAIN
-        self._weights, lost = LAYOUTS[self.layout].find(source) if self.layout in LAYOUTS else ({}, {})
+        self._weights, unread = LAYOUTS[self.layout].find(source) if self.layout in LAYOUTS else ({}, {})
         if layout == "auto" and self.layout == PLAIN:
-            lost = pairs_in(entries, PLAIN)
-        self._described: dict[str, Any] = {}
+            unread = pairs_in(entries, PLAIN)
+        self._descriptions: dict[str, Any] = {}
         if self.layout == OWN:
             bad: dict[str, str] = {}
             for file in source.files:
-                self._described |= described_in(file, bad)
-            lost = {
+                self._descriptions |= described_in(file, bad)
+            unread = {
                 name: Unread(why, [one for one in entries if f"{one}.".startswith(f"{name}.")])
                 for name, why in bad.items()
             }
         self.items, used = {}, set()
-        for name, weight in lost.items():
+        for name, weight in unread.items():
             used |= set(weight.tensors)
             self.unread[name] = weight.why
             self.items[name] = Item("unread", (), sum(entries[part].nbytes for part in weight.tensors), quantized=True)
@@ -159,7 +159,7 @@ class _Tensors(Checkpoint):
             used |= set(weight.names.values())
             nbytes = sum(entries[part].nbytes for part in weight.names.values())
             self.items[name] = Item(weight.row.name, weight.shape, nbytes, quantized=True)
-        for name, fields in self._described.items():
+        for name, fields in self._descriptions.items():
             parts = part_names(name, fields)
             used |= set(parts)
             shape = entries[parts[0]].shape[:-1] + (() if fields["size"] is None else (fields["size"],))
@@ -171,8 +171,8 @@ class _Tensors(Checkpoint):
                 self.items[name] = Item(entry.dtype.name, entry.shape, entry.nbytes, quantized=False)
 
     def _read(self, name: str, exact: bool) -> QArray | np.ndarray:
-        if name in self._described:
-            fields = self._described[name]
+        if name in self._descriptions:
+            fields = self._descriptions[name]
             return joined([self._source.read(part) for part in part_names(name, fields)], fields)
         weight = self._weights.get(name)
         if weight is None:

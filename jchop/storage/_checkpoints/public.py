@@ -80,22 +80,26 @@ def load_checkpoint(
     check_bool("strict", strict)
     if skip is not None:
         check_pattern("skip", skip, "'visual'")
-    found: dict[str, Any] = {}
-    lost: dict[str, str] = {}
+    arrays: dict[str, Any] = {}
+    unread: dict[str, str] = {}
     with open_checkpoint(path_of("path", path), layout) as source, jax.enable_x64(True):
         names = [name for name in source.items if skip is None or not matches_path(skip, name)]
         for name in sorted(names, key=lambda name: name not in source.unread):  # errors before large arrays
             try:
-                found[name] = jax.tree.map(jnp.asarray, source.read(name, exact))
+                arrays[name] = jax.tree.map(jnp.asarray, source.read(name, exact))
             except ValueError as error:
                 if strict:
                     others = "; strict=False reads the other arrays, and names those it leaves out"
                     raise ValueError(f"{error}{others if len(names) > 1 else ''}") from None
-                lost[name] = str(error)
-    if lost:
-        more = f", and {len(lost) - 1} more: {', '.join(map(shown, list(lost)[1:_MOST]))}" if len(lost) > 1 else ""
-        warnings.warn(f"{shown(next(iter(lost)))} is not read: {next(iter(lost.values()))}{more}", RuntimeWarning, 2)
-    return found
+                unread[name] = str(error)
+    if unread:
+        more = (
+            f", and {len(unread) - 1} more: {', '.join(map(shown, list(unread)[1:_MOST]))}" if len(unread) > 1 else ""
+        )
+        warnings.warn(
+            f"{shown(next(iter(unread)))} is not read: {next(iter(unread.values()))}{more}", RuntimeWarning, 2
+        )
+    return arrays
 
 
 def save_checkpoint(
@@ -136,18 +140,19 @@ def save_checkpoint(
     """
     if has_tracer(tree):
         raise TypeError("tree has traced arrays, and save_checkpoint writes values: call it outside of transformations")
-    packed = QArray if layout == OWN else QArray | Rearranged  # files of save_safetensors have what is stored
+    packed_types = QArray if layout == OWN else QArray | Rearranged  # files of save_safetensors have what is stored
     jobs = []
-    for name, _, leaf in named_leaves(tree, packed):
-        if not isinstance(leaf, packed | jax.Array | np.ndarray | np.generic):
+    for name, _, leaf in named_leaves(tree, packed_types):
+        if not isinstance(leaf, packed_types | jax.Array | np.ndarray | np.generic):
             raise TypeError(f"leaf {name!r} is {leaf!r}, but only arrays and QArrays can be saved")
         if isinstance(leaf, Rearranged) and layout != PLAIN:
             raise ValueError(
                 f"{name!r} of shape {list(leaf.shape)} is stored in the shape {list(leaf.stored.shape)}, because its "
-                f"groups run over several axes; the layouts {OWN} and {PLAIN} hold it, and layout={layout!r} does not"
+                f"groups run over several axes; the layouts {OWN} and {PLAIN} hold it, "
+                f"and layout={layout!r} does not"
             )
         codes = leaf.stored if isinstance(leaf, Rearranged) else leaf
-        nbytes = written_bytes(layout, codes.nbytes, leaf.shape, isinstance(leaf, packed))
+        nbytes = written_bytes(layout, codes.nbytes, leaf.shape, isinstance(leaf, packed_types))
         jobs.append(Job(name, nbytes, partial(_numpy, leaf)))
     write_jobs(jobs, path_of("path", path), layout, config=dict(config or {}), exact=exact, shard_bytes=shard_bytes)
 
@@ -166,7 +171,7 @@ def write_jobs(
     shard_bytes: int = SHARD,
     run: str = "",
     others: Sequence[Path] = (),
-    progress: Progress = lambda name, done, total: None,
+    progress: Progress = lambda name, count, total: None,
 ) -> bool:
     """Writes arrays to a folder or a file by its ending; whether an unfinished run was continued."""
     check_bool("exact", exact)
@@ -201,7 +206,7 @@ def convert(
     shard_bytes: int = SHARD,
     change: Change = lambda name, value: value,
     options: str = "",
-    progress: Progress = lambda name, done, total: None,
+    progress: Progress = lambda name, count, total: None,
 ) -> bool:
     """Writes a checkpoint in another layout, array by array; other files of a folder (tokenizer) are copied.
 
@@ -227,15 +232,15 @@ def convert(
     """
     if source.resolve() == target.resolve():
         raise ValueError(f"{target} is the checkpoint that is read; write to another place")
-    with open_checkpoint(source, read_as) as opened:
-        for name in opened.unread:  # an error before anything is written
-            opened.read(name)
+    with open_checkpoint(source, read_as) as checkpoint:
+        for name in checkpoint.unread:  # an error before anything is written
+            checkpoint.read(name)
         jobs = []
-        for name, item in opened.items.items():
+        for name, item in checkpoint.items.items():
             nbytes = written_bytes(layout, item.nbytes, item.shape, item.quantized)
-            jobs.append(Job(name, nbytes, _maker(opened, name, exact, change)))
+            jobs.append(Job(name, nbytes, _maker(checkpoint, name, exact, change)))
         run = f"{_state(source)} {options}"
-        how: dict[str, Any] = {"config": opened.config, "exact": exact, "shard_bytes": shard_bytes, "run": run}
+        how: dict[str, Any] = {"config": checkpoint.config, "exact": exact, "shard_bytes": shard_bytes, "run": run}
         return write_jobs(jobs, target, layout, others=_others(source), progress=progress, **how)
 
 

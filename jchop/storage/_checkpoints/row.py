@@ -1,4 +1,4 @@
-"""`Row`: one way to store a quantized weight in named tensors, as two pure functions."""
+"""`LayoutRow`: one way to store a quantized weight in named tensors, as two pure functions."""
 
 from __future__ import annotations
 

@@ -78,12 +78,12 @@ class Layout:
         """The modules or weights that have a tensor with the name of an anchor."""
         anchors = list(dict.fromkeys(row.anchor for row in self.rows))
         if self.appends:
-            found = ((name, end) for name in entries for end in anchors if name.endswith(end))
-            sure = (one for one in found if one[1].strip(".") in _OWNERS or entries[one[0]].dtype == _BYTE)
+            pairs = ((name, end) for name in entries for end in anchors if name.endswith(end))
+            sure = (one for one in pairs if one[1].strip(".") in _OWNERS or entries[one[0]].dtype == _BYTE)
             owners = (name.removesuffix(end) for name, end in sure)
             return list(dict.fromkeys(owner for owner in owners if owner.strip(".")))
-        ended = ((name, anchor) for name in entries for anchor in anchors if ends(name, self.stem(""), anchor))
-        return list(dict.fromkeys(name[: -len(self.stem("") + anchor)].removesuffix(".") for name, anchor in ended))
+        matches = ((name, anchor) for name in entries for anchor in anchors if ends(name, self.stem(""), anchor))
+        return list(dict.fromkeys(name[: -len(self.stem("") + anchor)].removesuffix(".") for name, anchor in matches))
 
     def has_pair(self, entries: Mapping[str, Entry]) -> bool:
         """Whether a weight has all the tensors of a row."""
@@ -99,34 +99,33 @@ class Layout:
         entries, config = source.entries, quantization(source)
         names = sorted(entries)
         _check_config(self.name, config)
-        found: dict[str, Weight] = {}
+        weights: dict[str, Weight] = {}
         own = _own_facts(config)
-        lost = self._others(entries, {(self.stem("") + row.anchor).strip(".") for row in self.rows})
-        lost |= pairs_in(entries, self.name)
+        unread = self._others(entries, {(self.stem("") + row.anchor).strip(".") for row in self.rows})
+        unread |= pairs_in(entries, self.name)
         for owner in self.owners(entries):
             name, stem = self.name_of(owner), self.stem(owner)
             try:
                 facts = ChainMap(_record(source, owner)) if self.records else ChainMap(own(owner), config)
                 weight = self._weight(owner, entries, names, facts)
-                found[name] = _with_shape(weight, source, entries)
+                weights[name] = _with_shape(weight, source, entries)
             except ValueError as error:
                 ends_of = {part for row in self.rows for part in (*row.parts, *row.optional)}
-                lost.setdefault(name, Unread(str(error), [stem + end for end in ends_of if stem + end in entries]))
-        used = {name for weight in found.values() for name in weight.names.values()}
-        used |= {name for weight in lost.values() for name in weight.tensors}
+                unread.setdefault(name, Unread(str(error), [stem + end for end in ends_of if stem + end in entries]))
+        used = {name for weight in weights.values() for name in weight.names.values()}
+        used |= {name for weight in unread.values() for name in weight.tensors}
         for name in names:
             if self.records and name.endswith("_qdata") and name not in used:
-                why = (
-                    f"tensor {shown(name)} is of no weight named '….weight', and {self.name} has only these; {_WAY_OUT}"
-                )
+                fault = f"tensor {shown(name)} is of no weight named '….weight'"
+                why = f"{fault}, and {self.name} has only these; {_WAY_OUT}"
                 stem = name.removesuffix("qdata")
-                lost[name] = Unread(why, list(_starting(names, stem)))
-        return found, lost
+                unread[name] = Unread(why, list(_starting(names, stem)))
+        return weights, unread
 
     def _others(self, entries: Mapping[str, Entry], anchors: set[str]) -> dict[str, Unread]:
         """Weights of other layouts, which would be read as if they were not quantized."""
         others = {anchor: name for anchor, name in (_OWNERS | _FOREIGN).items() if anchor not in anchors}
-        found: dict[str, Unread] = {}
+        unread: dict[str, Unread] = {}
         names = sorted(entries)
         for name in names:
             anchor = next((anchor for anchor in others if ends(name, "", anchor)), None)
@@ -135,8 +134,8 @@ class Layout:
                 owner, stem = name.removesuffix(anchor).removesuffix("."), name.removesuffix(anchor)
                 own = [other for other in _starting(names, stem) if "." not in other[len(stem) :]]
                 own = [other for other in [*own, name, owner] if other in entries and not ends(other, "", "bias")]
-                found.setdefault(owner if owner in entries else f"{stem}{WEIGHT}", Unread(why, own))
-        return found
+                unread.setdefault(owner if owner in entries else f"{stem}{WEIGHT}", Unread(why, own))
+        return unread
 
     def _weight(
         self, module: str, entries: Mapping[str, Entry], names: Sequence[str], facts: ChainMap[str, Any]
@@ -241,19 +240,19 @@ _PAIRS = {
 
 def pairs_in(entries: Mapping[str, Entry], layout: str) -> dict[str, Unread]:
     """Codes that are known by the tensor beside them: by themselves they are integers like any others."""
-    found: dict[str, Unread] = {}
+    unread: dict[str, Unread] = {}
     for name, entry in entries.items():
-        dotted = f".{name}"
+        path = f".{name}"
         for codes, scales in _PAIRS if _may_be_codes(entry.dtype) else ():
-            beside = (dotted.removesuffix(codes) + scales).removeprefix(".")
+            beside = (path.removesuffix(codes) + scales).removeprefix(".")
             other = _PAIRS[codes, scales]
-            if not dotted.endswith(codes) or beside not in entries or other == layout:
+            if not path.endswith(codes) or beside not in entries or other == layout:
                 continue
             if not any(ends(beside, "", anchor) for anchor in _OWNERS):
                 why = f"of the layout {other}, not {layout}" if other in LAYOUTS else f"of {other}, which is not read"
                 why = f"the tensors {shown(name)} and {shown(beside)} are {why}; {_WAY_OUT}"
-                found.setdefault(name, Unread(why, [name, beside]))
-    return found
+                unread.setdefault(name, Unread(why, [name, beside]))
+    return unread
 
 
 def _may_be_codes(dtype: np.dtype) -> bool:
@@ -267,17 +266,19 @@ _REFUSED = ("marlin-24", "sparse-bitmask", "sparse-24-bitmask", "mxfp6-pack-quan
 def _check_config(layout: str, config: Facts) -> None:
     groups = field(config, "config_groups", dict, {}).values()
     sparsity = field(config, "sparsity_config", dict, {}).get("format")
-    named = [config.get("format"), sparsity, *(group.get("format") for group in groups if isinstance(group, dict))]
-    wrong = [name for name in named if name in _REFUSED]
+    formats = [config.get("format"), sparsity, *(group.get("format") for group in groups if isinstance(group, dict))]
+    wrong = [name for name in formats if name in _REFUSED]
     if wrong:
         raise ValueError(
             f"{CONFIG} has the format {wrong[0]!r}, which is not read; convert the model to another one first"
         )
     for name, values in _KNOWN.get(layout, {}).items():
-        found = config.get(name)
-        if found is not None and str(found).lower() not in values:
-            meant = f" ({_FOREIGN['SCB']})" if name == "load_in_8bit" else ""
-            raise ValueError(f"{CONFIG} has {name}={shown(found)}{meant}, and read are {', '.join(values)}; {_WAY_OUT}")
+        value = config.get(name)
+        if value is not None and str(value).lower() not in values:
+            meaning = f" ({_FOREIGN['SCB']})" if name == "load_in_8bit" else ""
+            raise ValueError(
+                f"{CONFIG} has {name}={shown(value)}{meaning}, and read are {', '.join(values)}; {_WAY_OUT}"
+            )
 
 
 #: The most different groups of weights whose modules no group names.
@@ -289,30 +290,32 @@ def _own_facts(config: Facts) -> Callable[[str], dict[str, Any]]:
 
     What each module takes from a configuration then does not grow with the configuration.
     """
-    named: dict[str, dict[str, Any]] = {}
+    by_module: dict[str, dict[str, Any]] = {}
     kinds: dict[str, Any] = {}
     for key, group in field(config, "config_groups", dict, {}).items():
         if isinstance(group, dict):
             weights = {"weights": group.get("weights")}
             kinds.setdefault(json.dumps(weights), weights)
             for name in field(group, "targets", list, []):
-                named.setdefault(str(name), {})[key] = {"targets": [name]} | weights
+                by_module.setdefault(str(name), {})[key] = {"targets": [name]} | weights
 
     def own(module: str) -> dict[str, Any]:
-        if module not in named and len(kinds) > _MOST_GROUPS:
+        if module not in by_module and len(kinds) > _MOST_GROUPS:
             raise ValueError(f"{CONFIG} has {len(kinds)} different groups, and none of them names {shown(module)}")
-        return {"module": module, "config_groups": named.get(module, kinds)}
+        return {"module": module, "config_groups": by_module.get(module, kinds)}
 
     return own
 
 
 def beside_weights(config: Facts) -> list[str]:
     """The fields of a configuration that say more than how weights are stored, and that no layout writes."""
-    found = field(config, CONFIG, dict, {})
-    groups = [group for group in field(found, "config_groups", dict, {}).values() if isinstance(group, dict)]
-    said = [name for name in ("input_activations", "output_activations") if any(group.get(name) for group in groups)]
-    said += [name for name in ("kv_cache_scheme", "transform_config") if found.get(name)]
-    return said + (["activation_scheme"] if found.get("activation_scheme") == "static" else [])
+    quantization_config = field(config, CONFIG, dict, {})
+    groups = [
+        group for group in field(quantization_config, "config_groups", dict, {}).values() if isinstance(group, dict)
+    ]
+    names = [name for name in ("input_activations", "output_activations") if any(group.get(name) for group in groups)]
+    names += [name for name in ("kv_cache_scheme", "transform_config") if quantization_config.get(name)]
+    return names + (["activation_scheme"] if quantization_config.get("activation_scheme") == "static" else [])
 
 
 def _record(source: Shards, module: str) -> dict[str, Any]:
@@ -334,9 +337,9 @@ def _record(source: Shards, module: str) -> dict[str, Any]:
 Written = Mapping[str, tuple[Row, Facts]]
 
 
-def _compressed(written: Written, ignored: Sequence[str]) -> dict[str, Any]:
+def _compressed(rows: Written, others: Sequence[str]) -> dict[str, Any]:
     kinds: dict[str, list[str]] = {}
-    for module, (row, facts) in written.items():
+    for module, (row, facts) in rows.items():
         kinds.setdefault(json.dumps([row.name, facts]), []).append(module)
     groups: dict[str, Any] = {}
     formats = set()
@@ -345,21 +348,21 @@ def _compressed(written: Written, ignored: Sequence[str]) -> dict[str, Any]:
         formats.add(name)
         targets = ["Linear"] if len(kinds) == 1 else modules
         groups[f"group_{number}"] = {"targets": targets, "weights": facts, "input_activations": None, "format": name}
-    found = {"quant_method": "compressed-tensors", "quantization_status": "compressed", "config_groups": groups}
-    found["version"] = ".".join(map(str, (*compressed.DENSE, 0)))
-    return found | {"format": formats.pop() if len(formats) == 1 else "mixed-precision", "ignore": list(ignored)}
+    config = {"quant_method": "compressed-tensors", "quantization_status": "compressed", "config_groups": groups}
+    config["version"] = ".".join(map(str, (*compressed.DENSE, 0)))
+    return config | {"format": formats.pop() if len(formats) == 1 else "mixed-precision", "ignore": list(others)}
 
 
 def _same(method: str, **more: Any) -> Callable[[Written, Sequence[str]], dict[str, Any]]:
     """The configuration of a layout whose modules all have the same facts."""
 
-    def config(written: Written, ignored: Sequence[str]) -> dict[str, Any]:
-        kinds = {json.dumps(facts, sort_keys=True): module for module, (_, facts) in written.items()}
+    def config(rows: Written, others: Sequence[str]) -> dict[str, Any]:
+        kinds = {json.dumps(facts, sort_keys=True): module for module, (_, facts) in rows.items()}
         if len(kinds) > 1:
             texts = "; ".join(f"{module} {text}" for text, module in kinds.items())
             raise ValueError(f"quantized weights of this layout have one form, and these differ: {texts}")
-        facts = next(iter(written.values()))[1] if written else {}
-        return {"quant_method": method} | dict(facts) | more | {"modules_to_not_convert": list(ignored) or None}
+        facts = next(iter(rows.values()))[1] if rows else {}
+        return {"quant_method": method} | dict(facts) | more | {"modules_to_not_convert": list(others) or None}
 
     return config
 
@@ -368,26 +371,26 @@ def _gptq(version: str) -> Callable[[Written, Sequence[str]], dict[str, Any]]:
     """The configuration of GPTQ: one group of all inputs is -1, unless other weights have groups of as many."""
     same = _same("gptq", checkpoint_format=version)
 
-    def config(written: Written, ignored: Sequence[str]) -> dict[str, Any]:
-        sizes = {facts["group_size"] for _, facts in written.values() if not facts["whole"]}
-        named = {}
-        for module, (row, given) in written.items():
-            facts = dict(given)
+    def config(rows: Written, others: Sequence[str]) -> dict[str, Any]:
+        sizes = {facts["group_size"] for _, facts in rows.values() if not facts["whole"]}
+        by_module = {}
+        for module, (row, module_facts) in rows.items():
+            facts = dict(module_facts)
             if facts.pop("whole") and sizes != {facts["group_size"]}:
                 facts["group_size"] = -1
-            named[module] = row, facts
-        return same(named, ignored)
+            by_module[module] = row, facts
+        return same(by_module, others)
 
     return config
 
 
-def _recorded(written: Written, ignored: Sequence[str]) -> dict[str, Any]:
+def _recorded(rows: Written, others: Sequence[str]) -> dict[str, Any]:
     return {"quant_method": "torchao"}
 
 
-def _bitsandbytes(written: Written, ignored: Sequence[str]) -> dict[str, Any]:
-    facts = next(iter(written.values()))[1] if written else {}
-    return {"quant_method": "bitsandbytes"} | dict(facts) | {"llm_int8_skip_modules": list(ignored) or None}
+def _bitsandbytes(rows: Written, others: Sequence[str]) -> dict[str, Any]:
+    facts = next(iter(rows.values()))[1] if rows else {}
+    return {"quant_method": "bitsandbytes"} | dict(facts) | {"llm_int8_skip_modules": list(others) or None}
 
 
 _COMPRESSED = (
@@ -444,15 +447,15 @@ def named_in(source: Shards) -> str | None:
 def _by_names(entries: Mapping[str, Entry]) -> str | None:
     """The layout whose anchors are among the names of tensors."""
     owners = _OWNERS | _FOREIGN
-    found = {owners[anchor] for name in entries for anchor in owners if ends(name, "", anchor)}
-    found |= {layout.name for layout in LAYOUTS.values() if layout.appends and layout.has_pair(entries)}
-    if foreign := found & set(_FOREIGN.values()):
+    layouts = {owners[anchor] for name in entries for anchor in owners if ends(name, "", anchor)}
+    layouts |= {layout.name for layout in LAYOUTS.values() if layout.appends and layout.has_pair(entries)}
+    if foreign := layouts & set(_FOREIGN.values()):
         raise ValueError(f"the tensors are of {min(foreign)}, which is not read; {_WAY_OUT}")
-    if found == {"gptq"}:
+    if layouts == {"gptq"}:
         raise ValueError(
             "tensors named qweight are of AutoGPTQ or AutoAWQ, which no configuration tells apart here: pass "
             "layout='gptq', 'gptq_v2' or 'awq'"
         )
-    if len(found) > 1:
-        raise ValueError(f"the tensors are of several layouts: {', '.join(sorted(found))}; {_WAY_OUT}")
-    return found.pop() if found else None
+    if len(layouts) > 1:
+        raise ValueError(f"the tensors are of several layouts: {', '.join(sorted(layouts))}; {_WAY_OUT}")
+    return layouts.pop() if layouts else None

@@ -57,9 +57,9 @@ def _grouping(facts: Facts, shape: tuple[int, ...], scale: np.ndarray) -> tuple[
     ok = are_counts(block) and len(block) in (0, len(shape)) and all(0 < n < 1 << 31 for n in block)
     check(ok, f"block_size={shown(block)} must have an integer above 0 for each axis")
     if block:
-        wanted = tuple(-(-n // size) for n, size in zip(shape, block, strict=True))
-        check(scale.size == np.prod(wanted), f"scales of shape {list(scale.shape)} do not fit blocks of {block}")
-        scale = scale.reshape(wanted)
+        counts = tuple(-(-n // size) for n, size in zip(shape, block, strict=True))
+        check(scale.size == np.prod(counts), f"scales of shape {list(scale.shape)} do not fit blocks of {block}")
+        scale = scale.reshape(counts)
     scale = as_scales(scale, shape)
     return scale, kinds_from(shape, scale.shape, tuple(block) if block else None)
 
@@ -76,7 +76,7 @@ def _bits(facts: Facts) -> int:
 def _read_int8(parts: Parts, facts: Facts) -> QArray:
     codes, bits = parts["qdata"], _bits(facts)
     check(codes.dtype == _BYTE, f"qdata is of dtype {codes.dtype}, and must be int8")
-    half = 1 << bits - 1
+    half = 1 << (bits - 1)
     check(bool(((codes >= -half) & (codes < half)).all()), f"an element is no integer of {bits} bits")
     scale, kinds = _grouping(facts, codes.shape, parts["scale"])
     zero = parts.get("zero_point")
@@ -97,9 +97,12 @@ def _read_float8(parts: Parts, facts: Facts) -> QArray:
 
 
 def _read_int4(parts: Parts, facts: Facts) -> QArray:
-    packed = parts["qdata"]
-    check(packed.dtype.itemsize == 1 and "act_pre_scale" not in parts, "qdata must be bytes, without an act_pre_scale")
-    codes = spread(packed.view(np.uint8), 4, 2 * packed.shape[1])
+    packed_codes = parts["qdata"]
+    check(
+        packed_codes.dtype.itemsize == 1 and "act_pre_scale" not in parts,
+        "qdata must be bytes, without an act_pre_scale",
+    )
+    codes = spread(packed_codes.view(np.uint8), 4, 2 * packed_codes.shape[1])
     scale, zero = parts["scale"], parts["zero_point"]
     ok = matrix_of(scale) and scale.shape == zero.shape and scale.dtype == zero.dtype
     check(ok and scale.shape[1] == codes.shape[0], "scale and zero_point must both have the shape (groups, out)")
@@ -129,9 +132,9 @@ def matrix_of(array: np.ndarray) -> bool:
 # -- writing -----------------------------------------------------------------------------------------------------------
 
 
-def _block(found: Pieces) -> list[int]:
+def _block(weight: Pieces) -> list[int]:
     """The sizes of the groups; ValueError if they do not divide the axes."""
-    block, shape = lengths(found), found.codes.shape
+    block, shape = lengths(weight), weight.codes.shape
     fits = all(n % size == 0 for n, size in zip(shape, block, strict=True))
     check(fits, f"its groups of {block} do not divide its shape {list(shape)}")
     return block
@@ -146,23 +149,23 @@ def _dtype(name: str) -> dict[str, str]:
 
 
 def _write_int8(q: QArray, exact: bool) -> tuple[dict[str, np.ndarray], dict[str, Any]]:
-    found = pieces(q)
-    codes, scale, zero = unsigned(found, range(2, 9))
-    half = 1 << found.fmt.element.bits - 1
+    weight = pieces(q)
+    codes, scale, zero = unsigned(weight, range(2, 9))
+    half = 1 << (weight.fmt.element.bits - 1)
     shift = zero - half
     check(bool(((shift >= -128) & (shift < 128)).all()), "a zero point is no integer of 8 bits")
     parts = {"qdata": (codes.astype(np.int16) - half).astype(np.int8), "scale": scale}
     parts["zero_point"] = shift.astype(np.int8)
-    data = {"target_dtype": _dtype(f"int{found.fmt.element.bits}"), "block_size": _block(found)}
+    data = {"target_dtype": _dtype(f"int{weight.fmt.element.bits}"), "block_size": _block(weight)}
     data |= {"dtype": _dtype(str(scale.dtype)), "apply_int8_act_asym_per_token_quant": False}
     return _record("IntxUnpackedToInt8Tensor", data, parts)
 
 
 def _write_float8(q: QArray, exact: bool) -> tuple[dict[str, np.ndarray], dict[str, Any]]:
-    found = pieces(q)
-    check(found.fmt.element == float8_e4m3fn, "its elements are not float8_e4m3fn")
-    parts = {"qdata": found.codes.view(_FLOAT8), "scale": float_scales(found)}
-    data = {"block_size": _block(found), "mm_config": None, "act_quant_kwargs": None}
+    weight = pieces(q)
+    check(weight.fmt.element == float8_e4m3fn, "its elements are not float8_e4m3fn")
+    parts = {"qdata": weight.codes.view(_FLOAT8), "scale": float_scales(weight)}
+    data = {"block_size": _block(weight), "mm_config": None, "act_quant_kwargs": None}
     data |= {
         "kernel_preference": {"_type": "KernelPreference", "_data": "AUTO"},
         "dtype": _dtype(str(np.dtype(q.dtype))),
@@ -171,17 +174,17 @@ def _write_float8(q: QArray, exact: bool) -> tuple[dict[str, np.ndarray], dict[s
 
 
 def _write_int4(q: QArray, exact: bool) -> tuple[dict[str, np.ndarray], dict[str, Any]]:
-    found = pieces(q)
+    weight = pieces(q)
     check(
-        found.fmt.zero_point == "float" and found.fmt.element == IntegerFormat(4),
+        weight.fmt.zero_point == "float" and weight.fmt.element == IntegerFormat(4),
         "it is not int4 with float zero points",
     )
-    along_rows(found)
-    scale, zero = float_scales(found), found.zero
+    along_rows(weight)
+    scale, zero = float_scales(weight), weight.zero
     assert zero is not None
-    parts = {"qdata": pack(found.codes, 4).view(np.int8), "scale": np.ascontiguousarray(scale.T)}
+    parts = {"qdata": pack(weight.codes, 4).view(np.int8), "scale": np.ascontiguousarray(scale.T)}
     parts["zero_point"] = np.ascontiguousarray(zero.T)
-    return _record("Int4Tensor", {"block_size": _block(found), "shape": list(q.shape)}, parts)
+    return _record("Int4Tensor", {"block_size": _block(weight), "shape": list(q.shape)}, parts)
 
 
 def _row(name: str, parts: tuple[str, ...], read: Callable, write: Callable, fits: str, optional: tuple = ()) -> Row:

@@ -47,32 +47,32 @@ def _words(entries: Entries, bits: int | None) -> tuple[int, int, int] | None:
     if not (words.dtype == zeros.dtype == _WORD and matrix(words) and matrix(zeros) and matrix(scales)):
         return None
     out = words.shape[1]
-    found = zeros.shape[1] * 32 // out
-    fits = found in _WIDTHS and zeros.shape[1] * 32 == out * found and words.shape[0] * 32 % found == 0
-    if not fits or (bits is not None and bits != found):
+    width = zeros.shape[1] * 32 // out
+    fits = width in _WIDTHS and zeros.shape[1] * 32 == out * width and words.shape[0] * 32 % width == 0
+    if not fits or (bits is not None and bits != width):
         return None
-    return found, words.shape[0] * 32 // found, out
+    return width, words.shape[0] * 32 // width, out
 
 
 def _look_gptq(entries: Entries) -> tuple[int, ...] | None:
-    found = _words(entries, None)
-    return None if found is None else (found[2], found[1])
+    form = _words(entries, None)
+    return None if form is None else (form[2], form[1])
 
 
-def _read_gptq(parts: Parts, facts: Facts, *, added: int) -> QArray:
+def _read_gptq(parts: Parts, facts: Facts, *, offset: int) -> QArray:
     words, zeros = parts["qweight"], parts["qzeros"]
-    named = None if field(facts, "dynamic", dict) else field(facts, "bits", int)  # modules may have their own bits
-    found = _words(parts, named)  # type: ignore[arg-type]
-    check(
-        found is not None, f"bits={facts.get('bits')} of the configuration does not fit qzeros of shape {zeros.shape}"
-    )
-    assert found is not None
-    bits, columns, out = found
+    config_bits = (
+        None if field(facts, "dynamic", dict) else field(facts, "bits", int)
+    )  # modules may have their own bits
+    form = _words(parts, config_bits)  # type: ignore[arg-type]
+    check(form is not None, f"bits={facts.get('bits')} of the configuration does not fit qzeros of shape {zeros.shape}")
+    assert form is not None
+    bits, columns, out = form
     scales = parts["scales"]
     check(scales.shape == (zeros.shape[0], out), f"scales have shape {list(scales.shape)}, not {[zeros.shape[0], out]}")
     codes = np.ascontiguousarray(from_words(words.T, bits, columns))
     scale = np.ascontiguousarray(as_scales(scales, scales.shape).T)
-    zero = from_words(zeros, bits, out).T.astype(np.int32) + added
+    zero = from_words(zeros, bits, out).T.astype(np.int32) + offset
     index = parts.get("g_idx")
     if index is None:
         block = None if field(facts, "dynamic", dict) else _block(facts, columns)
@@ -80,18 +80,18 @@ def _read_gptq(parts: Parts, facts: Facts, *, added: int) -> QArray:
     return ordered(codes, scale, zero, index, bits)
 
 
-def _write_gptq(q: QArray, exact: bool, *, added: int) -> tuple[dict[str, np.ndarray], dict[str, Any]]:
-    found, index = by_index(pieces(q))
-    size = along_rows(found) or q.shape[1]
-    codes, scale, zero = unsigned(found, _WIDTHS)
-    bits, (out, columns) = found.fmt.element.bits, q.shape
+def _write_gptq(q: QArray, exact: bool, *, offset: int) -> tuple[dict[str, np.ndarray], dict[str, Any]]:
+    weight, index = by_index(pieces(q))
+    size = along_rows(weight) or q.shape[1]
+    codes, scale, zero = unsigned(weight, _WIDTHS)
+    bits, (out, columns) = weight.fmt.element.bits, q.shape
     for name, n in (("in", columns), ("out", out)):
         check(n % 32 == 0, f"its axis {name} has {n} indices, which is no multiple of 32")
-    low = zero - added
+    low = zero - offset
     check(
         bool(((low >= 0) & (low < 1 << bits)).all()),
-        f"the layout stores zero points minus {added} in {bits} bits, and they range from {zero.min()} to {zero.max()}"
-        + ("; gptq_v2 would fit" if added and zero.min() >= 0 and zero.max() < 1 << bits else ""),
+        f"the layout stores zero points minus {offset} in {bits} bits, and they range from {zero.min()} to {zero.max()}"
+        + ("; gptq_v2 would fit" if offset and zero.min() >= 0 and zero.max() < 1 << bits else ""),
     )
     scales = in_dtype(np.ascontiguousarray(scale.T), np.float16, "scales")
     parts = {
@@ -100,21 +100,21 @@ def _write_gptq(q: QArray, exact: bool, *, added: int) -> tuple[dict[str, np.nda
         "scales": scales,
         "g_idx": (np.arange(columns) // size).astype(np.int32) if index is None else index,
     }
-    symmetric = bool((zero == 1 << bits - 1).all())
+    symmetric = bool((zero == 1 << (bits - 1)).all())
     facts = {"bits": bits, "group_size": size, "whole": size >= columns, "sym": symmetric}
     facts["desc_act"] = index is not None
     return parts, facts
 
 
-def _gptq(name: str, added: int) -> Row:
+def _gptq(name: str, offset: int) -> Row:
     """A row; version 1 adds 1 to the stored zero points."""
     return Row(
         name,
         "qweight",
         ("qweight", "qzeros", "scales"),
         _look_gptq,
-        partial(_read_gptq, added=added),
-        partial(_write_gptq, added=added),
+        partial(_read_gptq, offset=offset),
+        partial(_write_gptq, offset=offset),
         "int4(group=128,scale=float16) with both axes multiples of 32",
         ("g_idx",),
     )
@@ -159,10 +159,10 @@ def _to_order(codes: np.ndarray) -> np.ndarray:
 
 
 def _write_awq(q: QArray, exact: bool) -> tuple[dict[str, np.ndarray], dict[str, Any]]:
-    found = pieces(q)
-    along_rows(found)
-    size = lengths(found)[1]
-    codes, scale, zero = unsigned(found, (4,))
+    weight = pieces(q)
+    along_rows(weight)
+    size = lengths(weight)[1]
+    codes, scale, zero = unsigned(weight, (4,))
     check(q.shape[0] % 8 == 0, f"its axis out has {q.shape[0]} indices, which is no multiple of 8")
     check(q.shape[1] % size == 0, f"its groups of {size} do not divide its axis in of {q.shape[1]}")
     check(bool(((zero >= 0) & (zero < 16)).all()), "a zero point is no code of 4 bits")

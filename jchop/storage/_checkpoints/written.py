@@ -76,7 +76,8 @@ def _in_rows(layout: Layout, name: str, q: QArray, exact: bool, record: Record) 
     if not (layout.appends or name == WEIGHT or name.endswith(f".{WEIGHT}")):
         raise ValueError(
             f"{name!r} is quantized, and the layout {layout.name} has quantized arrays named '….weight' alone, of axes "
-            f"(out, in). The layouts {OWN} and {PLAIN} hold any name; jchop.storage.save_checkpoint takes new names"
+            f"(out, in). The layouts {OWN} and {PLAIN} hold any name; "
+            "jchop.storage.save_checkpoint takes new names"
         )
     reasons = []
     for row in layout.rows:
@@ -98,11 +99,13 @@ def _in_rows(layout: Layout, name: str, q: QArray, exact: bool, record: Record) 
 
 def _check_alone(row: Row, parts: dict[str, np.ndarray], q: QArray) -> None:
     """Refuses tensors that need a configuration to be read; ValueError."""
-    known = q.ndim != 2 or any(part.endswith("g_idx") for part in parts)  # the groups of gpt-oss, or of each column
+    has_own_groups = q.ndim != 2 or any(
+        part.endswith("g_idx") for part in parts
+    )  # the groups of gpt-oss, or of each column
     try:
-        found = row.read(parts, {})
-        same = known or lengths(pieces(found)) == lengths(pieces(q))
-        check(same and found.spec.element.bits == q.spec.element.bits, "its tensors do not show its groups and width")
+        result = row.read(parts, {})
+        same = has_own_groups or lengths(pieces(result)) == lengths(pieces(q))
+        check(same and result.spec.element.bits == q.spec.element.bits, "its tensors do not show its groups and width")
     except ValueError as error:
         raise ValueError(f"{error}; a folder has a configuration, which says so") from None
 
@@ -110,8 +113,8 @@ def _check_alone(row: Row, parts: dict[str, np.ndarray], q: QArray) -> None:
 def metadata_of(layout: str, record: Record) -> dict[str, str]:
     """The metadata of a file with the arrays of a record."""
     if layout == OWN:
-        described = {name: facts for name, (_, facts) in record.rows.items()}
-        return {"format": "pt"} | ({QARRAYS: json.dumps(described)} if described else {})
+        descriptions = {name: facts for name, (_, facts) in record.rows.items()}
+        return {"format": "pt"} | ({QARRAYS: json.dumps(descriptions)} if descriptions else {})
     if layout not in LAYOUTS or not LAYOUTS[layout].records:
         return {"format": "pt"}
     records = {name: json.dumps(facts) for name, (_, facts) in record.rows.items()}
@@ -128,8 +131,8 @@ def config_of(layout: str, config: Mapping[str, Any], record: Record) -> dict[st
     base = {name: value for name, value in config.items() if name != CONFIG}
     if layout not in LAYOUTS or not record.rows:
         return base
-    chosen = LAYOUTS[layout]
-    by_name = {row.name: row for row in chosen.rows}
-    modules = {chosen.owner(name): (by_name[row], facts) for name, (row, facts) in record.rows.items()}
+    table_layout = LAYOUTS[layout]
+    by_name = {row.name: row for row in table_layout.rows}
+    modules = {table_layout.owner(name): (by_name[row], facts) for name, (row, facts) in record.rows.items()}
     plain = [name for name, axes in record.plain.items() if axes == 2 and name.endswith(f".{WEIGHT}")]
-    return base | {CONFIG: chosen.config(modules, [name.removesuffix(f".{WEIGHT}") for name in plain])}
+    return base | {CONFIG: table_layout.config(modules, [name.removesuffix(f".{WEIGHT}") for name in plain])}

@@ -90,7 +90,7 @@ class _Header:
 
     def __init__(self, file: BufferedReader, path: Path) -> None:
         self._file, self._path = file, path
-        self._left = os.fstat(file.fileno()).st_size
+        self._rest = os.fstat(file.fileno()).st_size
         self._strings = 0
 
     def read(self, sizes: Mapping[int, tuple[int, int]]) -> tuple[dict[str, Blob], int]:
@@ -100,14 +100,14 @@ class _Header:
             raise ValueError(f"{self._path} is not a GGUF file: {error}") from None
 
     def _read(self, sizes: Mapping[int, tuple[int, int]]) -> tuple[dict[str, Blob], int]:
-        total = self._left
+        total = self._rest
         if self._bytes(4) != _MAGIC:
             raise ValueError("it does not begin with GGUF")
         if (version := self._number(4)) not in (2, 3):
             raise ValueError(f"version {version} is not 2 or 3")
         tensors, keys = self._number(8), self._number(8)
         for name, count in (("tensors", tensors), ("keys", keys)):
-            if count > min(MOST_ENTRIES, self._left):
+            if count > min(MOST_ENTRIES, self._rest):
                 raise ValueError(f"it has {count} {name}, more than its bytes or {MOST_ENTRIES}")
         alignment = 32
         for _ in range(keys):
@@ -118,19 +118,19 @@ class _Header:
                     raise ValueError(f"the alignment {alignment} is no power of two up to 2^20")
             else:
                 self._skip_value(kind, 0)
-        found: dict[str, Blob] = {}
+        blobs: dict[str, Blob] = {}
         for _ in range(tensors):
             name = self._text()
-            if name in found:
+            if name in blobs:
                 raise ValueError(f"tensor {shown(name)} is duplicated")
-            found[name] = self._tensor(name, sizes, alignment)
-        unknown = [name for name, blob in found.items() if blob.kind not in sizes]
-        if found and len(unknown) == len(found):
-            kind, known = found[unknown[0]].kind, ", ".join(map(str, sizes))
-            raise ValueError(f"tensor {shown(unknown[0])} has type {kind}; known are {known}")
-        data = -(-(total - self._left) // alignment) * alignment
-        _check_places(found, total - data)
-        return found, data
+            blobs[name] = self._tensor(name, sizes, alignment)
+        unknown = [name for name, blob in blobs.items() if blob.kind not in sizes]
+        if blobs and len(unknown) == len(blobs):
+            kind, types = blobs[unknown[0]].kind, ", ".join(map(str, sizes))
+            raise ValueError(f"tensor {shown(unknown[0])} has type {kind}; known are {types}")
+        data = -(-(total - self._rest) // alignment) * alignment
+        _check_places(blobs, total - data)
+        return blobs, data
 
     def _tensor(self, name: str, sizes: Mapping[int, tuple[int, int]], alignment: int) -> Blob:
         if (axes := self._number(4)) > _MOST_AXES:
@@ -152,9 +152,9 @@ class _Header:
         return data
 
     def _take(self, count: int) -> None:
-        if count > self._left:
+        if count > self._rest:
             raise ValueError("it ends within its header")
-        self._left -= count
+        self._rest -= count
 
     def _number(self, size: int) -> int:
         return int.from_bytes(self._bytes(size), "little")

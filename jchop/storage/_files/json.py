@@ -23,15 +23,15 @@ def read_object(text: str, reader: Callable[[str], Reader[Any]]) -> dict[str, An
 
     Args:
         text: the object, possibly with white space around it.
-        reader: the reader of the value of a key: `small`, `string` or `strings`.
+        reader: the reader of the value of a key: `small_value`, `json_string` or `string_object`.
 
     Raises:
         ValueError: if the text is not such an object, has a duplicate key, or has too many entries.
     """
-    found, end = _members(text, _skip(text, 0), reader)
+    members, end = _members(text, _skip(text, 0), reader)
     if _skip(text, end) != len(text):
         raise ValueError(f"text after the object, at character {end}")
-    return found
+    return members
 
 
 def strings(text: str, at: int) -> tuple[dict[str, str], int]:
@@ -70,12 +70,12 @@ def document(text: str) -> dict[str, Any]:
         ValueError: if the text is not such an object, has a duplicate key, or is nested too deep.
     """
     try:
-        found = _DECODER.decode(text)
+        value = _DECODER.decode(text)
     except RecursionError:
         raise ValueError("lists and objects nested too deep") from None
-    if not isinstance(found, dict):
+    if not isinstance(value, dict):
         raise ValueError("it is not an object")
-    return found
+    return value
 
 
 def shown(value: object) -> str:
@@ -85,21 +85,21 @@ def shown(value: object) -> str:
 
 
 def _members(text: str, at: int, reader: Callable[[str], Reader[T]]) -> tuple[dict[str, T], int]:
-    found: dict[str, T] = {}
+    members: dict[str, T] = {}
     at, mark = _mark(text, at, "{"), ","
     if text[at : at + 1] == "}":
-        return found, at + 1
+        return members, at + 1
     while mark == ",":
         key, at = string(text, at)
-        if key in found:
+        if key in members:
             raise ValueError(f"the key {shown(key)} is duplicated")
-        if len(found) == MOST_ENTRIES:
+        if len(members) == MOST_ENTRIES:
             raise ValueError(f"an object has more than {MOST_ENTRIES} entries")
-        found[key], at = reader(key)(text, _mark(text, _skip(text, at), ":"))
+        members[key], at = reader(key)(text, _mark(text, _skip(text, at), ":"))
         at = _skip(text, at)
         mark = text[at : at + 1]
         at = _mark(text, at, ",}")
-    return found, at
+    return members, at
 
 
 def _mark(text: str, at: int, marks: str) -> int:
@@ -117,10 +117,10 @@ def _skip(text: str, at: int) -> int:
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) != len(pairs):
+    members = dict(pairs)
+    if len(members) != len(pairs):
         raise ValueError("a key is duplicated")
-    return found
+    return members
 
 
 def _no_number(text: str) -> Any:

@@ -45,7 +45,7 @@ class NpyFile:
     Attributes:
         shape: shape of the array.
         dtype: dtype of the result of `read`, in native byte order.
-        stored: dtype of the file.
+        file_dtype: dtype of the file.
         fortran_order: whether the first axis varies fastest.
 
     Raises:
@@ -60,11 +60,11 @@ class NpyFile:
         self._file = open_regular(path, name)
         try:
             self._size = os.fstat(self._file.fileno()).st_size
-            self.stored, self.fortran_order, self.shape = self._header()
+            self.file_dtype, self.fortran_order, self.shape = self._header()
         except BaseException:
             self._file.close()
             raise
-        self.dtype = self.stored.newbyteorder("=") if dtype is None else dtype
+        self.dtype = self.file_dtype.newbyteorder("=") if dtype is None else dtype
 
     def __enter__(self) -> Self:
         return self
@@ -136,10 +136,10 @@ class NpyFile:
             ValueError: if the file has become shorter, or holds a number that `dtype` cannot hold.
         """
         order = -1 if self.fortran_order else 1
-        part = np.empty(tuple(shape)[::order], self.stored)
+        part = np.empty(tuple(shape)[::order], self.file_dtype)
         if part.size:
             self._fill(part, self.shape[::order], tuple(starts)[::order], 0)
-        return self._converted(part.T if self.fortran_order else part)
+        return self._convert(part.T if self.fortran_order else part)
 
     def _fill(self, part: np.ndarray, whole: tuple[int, ...], starts: tuple[int, ...], base: int) -> None:
         """Reads `part` of an array in C order, of shape `whole`, that begins `base` elements into the file."""
@@ -151,12 +151,12 @@ class NpyFile:
             for i in range(len(part)):
                 self._fill(part[i], whole[1:], starts[1:], base + (starts[0] + i) * row)
             return None
-        wanted = tuple(slice(at, at + n) for at, n in zip(starts[1:], part.shape[1:], strict=True))
+        window = tuple(slice(at, at + n) for at, n in zip(starts[1:], part.shape[1:], strict=True))
         step = max(1, _BLOCK // (row * part.itemsize))
         for i in range(0, len(part), step):
-            rows = np.empty((min(step, len(part) - i), *whole[1:]), self.stored)
+            rows = np.empty((min(step, len(part) - i), *whole[1:]), self.file_dtype)
             self._read_into(rows, base + (starts[0] + i) * row)
-            part[i : i + step] = rows[(slice(None), *wanted)]
+            part[i : i + step] = rows[(slice(None), *window)]
         return None
 
     def _read_into(self, part: np.ndarray, first: int) -> None:
@@ -179,17 +179,17 @@ class NpyFile:
             got += more
         return got
 
-    def _converted(self, part: np.ndarray) -> np.ndarray:
-        if self.dtype == self.stored.newbyteorder("="):
+    def _convert(self, part: np.ndarray) -> np.ndarray:
+        if self.dtype == self.file_dtype.newbyteorder("="):
             return part.astype(self.dtype, copy=False)
         if part.dtype.kind in "biuf":
             with np.errstate(over="ignore", invalid="ignore"):
-                converted = part.astype(self.dtype)
-                same = np.array_equal(converted.astype(part.dtype), part, equal_nan=part.dtype.kind == "f")
+                result = part.astype(self.dtype)
+                same = np.array_equal(result.astype(part.dtype), part, equal_nan=part.dtype.kind == "f")
             if same:
-                return converted
+                return result
         raise ValueError(
-            f"{self._name} holds {self.stored} values that {self.dtype} cannot hold: they would be rounded twice"
+            f"{self._name} holds {self.file_dtype} values that {self.dtype} cannot hold: they would be rounded twice"
         )
 
 
@@ -200,12 +200,12 @@ def _entries(text: str) -> dict[str, str] | None:
     entries: dict[str, str] = {}
     rest = inside[1].strip(_SPACES) if inside else ""
     while rest:
-        found = _ENTRY.match(rest)
-        kind = kinds.pop(found["key"][1:-1], None) if found else None
-        if found is None or kind is None or found[kind] is None:
+        match = _ENTRY.match(rest)
+        kind = kinds.pop(match["key"][1:-1], None) if match else None
+        if match is None or kind is None or match[kind] is None:
             return None
-        entries[kind] = found[kind][1:-1] if kind == "text" else found[kind]
-        rest = rest[found.end() :]
+        entries[kind] = match[kind][1:-1] if kind == "text" else match[kind]
+        rest = rest[match.end() :]
     return None if kinds else entries
 
 
@@ -216,8 +216,8 @@ def _shape(text: str) -> tuple[int, ...] | None:
         items.pop()
     elif len(items) == 1:
         return None  # an integer in parentheses
-    found = [_SIZE.fullmatch(item) for item in items]
-    return None if len(found) > _MOST_AXES or not all(found) else tuple(int(size[1]) for size in found if size)
+    sizes = [_SIZE.fullmatch(item) for item in items]
+    return None if len(sizes) > _MOST_AXES or not all(sizes) else tuple(int(size[1]) for size in sizes if size)
 
 
 def _shown(text: str) -> str:

@@ -49,26 +49,26 @@ def runs(shape: Sequence[int], index: Sequence[slice]) -> Iterator[tuple[int, in
 def read_placed(file: TensorFile, name: str, sharding: Any) -> Array:
     """A tensor on the devices of a sharding; this process reads the parts of its own devices, one at a time."""
     entry = file.entries[name]
-    known: dict[tuple[tuple[int, int], ...], np.ndarray] = {}
+    last_part: dict[tuple[tuple[int, int], ...], np.ndarray] = {}
 
     def part(index: Any) -> np.ndarray:
         bounds = tuple(each.indices(n)[:2] for each, n in zip(index, entry.shape, strict=True))
-        if bounds not in known:
-            known.clear()  # devices with the same part are neighbours, mostly
-            known[bounds] = _part(file, name, bounds)
-        return known[bounds]
+        if bounds not in last_part:
+            last_part.clear()  # devices with the same part are neighbours, mostly
+            last_part[bounds] = _part(file, name, bounds)
+        return last_part[bounds]
 
     return jax.make_array_from_callback(entry.shape, sharding, part)
 
 
 def _part(file: TensorFile, name: str, bounds: Sequence[tuple[int, int]]) -> np.ndarray:
     entry = file.entries[name]
-    found = np.empty([stop - start for start, stop in bounds], entry.dtype)
-    flat, at = found.reshape(-1), 0
+    result = np.empty([stop - start for start, stop in bounds], entry.dtype)
+    flat, at = result.reshape(-1), 0
     for start, count in runs(entry.shape, [slice(*each) for each in bounds]):
         flat[at : at + count] = file.read(name, start, count)
         at += count
-    return found
+    return result
 
 
 # -- writing -----------------------------------------------------------------------------------------------------------
@@ -85,7 +85,7 @@ def write_together(
     Args:
         path: of the file, which is the same for all processes.
         tensors: arrays by name.
-        entries: as from `lay_out`.
+        entries: as from `place_tensors`.
         metadata: texts for the header.
     """
     from jax.experimental import multihost_utils
@@ -113,8 +113,8 @@ def write_together(
             mine.flush()
             os.fsync(mine.fileno())
 
-        opened = _in_all(path, begin)
-        _in_all(path, lambda: write(opened))
+        shared_file = _in_all(path, begin)
+        _in_all(path, lambda: write(shared_file))
         _in_all(path, stack.close)
 
 
@@ -144,10 +144,10 @@ def _in_all(path: Path, action: Callable[[], Any]) -> Any:
         result = action()
     except Exception as error:  # whatever it is, the others have to hear of it before it is raised
         fault = error
-    told = np.asarray(multihost_utils.process_allgather(np.int32(fault is None))).reshape(-1)
+    successes = np.asarray(multihost_utils.process_allgather(np.int32(fault is None))).reshape(-1)
     if fault is not None:
         raise fault
-    if not told.all():
-        failed = ", ".join(map(str, np.flatnonzero(~told)))
-        raise OSError(f"{path} is not written, since it failed in the processes {failed}; an old file is unchanged")
+    if not successes.all():
+        processes = ", ".join(map(str, np.flatnonzero(~successes)))
+        raise OSError(f"{path} is not written, since it failed in the processes {processes}; an old file is unchanged")
     return result

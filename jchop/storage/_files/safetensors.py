@@ -89,10 +89,10 @@ class Entry:
             TypeError: if the format does not have it.
         """
         if self.dtype not in _NAMES:
-            swapped = self.dtype.newbyteorder("<")
-            advice = f". Convert it, for example by x.astype({swapped.str!r})" if swapped in _NAMES else ""
-            allowed = ", ".join(map(str, _NAMES))
-            raise TypeError(f"dtype {self.dtype} is none of a safetensors file; allowed: {allowed}{advice}")
+            little_endian = self.dtype.newbyteorder("<")
+            advice = f". Convert it, for example by x.astype({little_endian.str!r})" if little_endian in _NAMES else ""
+            names = ", ".join(map(str, _NAMES))
+            raise TypeError(f"dtype {self.dtype} is none of a safetensors file; allowed: {names}{advice}")
         return _NAMES[self.dtype]
 
 
@@ -138,14 +138,14 @@ class TensorFile:
         first, end = start * entry.bits // 8, -(-(start + math.prod(shape)) * entry.bits // 8)
         try:
             array = np.empty(shape, entry.dtype)
-            stored = array.reshape(-1).view(np.uint8) if entry.bits >= 8 else np.empty(end - first, np.uint8)
+            data = array.reshape(-1).view(np.uint8) if entry.bits >= 8 else np.empty(end - first, np.uint8)
         except MemoryError:
             raise ValueError(f"{self.path}: tensor {name!r} of {entry.nbytes} bytes does not fit in memory") from None
         self._file.seek(self._data + entry.start + first)
-        if self._file.readinto(stored.data) != len(stored):
+        if self._file.readinto(data.data) != len(data):
             raise ValueError(f"{self.path} ends within tensor {name!r}")
         if entry.bits < 8:
-            codes = np.stack([stored & 15, stored >> 4], -1).reshape(-1)[start % 2 :][: array.size]
+            codes = np.stack([data & 15, data >> 4], -1).reshape(-1)[start % 2 :][: array.size]
             array = codes.view(entry.dtype).reshape(shape)
         return array
 
@@ -188,8 +188,8 @@ def _entry(name: str, fields: Any, size: int) -> Entry:
     if not isinstance(dtype, str) or dtype not in DTYPES:
         raise ValueError(f"tensor {shown(name)}: dtype {shown(dtype)} is not known; read are {', '.join(DTYPES)}")
     if not are_counts(shape) or len(shape) > _MOST_AXES or math.prod(n or 1 for n in shape) >> 58:
-        allowed = f"a list of integers >= 0, at most {_MOST_AXES} and of a product below 2^58"
-        raise ValueError(f"tensor {shown(name)}: shape {shown(shape)} must be {allowed}")
+        requirement = f"a list of integers >= 0, at most {_MOST_AXES} and of a product below 2^58"
+        raise ValueError(f"tensor {shown(name)}: shape {shown(shape)} must be {requirement}")
     if not are_counts(offsets) or len(offsets) != 2:
         raise ValueError(f"tensor {shown(name)}: data_offsets {shown(offsets)} do not fit: they are not two integers")
     entry = Entry(DTYPES[dtype], tuple(shape), offsets[0])
@@ -218,12 +218,12 @@ def _check_places(entries: Mapping[str, Entry], size: int) -> None:
 def lay_out(tensors: Mapping[str, Entry]) -> dict[str, Entry]:
     """The same tensors in consecutive positions; wide elements come first, so that all are aligned."""
     order = sorted(tensors, key=lambda name: -tensors[name].dtype.itemsize)  # stable
-    placed: dict[str, Entry] = {}
+    entries: dict[str, Entry] = {}
     start = 0
     for name in order:
-        placed[name] = Entry(tensors[name].dtype, tensors[name].shape, start)
-        start += placed[name].nbytes
-    return placed
+        entries[name] = Entry(tensors[name].dtype, tensors[name].shape, start)
+        start += entries[name].nbytes
+    return entries
 
 
 def header_of(entries: Mapping[str, Entry], metadata: Mapping[str, str]) -> bytes:
@@ -254,7 +254,7 @@ class TensorWriter:
 
     Args:
         file: open for writing, at its start, and seekable.
-        entries: the tensors, as returned by `lay_out`.
+        entries: the tensors, as returned by `place_tensors`.
         metadata: texts for the header.
 
     Raises:
@@ -265,20 +265,20 @@ class TensorWriter:
     def __init__(self, file: IO[bytes], entries: Mapping[str, Entry], metadata: Mapping[str, str]) -> None:
         start = header_of(entries, metadata)
         self._file, self._entries, self._data = file, entries, len(start)
-        self._written = dict.fromkeys(entries, 0)
+        self._positions = dict.fromkeys(entries, 0)
         file.write(start)
 
     def write(self, name: str, chunk: np.ndarray) -> None:
         """Writes the next elements of a tensor, in C order, at their position; they fill whole bytes."""
         entry = self._entries[name]
-        stored = np.ascontiguousarray(chunk, entry.dtype).reshape(-1).view(np.uint8)
-        data = (stored if entry.bits >= 8 else (stored[0::2] & 15) | (stored[1::2] << 4)).data
-        at = self._written[name]
+        raw_bytes = np.ascontiguousarray(chunk, entry.dtype).reshape(-1).view(np.uint8)
+        data = (raw_bytes if entry.bits >= 8 else (raw_bytes[0::2] & 15) | (raw_bytes[1::2] << 4)).data
+        at = self._positions[name]
         if at + len(data) > entry.nbytes:
             raise ValueError(f"tensor {name!r} takes {entry.nbytes} bytes, and {at + len(data)} are written")
         self._file.seek(self._data + entry.start + at)
         self._file.write(data)
-        self._written[name] = at + len(data)
+        self._positions[name] = at + len(data)
 
     def finish(self) -> None:
         """Checks that every byte was written.
@@ -286,6 +286,6 @@ class TensorWriter:
         Raises:
             ValueError: if a tensor lacks bytes.
         """
-        short = [name for name in self._entries if self._written[name] != self._entries[name].nbytes]
+        short = [name for name in self._entries if self._positions[name] != self._entries[name].nbytes]
         if short:
             raise ValueError(f"tensors not wholly written: {', '.join(short)}")

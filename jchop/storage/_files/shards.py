@@ -16,7 +16,7 @@ from jchop.storage._files.json import document, read_object, shown, small, strin
 from jchop.storage._files.safetensors import Entry, TensorFile
 
 INDEX, SINGLE, CONFIG = "model.safetensors.index.json", "model.safetensors", "config.json"
-#: The record of a folder that `convert` has not finished.
+#: The record of a folder that `convert_checkpoint` has not finished.
 JOURNAL = ".jchop-unfinished.json"
 #: The longest configuration and index, in bytes, and the most files of a folder.
 _LONGEST_CONFIG, _LONGEST_INDEX, _MOST_FILES = 1 << 20, 1 << 24, 4096
@@ -75,8 +75,8 @@ class Shards:
         for name, file in self._index.items():
             if name not in self._homes or self._homes[name].path.name != file:
                 raise ValueError(
-                    f"{self.path / INDEX}: tensor {shown(name)} is not in {shown(file)}; if it is tied to another, "
-                    "remove its line from the index"
+                    f"{self.path / INDEX}: tensor {shown(name)} is not in {shown(file)}; "
+                    "if it is tied to another, remove its line from the index"
                 )
 
     @property
@@ -116,11 +116,11 @@ def _without_index(folder: Path) -> list[Path]:
     """
     names = sorted(path.name for path in folder.iterdir())
     files = [name for name in names if name.endswith(".safetensors")]
-    found = [_SHARD.fullmatch(name) for name in files]
-    kinds = {(one[1], one[3]) for one in found if one}
-    if len(kinds) == 1 and None not in found:
+    matches = [_SHARD.fullmatch(name) for name in files]
+    kinds = {(one[1], one[3]) for one in matches if one}
+    if len(kinds) == 1 and None not in matches:
         ((_, count),) = kinds
-        lacking = set(range(1, min(int(count), _MOST_FILES) + 1)) - {int(one[2]) for one in found if one}
+        lacking = set(range(1, min(int(count), _MOST_FILES) + 1)) - {int(one[2]) for one in matches if one}
         if not lacking and len(files) == int(count):
             return [folder / name for name in files]
         first = f", number {min(lacking)} first" if lacking else ""
@@ -167,8 +167,8 @@ def _config(path: Path) -> dict[str, Any]:
 def _index(path: Path) -> dict[str, str]:
     text = _text(path, _LONGEST_INDEX)
     try:
-        found = read_object(text, lambda key: strings if key == "weight_map" else small)
-        homes = found.get("weight_map")
+        content = read_object(text, lambda key: strings if key == "weight_map" else small)
+        homes = content.get("weight_map")
         if not homes:
             raise ValueError("it has no weight_map")
         for name in homes.values():
