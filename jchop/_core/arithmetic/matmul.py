@@ -368,7 +368,7 @@ def _aligned(x: Any, y: Any, zero: Array, plan: Plan, draw: Draw | None) -> Arra
     unit = Unit(plan.spec, min(block, plan.k))
     x, y, zero = jax.tree.map(lambda v: v.astype(jnp.float32), (x, y, zero))
     wide = plan.one_cpu and doubles.suits(unit)
-    find = (doubles if wide else limbs).factors
+    find = doubles.factors if wide else limbs.factors
     left, right = (find(v[0], unit, v[1]) if isinstance(v, tuple) else find(v, unit) for v in (x, y))
 
     def add_blocks(c: Array, x: Any, y: Any, first: Step) -> Array:

@@ -32,7 +32,9 @@ MOST_IN_FLOAT64 = {False: 1 << 19, True: 1 << 16}
 def prefers_float64(x: Array, plan: Plan) -> bool:
     """Whether a program of one CPU rounds in float64: few numbers, or no exact float32 arithmetic for them."""
     few = if_known(lambda: x.size <= MOST_IN_FLOAT64[plan.is_power])
-    return few or not any(way.applies(plan) for way in (integers, floats, thresholds, codebooks))
+    return few or not any(
+        applies(plan) for applies in (integers.applies, floats.applies, thresholds.applies, codebooks.applies)
+    )
 
 
 def held(scales: Scales, plan: Plan) -> Scales:
