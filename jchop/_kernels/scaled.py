@@ -279,7 +279,7 @@ round_scaled_op = make_op(
     tpu=Kernel(_rounds(_tpu), blocks_only(refuse_tpu)),
     gpu=Kernel(_rounds(_gpu), blocks_only(refuse_gpu, rows=True), _round_pays_on_gpu),
     like_first=True,
-    single_cpu=partial(round_body, branch_allowed=True),
+    single_cpu=partial(round_body, may_branch=True),
     apart=True,
     plain=_plain_round,
 )
@@ -290,7 +290,7 @@ quantize_scaled_op = make_op(
     tpu=Kernel(_quantizes(_tpu), blocks_only(refuse_codes_tpu)),
     gpu=Kernel(_quantizes(_gpu), blocks_only(refuse_codes_gpu, rows=True), _quantize_pays_on_gpu),
     single=False,
-    single_cpu=partial(quantize_body, branch_allowed=True),
+    single_cpu=partial(quantize_body, may_branch=True),
     plain=_plain_quantize,
     stores=True,
 )
@@ -298,7 +298,7 @@ quantize_scaled_op = make_op(
 dequantize_scaled_op = make_op(
     "jchop_dequantize_scaled",
     dequantize_body,
-    single_cpu=partial(dequantize_body, branch_allowed=True),
+    single_cpu=partial(dequantize_body, may_branch=True),
     plain=_plain_dequantize,
 )
 

@@ -55,8 +55,8 @@ def _rounded(operands: list[Array], word: Array | None, name: str, spec: Spec) -
     return round_elements(_bits.join(*as_odd(value), F32), spec, F32, word)
 
 
-def _value(given: list[Argument], x: Array, name: str) -> Value:
+def _value(arguments: list[Argument], x: Array, name: str) -> Value:
     if name in FUNCTIONS_OF_TWO:
-        return FUNCTIONS_OF_TWO[name](*given)
-    value = FUNCTIONS[name](*given)
-    return replace(value, cases=(*value.cases, (given[0].nan, x)))
+        return FUNCTIONS_OF_TWO[name](*arguments)
+    value = FUNCTIONS[name](*arguments)
+    return replace(value, cases=(*value.cases, (arguments[0].nan, x)))

@@ -45,7 +45,7 @@ def held(scales: Scales, plan: Plan) -> Scales:
 
 
 def branch_on_range(
-    run: Callable[[Plan], Array], x: Array, scales: Scales, plan: Plan, branch_allowed: bool, zero: Array | None = None
+    run: Callable[[Plan], Array], x: Array, scales: Scales, plan: Plan, may_branch: bool, zero: Array | None = None
 ) -> Array:
     """The result of `run` under a plan. If a branch is allowed, moderate scales use a plan with `in_safe_range`.
 
@@ -54,11 +54,11 @@ def branch_on_range(
         x: numbers.
         scales: the scales of their groups.
         plan: the plan without `in_safe_range`.
-        branch_allowed: whether the program may branch.
+        may_branch: whether the program may branch.
         zero: integer zero points, which must be within 2^10 of zero for the branch.
     """
     gains = (integers.applies(plan) or floats.applies(plan)) and not in_float64.applies(plan)
-    if not branch_allowed or not gains or scales.tensor is not None or if_known(lambda: x.size <= MOST_UNBRANCHED):
+    if not may_branch or not gains or scales.tensor is not None or if_known(lambda: x.size <= MOST_UNBRANCHED):
         return run(plan)
     in_safe_range = all_in_safe_range(scales, plan)
     if zero is not None and jnp.issubdtype(zero.dtype, jnp.integer):
@@ -111,8 +111,8 @@ def rounded_in_float64(x: Array, scales: Scales, zero: Array | None, plan: Plan,
 def numbers_of(codes: Array, scales: Scales, plan: Plan) -> Array:
     """The numbers of codes."""
     if integers.multiplies(plan):
-        counts, unused = integers.decode_whole(codes, plan)
-        return times_whole(counts, scales, plan, unused)
+        counts, unused_codes = integers.decode_whole(codes, plan)
+        return times_whole(counts, scales, plan, unused_codes)
     if floats.multiplies(plan):
         return _finished(floats.numbers_of(codes, scales, plan), scales, plan)
     fmt = plan.element.format
@@ -124,9 +124,9 @@ def numbers_of(codes: Array, scales: Scales, plan: Plan) -> Array:
     return elements.multiply_back(decode_elements(codes, fmt, plan.compute), scales, plan)
 
 
-def times_whole(counts: Array, scales: Scales, plan: Plan, unused: Array | None = None) -> Array:
+def times_whole(counts: Array, scales: Scales, plan: Plan, unused_codes: Array | None = None) -> Array:
     """Quanta of the element format times scales, rounded once to the plan's carrier, if `integers.multiplies`."""
-    return _finished(with_nan(integers.multiply_back(counts, scales, plan), unused, plan.compute), scales, plan)
+    return _finished(with_nan(integers.multiply_back(counts, scales, plan), unused_codes, plan.compute), scales, plan)
 
 
 def _finished(products: Array, scales: Scales, plan: Plan) -> Array:

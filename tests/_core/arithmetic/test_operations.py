@@ -464,7 +464,7 @@ def sums_follow_the_orders_of_products(order: str, rng: np.random.Generator) -> 
 
     @jax.jit
     def both(x: jax.Array, rows: jax.Array) -> tuple[jax.Array, jax.Array]:
-        kept = sum_along(x, (2, 0), spec, keepdims=True, known=jc.parse("e5m2"))
+        kept = sum_along(x, (2, 0), spec, keepdims=True, value_spec=jc.parse("e5m2"))
         return kept, jc.math.matmul(rows, jnp.ones(15, jnp.float32), spec)
 
     got, want = both(x, rows)
