@@ -95,7 +95,7 @@ def quantize_body(
 
     Args:
         x: a carrier, not empty.
-        arrays: `given` arrays, the stored scales and zero points; then `drawn` as for `round_body`.
+        arrays: `given` arrays, the stored scales and zero points; then `seeds_and_starts` as for `round_body`.
         plan: as for `round_body`.
         given: the number of arrays of scales and zero points; 0 if they are fitted.
         place: as for `round_body`.

@@ -1,4 +1,4 @@
-"""Product of a matrix with a matrix held as codes and group scales, decoded a few groups at a time.
+"""Product of a matrix with a matrix in codes and group scales, decoded a few groups at a time.
 
 W[k, n] = s[k // group, n] * c[k, n]. With x_g and c_g the columns of x and the rows of c in group g,
 

@@ -264,7 +264,7 @@ def _in_chunks(body: Callable[[Any, Any, Any, Step], Any], state: Any, x: Any, y
     elif whole > 1:
         parts = each(lambda v: v[: whole * length].reshape(whole, length, *v.shape[1:]))
 
-        # The parts of the next turn are sliced in this one: `slice_fused_into_loop` in `xla_cpu`.
+        # The parts of the next iteration are sliced in this one: `slice_fused_into_loop` in `xla_cpu`.
         def iterate(i: Array, carry: tuple[Any, Any]) -> tuple[Any, Any]:
             state, now = carry
             after = each(lambda v: lax.dynamic_index_in_dim(v, i + np.uint32(1), 0, keepdims=False), parts)

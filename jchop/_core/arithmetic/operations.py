@@ -2,7 +2,7 @@
 
 One signature serves all interpreters of programs. 16-bit dtypes are computed in float32, other dtypes as in `basic`;
 operands broadcast. The random words of a program's operations are in one stream: the words of operation n start at the
-index n 2^32, and each turn of a loop has different seeds.
+index n 2^32, and each iteration of a loop has different seeds.
 """
 
 from __future__ import annotations
@@ -153,12 +153,12 @@ def words(seeds: Sequence[Array], like: Array, number: int = 0) -> Array:
 
 
 def fold_seeds(seeds: Sequence[Array], number: int, step: Array | int = 0) -> tuple[Array, ...]:
-    """The seeds of turn `step` of loop `number`: words from the stream's part for operation `number`.
+    """The seeds of iteration `step` of loop `number`: words from the stream's part for operation `number`.
 
     Args:
         seeds: the six words of `seed_words`, or of this function.
         number: the loop's number among the operations around it, static.
-        step: the index of the turn, below 2^29; may be traced.
+        step: the index of the iteration, below 2^29; may be traced.
     """
     step = jnp.asarray(step, jnp.uint32)
     index = step * np.uint32(8) + np.arange(SEEDS, dtype=np.uint32)

@@ -143,7 +143,7 @@ def _over_count(dividend: Array, count: int, carrier: Carrier) -> tuple[Array, A
 
 
 def _within(field: Array, count: Array, carrier: Carrier) -> Array:
-    """Magnitude bits of a field and a significand, held within the normal range."""
+    """Magnitude bits of a field and a significand, clamped to the normal range."""
     bits = ((jnp.minimum(field, 2 * carrier.bias) - 1) << carrier.fraction) + count
     return jnp.maximum(bits, 1 << carrier.fraction)
 

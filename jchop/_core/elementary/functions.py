@@ -1,6 +1,6 @@
 """The functions: for each a formula in pairs of float32 numbers, and its special cases.
 
-If f(x) is x, or a number of the format, plus a term too small for a float32 number, the argument's exponent is held at
+If f(x) is x, or a number of the format, plus a term too small for a float32 number, the argument's exponent is clamped to
 a least one (`FIRST_ORDER`, `SECOND_ORDER`). The term is still too small to matter, and keeps its sign.
 """
 
@@ -36,7 +36,7 @@ def _nearest_integer(x: Array) -> Array:
 
 
 def _power(exponent: Array) -> Array:
-    """2^exponent for exponents of at most 0, held at `_TINY`."""
+    """2^exponent for exponents of at most 0, raised to `_TINY`."""
     return power_of_two(jnp.maximum(exponent, _TINY))
 
 
@@ -346,7 +346,7 @@ def _long_product(a: Array, b: Array) -> tuple[Array, Array]:
 
 
 def _turned(x: Argument) -> tuple[Pair, Array, Array, Array]:
-    """The r and q of an argument, the change of its exponent if it was held, and whether it is infinite."""
+    """The r and q of an argument, the change of its exponent if it was clamped, and whether it is infinite."""
     size, shift = x.size(SECOND_ORDER, 0)
     r, q = _quarters(x)
     small = ~x.exceeds(0.75)
