@@ -4,7 +4,7 @@
 values of the carrier, none too large), it can be rounded in a third of the operations. For 2^e <= |x| < 2^(e+1), let
 2^q be the spacing of the format, and M = 2^(q + F), with F the fraction bits of the carrier. The last bit of M has the
 value 2^q. So the carrier's own |x| + M rounds |x| to a multiple of 2^q, ties to even, and subtracting M is exact. M is
-made from the exponent bits of x, which are held at or above the exponent of the format's smallest normal number,
+made from the exponent bits of x, but at least from the exponent of the format's smallest normal number,
 because the spacing does not shrink below it.
 """
 

@@ -111,7 +111,7 @@ _STEPS = {"sum": ("add", 0.0), "prod": ("mul", 1.0)}
 def _run(
     kind: str, columns: Array, spec: Spec, seeds: Sequence[Array] | None, where: Array | None = None
 ) -> tuple[Array, Array]:
-    """The last value and all values of c along the first axis; iteration k draws with the seeds of iteration k of loop 0."""
+    """The last value and all values of c along the first axis; iteration k has the seeds of iteration k of loop 0."""
     name, start = _STEPS[kind]
     ranges = _with_start(spec, columns.dtype)
 

@@ -1,7 +1,7 @@
 """The functions: for each a formula in pairs of float32 numbers, and its special cases.
 
-If f(x) is x, or a number of the format, plus a term too small for a float32 number, the argument's exponent is clamped to
-a least one (`FIRST_ORDER`, `SECOND_ORDER`). The term is still too small to matter, and keeps its sign.
+If f(x) is x, or a number of the format, plus a term too small for a float32 number, the argument's exponent is clamped
+to a least one (`FIRST_ORDER`, `SECOND_ORDER`). The term is still too small to matter, and keeps its sign.
 """
 
 from __future__ import annotations
