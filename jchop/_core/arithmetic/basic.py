@@ -126,7 +126,10 @@ def multiply_add(
     yr: Range,
     zr: Range,
 ) -> Array:
-    """`x * y + z`, its exact value rounded once; arguments as for `multiply`, zeros as for `add`."""
+    """`x * y + z`, its exact value rounded once; arguments as for `multiply`.
+
+    Zeros are those of `add`.
+    """
     product = product_range(xr, yr)
     if _product_is_exact(xr, yr, carrier) and product.top <= carrier.bias + 1:
         return add(x * y, z, spec, carrier, word, product, zr)

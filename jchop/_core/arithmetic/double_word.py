@@ -250,7 +250,7 @@ def next_digit(remainder: Array, divisor: Array, inverse: Array, bits: int, carr
 
 
 def lifted(v: DoubleWord, places: Array | int) -> DoubleWord:
-    """The form for `pack` and `_cut`: shifted left by `places` in [0, W); bit 2W - 1 has the value 2^exponent."""
+    """The form for `pack`: shifted left by `places` in [0, W); bit 2W - 1 has the value 2^exponent."""
     high, low = shifted_left(v.high, v.low, places)
     return DoubleWord(v.sign, v.exponent + 1 - places, high, low)
 

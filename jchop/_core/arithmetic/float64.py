@@ -80,7 +80,7 @@ def spacing(x: Array, fmt: FloatFormat) -> Array:
 
 
 def can_divide(bits: int, fmt: FloatFormat) -> bool:
-    """Whether `quotient` is right for divisors of as many bits; with one bit of precision, exponents decide ties."""
+    """Whether `quotient` is right for divisors of as many bits; exponents of 1-bit formats decide ties."""
     return fmt.frac_bits > 0 and bits + fmt.frac_bits + 2 <= _TOGETHER
 
 

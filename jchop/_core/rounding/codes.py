@@ -187,7 +187,7 @@ def _is_short(fmt: FloatFormat | UniformFormat, carrier: Carrier) -> bool:
 
 
 def _decode_short_float(codes: Array, fmt: FloatFormat, carrier: Carrier) -> Array:
-    """`_decode_float` in a few operations: a subnormal number is 1.f times the least normal number, minus that."""
+    """`_decode_float` in few operations: a subnormal number is 1.f times the least normal one, minus that."""
     code = codes & _bits.low_mask(fmt.bits - fmt.signed)
     drop, lag = carrier.fraction - fmt.frac_bits, carrier.bias - fmt.bias
     bits = (code << drop) + (lag << carrier.fraction)

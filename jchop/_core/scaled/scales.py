@@ -384,7 +384,7 @@ def _numbers_by_scale(ends: tuple[Array, ...], tensor: Array | None, plan: Plan)
 
 
 def settle(bits: Array, empty: Array, plan: Plan) -> tuple[Array, Array]:
-    """The value of `Scales` for rounded quotients, or for zeros if a block is empty; and whether they overflowed."""
+    """The value of `Scales` for rounded quotients, or for zeros of an empty block; and whether they overflowed."""
     low, zero, high = plan.scale_bits
     scale = _bits.where(empty, zero, _bits.clip(bits, low, high)).astype(bits.dtype)
     return (_exponent(scale, plan.compute) if plan.is_power else scale), bits > high

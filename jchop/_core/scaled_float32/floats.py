@@ -196,7 +196,7 @@ def _over_power(magnitude: Array, scales: Scales, fmt: FloatFormat) -> _Step:
 
 
 def _over_safe_power(magnitude: Array, scales: Scales, fmt: FloatFormat) -> _Step:
-    """`_over_power` for scales in the safe range: a product with 1 / s is exact, or far outside the format."""
+    """`_over_power` for safe scales: a product with 1 / s is exact, or far outside the format."""
     quotient = number_of(magnitude) * materialize_per_group(number_of((_BIAS - scales.value) << _FRACTION))
     return _step(_bits.where(quotient < float(fmt.max), quotient, float(fmt.max)), fmt, below_middle=False)
 

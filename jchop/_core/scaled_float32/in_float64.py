@@ -82,7 +82,7 @@ def _pair(scales: Scales, plan: Plan) -> tuple[Array, Array]:
 
 
 def _settle(t: Array, lead: Array) -> Array:
-    """Quotients rounded to the last place of sums with 2^-_SETTLED of `LEAD` times the spacing of the grid."""
+    """Quotients rounded to the last place of sums with 2^-_SETTLED `LEAD` times the grid's spacing."""
     return lax.sub(lax.add(t, lead), lead)
 
 

@@ -98,7 +98,7 @@ def rounded(x: Array, scales: Scales, plan: Plan, word: Array | None) -> Array:
 
 
 def rounds_in_float64(plan: Plan) -> bool:
-    """Whether `rounded_in_float64` applies: products in float32 may be rounded once more, to the plan's carrier."""
+    """Whether `rounded_in_float64` applies: float32 products may be rounded once more, to the plan's carrier."""
     exact = plan.carrier is plan.compute or integers.multiplies(plan) or floats.multiplies(plan)
     return exact and in_float64.applies(plan)
 
@@ -125,7 +125,7 @@ def numbers_of(codes: Array, scales: Scales, plan: Plan) -> Array:
 
 
 def times_whole(counts: Array, scales: Scales, plan: Plan, unused_codes: Array | None = None) -> Array:
-    """Quanta of the element format times scales, rounded once to the plan's carrier, if `integers.multiplies`."""
+    """Quanta times scales, rounded once to the plan's carrier, if `integers.multiplies`."""
     return _finished(with_nan(integers.multiply_back(counts, scales, plan), unused_codes, plan.compute), scales, plan)
 
 
