@@ -24,7 +24,7 @@ Array = jax.Array
 
 
 def rounds(name: str, spec: Spec) -> bool:
-    """Whether `elementary` has a function of this name, and float32 two bits more than the format of `spec`."""
+    """Whether `elementary` has a function of this name, and float32 two bits more than the format."""
     if not (name in FUNCTIONS or name in FUNCTIONS_OF_TWO) or not holds(spec, F32):
         return False
     return isinstance(spec.format, CodebookFormat) or has_spare_bits(spec.format, F32)
