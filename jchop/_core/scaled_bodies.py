@@ -56,30 +56,30 @@ class _Fitted:
 
 
 def round_body(
-    x: Array, *drawn: Array, plan: Plan, place: StreamOffset = AT_START, branch_allowed: bool = False
+    x: Array, *seeds_and_starts: Array, plan: Plan, place: StreamOffset = AT_START, may_branch: bool = False
 ) -> Array:
     """`x` after quantization and dequantization.
 
     Args:
         x: a carrier, not empty.
-        drawn: for a stochastic element, the words of `seed_words`, then the traced starts of `place`.
+        seeds_and_starts: for a stochastic element, the words of `seed_words`, then the traced starts of `place`.
         plan: the plan of the scaled format in arrays like `x`.
         place: the position of `x` in the random stream.
-        branch_allowed: whether the program is for one CPU: it may branch on the scales' sizes, and has fast float64.
+        may_branch: whether the program is for one CPU: it may branch on the scales' sizes, and has fast float64.
     """
-    plan = replace(plan, float64=branch_allowed and select.prefers_float64(x, plan))
+    plan = replace(plan, float64=may_branch and select.prefers_float64(x, plan))
     groups = _groups(x.shape, plan)
-    fitted = _fit(x, _view(x, groups, plan), groups, plan)
+    group_scales = _fit(x, _view(x, groups, plan), groups, plan)
 
     def run(plan: Plan) -> Array:
-        view, word = _view(x, groups, plan), _words(x, drawn, groups, place)
-        if fitted.zero is None:
-            return groups.back(select.rounded(view, fitted.scales, plan, word))
-        if not fitted.zero_is_number and select.rounds_in_float64(plan):
-            return groups.back(select.rounded_in_float64(view, fitted.scales, fitted.zero, plan, word))
-        return groups.back(_multiply_back(_elements(view, fitted, plan, word), fitted, plan))
+        view, word = _view(x, groups, plan), _words(x, seeds_and_starts, groups, place)
+        if group_scales.zero is None:
+            return groups.back(select.rounded(view, group_scales.scales, plan, word))
+        if not group_scales.zero_is_number and select.rounds_in_float64(plan):
+            return groups.back(select.rounded_in_float64(view, group_scales.scales, group_scales.zero, plan, word))
+        return groups.back(_multiply_back(_elements(view, group_scales, plan, word), group_scales, plan))
 
-    return select.branch_on_range(run, x, fitted.scales, plan, branch_allowed, fitted.zero)
+    return select.branch_on_range(run, x, group_scales.scales, plan, may_branch, group_scales.zero)
 
 
 def quantize_body(
@@ -89,66 +89,68 @@ def quantize_body(
     given: int = 0,
     place: StreamOffset = AT_START,
     as_dtype: Any = "uint8",
-    branch_allowed: bool = False,
+    may_branch: bool = False,
 ) -> tuple[Array, ...]:
     """`x` as packed codes, then the stored scales and zero points.
 
     Args:
         x: a carrier, not empty.
-        arrays: `given` arrays, the stored scales and zero points; then `drawn` as for `round_body`.
+        arrays: `given` arrays, the stored scales and zero points; then `seeds_and_starts` as for `round_body`.
         plan: as for `round_body`.
         given: the number of arrays of scales and zero points; 0 if they are fitted.
         place: as for `round_body`.
         as_dtype: dtype of the codes, of 8 bits. None: only scales and zero points, no codes.
-        branch_allowed: as for `round_body`.
+        may_branch: as for `round_body`.
     """
-    plan = replace(plan, float64=branch_allowed and select.prefers_float64(x, plan))
+    plan = replace(plan, float64=may_branch and select.prefers_float64(x, plan))
     groups = _groups(x.shape, plan)
     if given:
-        fitted = _loaded(arrays[:given], groups, plan)
+        group_scales = _loaded(arrays[:given], groups, plan)
     else:
-        fitted = _fit(x, _view(x, groups, plan), groups, plan, branch_allowed)
-    stored = flat(*fitted.store())
+        group_scales = _fit(x, _view(x, groups, plan), groups, plan, may_branch)
+    scale_arrays = flat(*group_scales.store())
     if as_dtype is None:
-        return stored
+        return scale_arrays
 
     def run(plan: Plan) -> Array:
         view, word = _view(x, groups, plan), _words(x, arrays[given:], groups, place)
-        if fitted.zero is None:
-            codes = select.codes_of(view, fitted.scales, plan, word)
-        elif not fitted.zero_is_number and in_float64.applies(plan):
-            codes = in_float64.codes_of(view, fitted.scales, plan, word, fitted.zero)
+        if group_scales.zero is None:
+            codes = select.codes_of(view, group_scales.scales, plan, word)
+        elif not group_scales.zero_is_number and in_float64.applies(plan):
+            codes = in_float64.codes_of(view, group_scales.scales, plan, word, group_scales.zero)
         else:
-            codes = integers.encode_whole(_elements(view, fitted, plan, word), plan)
+            codes = integers.encode_whole(_elements(view, group_scales, plan, word), plan)
         return lax.bitcast_convert_type(_pack(codes, groups, plan.fmt.bits), as_dtype)
 
-    return select.branch_on_range(run, x, fitted.scales, plan, branch_allowed, fitted.zero), *stored
+    return select.branch_on_range(run, x, group_scales.scales, plan, may_branch, group_scales.zero), *scale_arrays
 
 
 def dequantize_body(
-    codes: Array, *stored: Array, plan: Plan, shape: tuple[int, ...], branch_allowed: bool = False
+    codes: Array, *scale_arrays: Array, plan: Plan, shape: tuple[int, ...], may_branch: bool = False
 ) -> Array:
     """The numbers of the results of `quantize_body`: equal to `round_body`, bit for bit.
 
-    `branch_allowed` says, as there, whether the program is for one CPU, which has fast float64.
+    `may_branch` says, as there, whether the program is for one CPU, which has fast float64.
     """
-    plan = replace(plan, float64=branch_allowed and codebooks.multiplies(plan))
+    plan = replace(plan, float64=may_branch and codebooks.multiplies(plan))
     groups = _groups(shape, plan)
-    fitted = _loaded(stored, groups, plan)
+    group_scales = _loaded(scale_arrays, groups, plan)
     view = _unpack(codes, groups, plan.fmt.bits)
-    if fitted.zero is None:
-        return groups.back(select.numbers_of(view, fitted.scales, plan))
-    return groups.back(_multiply_back(integers.decode_whole(view, plan)[0].astype(plan.compute.work), fitted, plan))
+    if group_scales.zero is None:
+        return groups.back(select.numbers_of(view, group_scales.scales, plan))
+    return groups.back(
+        _multiply_back(integers.decode_whole(view, plan)[0].astype(plan.compute.work), group_scales, plan)
+    )
 
 
-def overflowed_body(x: Array, *drawn: Array, plan: Plan, place: StreamOffset = AT_START) -> Array:
+def overflowed_body(x: Array, *seeds_and_starts: Array, plan: Plan, place: StreamOffset = AT_START) -> Array:
     """Whether the rounded x / s + z is beyond the ends of the element format; NaN counts as inside."""
     groups = _groups(x.shape, plan)
-    view, word = _view(x, groups, plan), _words(x, drawn, groups, place)
-    fitted = _fit(x, view, groups, plan)
-    if fitted.zero is not None:
-        return groups.back(zero_points.beyond_ends(view, _shifted(view, fitted, plan, word), plan))
-    return groups.back(elements.overflowed_quotients(view, fitted.scales, plan, word))
+    view, word = _view(x, groups, plan), _words(x, seeds_and_starts, groups, place)
+    group_scales = _fit(x, view, groups, plan)
+    if group_scales.zero is not None:
+        return groups.back(zero_points.beyond_ends(view, _shifted(view, group_scales, plan, word), plan))
+    return groups.back(elements.overflowed_quotients(view, group_scales.scales, plan, word))
 
 
 def flat(scale: Stored, zero: Array | None) -> tuple[Array, ...]:
@@ -173,69 +175,69 @@ def _view(x: Array, groups: Groups, plan: Plan) -> Array:
     return groups.view(elements.widen(x, plan.carrier), fill)
 
 
-def _words(x: Array, drawn: Sequence[Array], groups: Groups, place: StreamOffset) -> Array | None:
+def _words(x: Array, seeds_and_starts: Sequence[Array], groups: Groups, place: StreamOffset) -> Array | None:
     """The random words of the numbers. Each branch draws them itself; operands of a branch are written to memory."""
-    return groups.view(words_like(x, drawn, place)) if drawn else None
+    return groups.view(words_like(x, seeds_and_starts, place)) if seeds_and_starts else None
 
 
 # -- elements ----------------------------------------------------------------------------------------------------------
 
 
-def _elements(view: Array, fitted: _Fitted, plan: Plan, word: Array | None) -> Array:
+def _elements(view: Array, group_scales: _Fitted, plan: Plan, word: Array | None) -> Array:
     """The elements as numbers, or as whole numbers of the work dtype if there are zero points."""
-    if fitted.zero is None:
-        return elements.round_quotients(view, fitted.scales, plan, word)
-    if integers.applies(plan) and not fitted.zero_is_number:
-        return integers.round_whole(view, fitted.scales, fitted.zero, plan, word)
-    return zero_points.clamp(_shifted(view, fitted, plan, word), plan)
+    if group_scales.zero is None:
+        return elements.round_quotients(view, group_scales.scales, plan, word)
+    if integers.applies(plan) and not group_scales.zero_is_number:
+        return integers.round_whole(view, group_scales.scales, group_scales.zero, plan, word)
+    return zero_points.clamp(_shifted(view, group_scales, plan, word), plan)
 
 
 def _pack(codes: Array, groups: Groups, bits: int) -> Array:
     """Codes of a view, packed along the last axis of the array."""
-    packed = groups.packed(bits)
-    if packed is not None:
-        return packed.back(pack(codes, bits))
+    byte_groups = groups.byte_groups(bits)
+    if byte_groups is not None:
+        return byte_groups.back(pack(codes, bits))
     codes = groups.back(codes)
     return pack(codes if codes.ndim else codes[None], bits)
 
 
-def _unpack(packed: Array, groups: Groups, bits: int) -> Array:
+def _unpack(code_bytes: Array, groups: Groups, bits: int) -> Array:
     """The inverse of `_pack`."""
-    bytes_of = groups.packed(bits)
-    if bytes_of is not None:
-        return unpack(bytes_of.view(packed), bits, groups.sizes[-1])
-    return groups.view(unpack(packed, bits, groups.shape[-1] if groups.shape else 1).reshape(groups.shape))
+    byte_groups = groups.byte_groups(bits)
+    if byte_groups is not None:
+        return unpack(byte_groups.view(code_bytes), bits, groups.sizes[-1])
+    return groups.view(unpack(code_bytes, bits, groups.shape[-1] if groups.shape else 1).reshape(groups.shape))
 
 
-def _shifted(view: Array, fitted: _Fitted, plan: Plan, word: Array | None) -> Array:
-    assert fitted.zero is not None
-    rounds = float_zero_points.round_offset if fitted.zero_is_number else zero_points.round_shifted
-    return rounds(view, fitted.scales, fitted.zero, plan, word)
+def _shifted(view: Array, group_scales: _Fitted, plan: Plan, word: Array | None) -> Array:
+    assert group_scales.zero is not None
+    rounds = float_zero_points.round_offset if group_scales.zero_is_number else zero_points.round_shifted
+    return rounds(view, group_scales.scales, group_scales.zero, plan, word)
 
 
-def _codes(values: Array, fitted: _Fitted, plan: Plan) -> Array:
+def _codes(values: Array, group_scales: _Fitted, plan: Plan) -> Array:
     """The codes of the results of `_elements`."""
-    if fitted.zero is None:
+    if group_scales.zero is None:
         return encode_elements(values, plan.element.format, plan.compute)
     return integers.encode_whole(values, plan)
 
 
-def _multiply_back(values: Array, fitted: _Fitted, plan: Plan) -> Array:
-    assert fitted.zero is not None
-    if fitted.zero_is_number:
-        return float_zero_points.add_back(values, fitted.scales, fitted.zero, plan)
-    values = values - fitted.zero.astype(values.dtype)
+def _multiply_back(values: Array, group_scales: _Fitted, plan: Plan) -> Array:
+    assert group_scales.zero is not None
+    if group_scales.zero_is_number:
+        return float_zero_points.add_back(values, group_scales.scales, group_scales.zero, plan)
+    values = values - group_scales.zero.astype(values.dtype)
     if integers.multiplies(plan):
-        return select.times_whole(values, fitted.scales, plan)
+        return select.times_whole(values, group_scales.scales, plan)
     difference = values.astype(plan.compute.name)
     wider = Spec(IntegerFormat(plan.element.format.bits + 1))
-    return elements.multiply_back(difference, fitted.scales, replace(plan, element=wider))
+    return elements.multiply_back(difference, group_scales.scales, replace(plan, element=wider))
 
 
 # -- scales ------------------------------------------------------------------------------------------------------------
 
 
-def _fit(x: Array, view: Array, groups: Groups, plan: Plan, branch_allowed: bool = False) -> _Fitted:
+def _fit(x: Array, view: Array, groups: Groups, plan: Plan, may_branch: bool = False) -> _Fitted:
     """Scales and zero points of the groups of `x`, computed once for each group.
 
     Otherwise a compiler may compute them again for every element, or take minutes to compile the fused program. They
@@ -253,62 +255,62 @@ def _fit(x: Array, view: Array, groups: Groups, plan: Plan, branch_allowed: bool
         largest = largest_of(_bits.split(view, plan.compute)[1], groups.axes, plan.compute, maximum)
         scales = Scales(groups.expand(fit_levels(groups.squeeze(largest), plan)))
     else:
-        scales = choose_scales(view, groups.axes, plan, tensor, maximum, branch_allowed, select.rounds_in_float64(plan))
+        scales = choose_scales(view, groups.axes, plan, tensor, maximum, may_branch, select.rounds_in_float64(plan))
     scales, zero = select.held(scales, plan), materialize_per_group(zero)
 
-    def stored() -> Stored:
+    def scale_arrays() -> Stored:
         own = groups.squeeze(store_scales(scales, plan))
         return own if whole is None else (own, whole)
 
-    def stored_zero() -> Array | None:
+    def zero_array() -> Array | None:
         if zero is None:
             return None
-        squeezed = groups.squeeze(zero)
-        return float_zero_points.store_zero(squeezed, plan) if fmt.zero_point == "float" else squeezed
+        zeros = groups.squeeze(zero)
+        return float_zero_points.store_zero(zeros, plan) if fmt.zero_point == "float" else zeros
 
     if plan.of_scales is None:
-        return _Fitted(scales, zero, lambda: _held(stored(), stored_zero()))
-    parts = lax.optimization_barrier(_quantize_scales(lax.optimization_barrier(stored()), plan.of_scales))
-    return _Fitted(select.held(_load(parts, groups, plan), plan), zero, lambda: _held(parts, stored_zero()))
+        return _Fitted(scales, zero, lambda: _held(scale_arrays(), zero_array()))
+    parts = lax.optimization_barrier(_quantize_scales(lax.optimization_barrier(scale_arrays()), plan.of_scales))
+    return _Fitted(select.held(_load(parts, groups, plan), plan), zero, lambda: _held(parts, zero_array()))
 
 
-def _held(stored: Stored, zero: Array | None) -> tuple[Stored, Array | None]:
-    return materialize_per_group((stored, zero))
+def _held(scale_arrays: Stored, zero: Array | None) -> tuple[Stored, Array | None]:
+    return materialize_per_group((scale_arrays, zero))
 
 
 def _loaded(arrays: Sequence[Array], groups: Groups, plan: Plan) -> _Fitted:
     """Scales and zero points from their stored form."""
-    stored, zeros = unflat(arrays, plan.fmt)
+    scale_arrays, zeros = unflat(arrays, plan.fmt)
     zero = None if zeros is None else groups.expand(zeros)
     if zero is not None and plan.fmt.zero_point == "float":
         zero = float_zero_points.load_zero(zero, plan)
-    return _Fitted(select.held(_load(stored, groups, plan), plan), zero, lambda: (stored, zeros))
+    return _Fitted(select.held(_load(scale_arrays, groups, plan), plan), zero, lambda: (scale_arrays, zeros))
 
 
-def _load(stored: Stored, groups: Groups, plan: Plan) -> Scales:
+def _load(parts: Stored, groups: Groups, plan: Plan) -> Scales:
     if plan.of_scales is not None:
-        stored = _dequantize_scales(stored, plan.of_scales, groups.counts)
+        parts = _dequantize_scales(parts, plan.of_scales, groups.counts)
     if plan.rule.tensor_scale:
-        stored, whole = stored
-        return load_scales(groups.expand(stored), plan, lax.bitcast_convert_type(whole, jnp.int32))
-    return load_scales(groups.expand(stored), plan)
+        parts, whole = parts
+        return load_scales(groups.expand(parts), plan, lax.bitcast_convert_type(whole, jnp.int32))
+    return load_scales(groups.expand(parts), plan)
 
 
 def _quantize_scales(scales: Array, plan: Plan) -> tuple[Array, ...]:
     """binary32 scales in their own scaled format, never zero: codes, scales, and zero points if any."""
     groups = _groups(scales.shape, plan)
     view = _view(scales, groups, plan)
-    fitted = _fit(scales, view, groups, plan)
-    values = _elements(view, fitted, plan, None)
-    if fitted.zero is None:
+    group_scales = _fit(scales, view, groups, plan)
+    values = _elements(view, group_scales, plan, None)
+    if group_scales.zero is None:
         sign, magnitude = _bits.split(values, plan.compute)
         smallest = plan.compute.toward_zero(fitting.smallest_of(plan.element.format))[0]
         values = _bits.join(sign, jnp.maximum(magnitude, smallest), plan.compute)
-    return _pack(_codes(values, fitted, plan), groups, plan.fmt.bits), *flat(*fitted.store())
+    return _pack(_codes(values, group_scales, plan), groups, plan.fmt.bits), *flat(*group_scales.store())
 
 
-def _dequantize_scales(stored: tuple[Array, ...], plan: Plan, shape: tuple[int, ...]) -> Array:
-    scales = dequantize_body(*stored, plan=plan, shape=shape)
+def _dequantize_scales(scale_arrays: tuple[Array, ...], plan: Plan, shape: tuple[int, ...]) -> Array:
+    scales = dequantize_body(*scale_arrays, plan=plan, shape=shape)
     bits = lax.bitcast_convert_type(scales, jnp.int32)
     finite = _bits.clip(bits, 1, CARRIERS["float32"].inf - 1)  # the largest may round up beyond the ends
     return lax.bitcast_convert_type(finite, jnp.float32)

@@ -52,17 +52,17 @@ class Quirk:
         name: its name in other files and tests.
         symptom: the wrong bits, or the slow code, of a plain program.
         workaround: the workaround of jchop, and its place.
-        seen: the versions of jaxlib, as major and minor number, on which the test has shown the symptom.
-        gone: the versions on which the test has shown no symptom.
-        timed: whether the program does not show it; then `benchmarks/quirks.py` measures it, and no test.
+        versions_with: the versions of jaxlib, as major and minor number, on which the test has shown the symptom.
+        versions_without: the versions on which the test has shown no symptom.
+        benchmark_only: whether the program does not show it; then `benchmarks/quirks.py` measures it, and no test.
     """
 
     name: str
     symptom: str
     workaround: str
-    seen: tuple[str, ...] = ("0.10", "0.12")
-    gone: tuple[str, ...] = ()
-    timed: bool = False
+    versions_with: tuple[str, ...] = ("0.10", "0.12")
+    versions_without: tuple[str, ...] = ()
+    benchmark_only: bool = False
 
 
 #: First quirks of bits, then of run time, then of compile time.
@@ -87,8 +87,8 @@ QUIRKS: tuple[Quirk, ...] = (
         "constants_of_sums_combined",
         "(x + a) - a with a constant a is x.",
         "a is a multiple of the scale (`_core/scaled/power_of_two_scales.py`).",
-        seen=("0.10",),
-        gone=("0.12",),
+        versions_with=("0.10",),
+        versions_without=("0.12",),
     ),
     Quirk(
         "zero_plus_minus_zero",
@@ -116,8 +116,8 @@ QUIRKS: tuple[Quirk, ...] = (
         "signalling_nan_becomes_quiet",
         "An operation on bfloat16 makes a signalling NaN quiet where nothing should change.",
         "The tests take every NaN for the same.",
-        seen=("0.10",),
-        gone=("0.12",),
+        versions_with=("0.10",),
+        versions_without=("0.12",),
     ),
     Quirk(
         "order_of_sums_by_orientation",
@@ -134,16 +134,16 @@ QUIRKS: tuple[Quirk, ...] = (
         "barriers_removed_before_fusion",
         "An `optimization_barrier` does not keep operations from being fused: a scale is computed for every element.",
         "`materialize_per_group`.",
-        seen=("0.10",),
-        gone=("0.12",),
+        versions_with=("0.10",),
+        versions_without=("0.12",),
     ),
     Quirk(
         "independent_results_come_first",
         "The weights of all layers are unpacked before the first product, also with a barrier between layers, so that "
         "all of them are in memory together.",
         "`compute_after` (`unshard` in `distributed/_unshard.py`).",
-        seen=("0.10",),
-        gone=("0.12",),
+        versions_with=("0.10",),
+        versions_without=("0.12",),
     ),
     Quirk(
         "computed_once_for_each_use",
@@ -212,9 +212,9 @@ QUIRKS: tuple[Quirk, ...] = (
         "tall_integers_read_in_columns",
         "A product of int8 with 4,096 rows of weights or more takes up to six times the time of its parts of 512 rows.",
         "`by_panels` in `_products/sums/weights_alone.py`.",
-        seen=("0.10",),
-        gone=("0.12",),
-        timed=True,
+        versions_with=("0.10",),
+        versions_without=("0.12",),
+        benchmark_only=True,
     ),
     Quirk(
         "long_fusion_compiled_for_minutes",
@@ -222,9 +222,9 @@ QUIRKS: tuple[Quirk, ...] = (
         "Barriers between the stages (`_settled` in `_core/arithmetic/operations.py`, `fit_offset` in "
         "`_core/scaled/float_zero_points.py`). Places among nodes in memory (`interp` in `math/_composed.py`), and the "
         "mean in a variance (`math/_sums.py`).",
-        seen=("0.12",),
-        gone=("0.10",),
-        timed=True,
+        versions_with=("0.12",),
+        versions_without=("0.10",),
+        benchmark_only=True,
     ),
     Quirk(
         "known_results_computed_by_compiler",
@@ -258,9 +258,9 @@ def _divided_together(*leaves: Array) -> list[Array]:
     words = [_word(x) for x in leaves]
     for kind in dict.fromkeys(map(jax.typeof, words)):
         places = [place for place, word in enumerate(words) if jax.typeof(word) == kind]
-        together = [words[place] for place in places]
-        apart = len(together) == 1 or if_known(lambda x=together[0]: x.size >= _LARGE)
-        parts = map(_divided, together) if apart else _divided(jnp.stack(together))
+        group = [words[place] for place in places]
+        apart = len(group) == 1 or if_known(lambda x=group[0]: x.size >= _LARGE)
+        parts = map(_divided, group) if apart else _divided(jnp.stack(group))
         for place, part in zip(places, parts, strict=True):
             words[place] = part
     return [_number(word, x.dtype) for word, x in zip(words, leaves, strict=True)]
@@ -315,17 +315,19 @@ def hidden(number: int) -> Array:
 
 
 @jax.custom_jvp
-def compute_after(values: Any, known: Array) -> Any:
-    """A pytree of arrays, unchanged, that no compiler can compute before the numbers of `known`.
+def compute_after(values: Any, earlier: Array) -> Any:
+    """A pytree of arrays, unchanged, that no compiler can compute before the numbers of `earlier`.
 
     Quirk `independent_results_come_first`. The bits of each number are combined with a zero, which is the bit above
     the largest number without a sign: a compiler has no reason to see that.
     """
-    if not known.size:
+    if not earlier.size:
         return values
-    width = jnp.finfo(known.dtype).bits if jnp.issubdtype(known.dtype, jnp.floating) else jnp.iinfo(known.dtype).bits
-    word = jnp.max(lax.bitcast_convert_type(lax.stop_gradient(known), jnp.dtype(f"uint{width}")))
-    zero = word & word.dtype.type((1 << width - 1) - 1)
+    width = (
+        jnp.finfo(earlier.dtype).bits if jnp.issubdtype(earlier.dtype, jnp.floating) else jnp.iinfo(earlier.dtype).bits
+    )
+    word = jnp.max(lax.bitcast_convert_type(lax.stop_gradient(earlier), jnp.dtype(f"uint{width}")))
+    zero = word & word.dtype.type((1 << (width - 1)) - 1)
     zero = lax.shift_right_logical(zero, word.dtype.type(width - 1))
 
     def one(x: Array) -> Array:

@@ -24,22 +24,22 @@ QUIRKS = (
         "Products of int8 with sums of 6 or 37 numbers: each result is twice the sum. These are no multiples of 4, so "
         "XLA multiplies by a Triton kernel, in steps of 16; the unit's steps are of 32.",
         "`in_whole_words`: zeros fill up the sum to a multiple of 16, so that cuBLAS can be chosen.",
-        seen=("0.11",),
+        versions_with=("0.11",),
     ),
     Quirk(
         "float8_without_tiles_at_highest_precision",
         "A product of float8 with `Precision.HIGHEST` is not compiled by Triton in tiles of 64 rows or more, those of "
         "the units for float8.",
         "`precision_of`: HIGH, with which cuBLAS does not sum in fewer bits either.",
-        seen=("0.12",),
-        gone=("0.10",),
+        versions_with=("0.12",),
+        versions_without=("0.10",),
     ),
     Quirk(
         "float8_of_pallas_without_units",
         "In a kernel of Pallas-Triton a product of float8 with float32 sums is one of float16 on the H200: Pallas asks "
         "for exact sums, and its public names cannot ask for others.",
         "`_kernels/products/float8_dot_gpu.py`: a rule of its own for Pallas, which asks for the sums of the units.",
-        seen=("0.10", "0.12"),
+        versions_with=("0.10", "0.12"),
     ),
 )
 
@@ -53,8 +53,8 @@ def in_whole_words(x: Array, axis: int = -1) -> Array:
     Quirk `short_sums_of_integers_doubled`.
     """
     missing = -x.shape[axis] % _WORD
-    added = [(0, missing if i == axis % x.ndim else 0, 0) for i in range(x.ndim)]
-    return lax.pad(x, x.dtype.type(0), added) if missing else x
+    padding = [(0, missing if i == axis % x.ndim else 0, 0) for i in range(x.ndim)]
+    return lax.pad(x, x.dtype.type(0), padding) if missing else x
 
 
 def precision_of(dtype: Any) -> lax.Precision:

@@ -112,7 +112,7 @@ def _reduce_sum(step: Step, how: MatmulSpec, seeds: Seeds | None, x: Array) -> A
     if not axes:
         return _wide(x)
     twelve = _twelve(seeds, replace(how, product=None), step, x)
-    return sum_along(_wide(x), axes, how, twelve, known=how.operands, matmul=matmul_op)
+    return sum_along(_wide(x), axes, how, twelve, value_spec=how.operands, matmul=matmul_op)
 
 
 def _reduce_window_sum(step: Step, how: MatmulSpec, seeds: Seeds | None, x: Array) -> Array:
@@ -123,7 +123,7 @@ def _reduce_window_sum(step: Step, how: MatmulSpec, seeds: Seeds | None, x: Arra
     parts = _windows(padded, p["window_dimensions"], p["window_strides"], p["window_dilation"])
     twelve = _twelve(seeds, replace(how, product=None), step, x)
     axes = tuple(range(x.ndim, 2 * x.ndim))
-    return sum_along(_wide(parts), axes, how, twelve, known=how.operands, matmul=matmul_op)
+    return sum_along(_wide(parts), axes, how, twelve, value_spec=how.operands, matmul=matmul_op)
 
 
 def _dot_general(step: Step, how: MatmulSpec, seeds: Seeds | None, a: Array, b: Array) -> Array:

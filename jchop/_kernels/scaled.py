@@ -299,7 +299,7 @@ round_scaled_op = make_op(
     tpu=Kernel(_rounds(_run_tpu_round_blocks), blocks_only(refuse_tpu)),
     gpu=Kernel(_rounds(_run_gpu_round_blocks), blocks_only(refuse_gpu, rows=True), _round_pays_on_gpu),
     like_first=True,
-    single_cpu=partial(round_body, branch_allowed=True),
+    single_cpu=partial(round_body, may_branch=True),
     apart=True,
     canonical=_plain_round,
 )
@@ -310,7 +310,7 @@ quantize_scaled_op = make_op(
     tpu=Kernel(_quantizes(_run_tpu_quantize_blocks), blocks_only(refuse_codes_tpu)),
     gpu=Kernel(_quantizes(_run_gpu_quantize_blocks), blocks_only(refuse_codes_gpu, rows=True), _quantize_pays_on_gpu),
     single=False,
-    single_cpu=partial(quantize_body, branch_allowed=True),
+    single_cpu=partial(quantize_body, may_branch=True),
     canonical=_plain_quantize,
     stores=True,
 )
@@ -318,7 +318,7 @@ quantize_scaled_op = make_op(
 dequantize_scaled_op = make_op(
     "jchop_dequantize_scaled",
     dequantize_body,
-    single_cpu=partial(dequantize_body, branch_allowed=True),
+    single_cpu=partial(dequantize_body, may_branch=True),
     canonical=_plain_dequantize,
 )
 

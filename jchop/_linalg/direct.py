@@ -24,16 +24,16 @@ def substitute(steps: Steps, a: Array, b: Array, *, lower: bool, unit: bool) -> 
         return b
     places = jnp.arange(n)[:, None]
 
-    def turn(i: Array, x: Array) -> Array:
+    def iterate(i: Array, x: Array) -> Array:
         j = i if lower else n - 1 - i
-        now = steps.at(i)
+        ops = steps.at(i)
         column = a[:, j, None]
-        found = x[j] if unit else now.div(x[j], column[j])
-        rest = now.sub(x, now.mul(column, found[None]))
-        left = places > j if lower else places < j
-        return jnp.where(left, rest, jnp.where(places == j, found[None], x))
+        solution = x[j] if unit else ops.div(x[j], column[j])
+        rest = ops.sub(x, ops.mul(column, solution[None]))
+        remaining = places > j if lower else places < j
+        return jnp.where(remaining, rest, jnp.where(places == j, solution[None], x))
 
-    return lax.fori_loop(0, n, turn, b.reshape(n, -1)).reshape(b.shape)
+    return lax.fori_loop(0, n, iterate, b.reshape(n, -1)).reshape(b.shape)
 
 
 def eliminate(steps: Steps, a: Array) -> tuple[Array, Array, Array]:
@@ -43,27 +43,27 @@ def eliminate(steps: Steps, a: Array) -> tuple[Array, Array, Array]:
     if not n:
         return a, jnp.zeros(0, jnp.int32), jnp.zeros(0, jnp.int32)
 
-    def turn(k: Array, state: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
+    def iterate(k: Array, state: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
         a, p, pivots = state
-        now = steps.at(k)
+        ops = steps.at(k)
         candidates = jnp.where(places >= k, jnp.abs(a[:, k]), -1)
         best = jnp.argmax(candidates)
         order = places.at[k].set(best).at[best].set(k)
         a, p = a[order], p[order]
         below = places > k
-        multipliers = now.div(a[:, k], a[k, k])
-        rest = now.sub(a, now.mul(multipliers[:, None], a[k][None, :]))
+        multipliers = ops.div(a[:, k], a[k, k])
+        rest = ops.sub(a, ops.mul(multipliers[:, None], a[k][None, :]))
         a = jnp.where(below[:, None] & below[None, :], rest, a)
         a = a.at[:, k].set(jnp.where(below, multipliers, a[:, k]))
         return a, p, pivots.at[k].set(best.astype(jnp.int32))
 
-    return lax.fori_loop(0, n, turn, (a, jnp.arange(n, dtype=jnp.int32), jnp.zeros(n, jnp.int32)))
+    return lax.fori_loop(0, n, iterate, (a, jnp.arange(n, dtype=jnp.int32), jnp.zeros(n, jnp.int32)))
 
 
-def through_factors(steps: Steps, packed: Array, b: Array) -> Array:
+def through_factors(steps: Steps, packed_factors: Array, b: Array) -> Array:
     """The solution for a right-hand side in pivot order."""
-    y = substitute(steps, packed, b, lower=True, unit=True)
-    return substitute(steps, packed, y, lower=False, unit=False)
+    y = substitute(steps, packed_factors, b, lower=True, unit=True)
+    return substitute(steps, packed_factors, y, lower=False, unit=False)
 
 
 def factor_symmetric(steps: Steps, a: Array) -> Array:
@@ -73,16 +73,16 @@ def factor_symmetric(steps: Steps, a: Array) -> Array:
         return a
     places = jnp.arange(n)
 
-    def turn(k: Array, a: Array) -> Array:
-        now = steps.at(k)
-        root = now.sqrt(a[k, k])
-        column = now.div(a[:, k], root)
-        rest = now.sub(a, now.mul(column[:, None], column[None, :]))
+    def iterate(k: Array, a: Array) -> Array:
+        ops = steps.at(k)
+        root = ops.sqrt(a[k, k])
+        column = ops.div(a[:, k], root)
+        rest = ops.sub(a, ops.mul(column[:, None], column[None, :]))
         below = places > k
         a = jnp.where(below[:, None] & below[None, :], rest, a)
         return a.at[:, k].set(jnp.where(places == k, root, jnp.where(below, column, a[:, k])))
 
-    return jnp.tril(lax.fori_loop(0, n, turn, a))
+    return jnp.tril(lax.fori_loop(0, n, iterate, a))
 
 
 def factor_orthogonal(steps: Steps, a: Array) -> tuple[Array, Array]:
@@ -92,24 +92,24 @@ def factor_orthogonal(steps: Steps, a: Array) -> tuple[Array, Array]:
         return jnp.eye(m, dtype=a.dtype), a
     places = jnp.arange(m)
 
-    def turn(k: Array, state: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
+    def iterate(k: Array, state: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
         a, vs, taus = state
-        now = steps.at(k)
+        ops = steps.at(k)
         x = jnp.where(places >= k, a[:, k], 0)
         first = a[k, k]
-        beta = -jnp.copysign(now.norm(x), first)
+        beta = -jnp.copysign(ops.norm(x), first)
         below = jnp.any((x != 0) & (places > k))  # none in the last column of a square matrix
         nothing = (beta == 0) | ~below
-        tau = jnp.where(nothing, 0, now.div(now.sub(beta, first), beta))
-        v = jnp.where(places > k, now.div(x, now.sub(first, beta)), (places == k).astype(a.dtype))
+        tau = jnp.where(nothing, 0, ops.div(ops.sub(beta, first), beta))
+        v = jnp.where(places > k, ops.div(x, ops.sub(first, beta)), (places == k).astype(a.dtype))
         v = jnp.where(nothing & (places != k), 0, v)
-        r = _reflected(now, a, v, tau)
+        r = _reflected(ops, a, v, tau)
         column = jnp.where(places == k, jnp.where(nothing, first, beta), jnp.where(places > k, 0, a[:, k]))
         r = jnp.where((jnp.arange(n)[None, :] > k) & ~nothing, r, a).at[:, k].set(column)
         return r, vs.at[k].set(v), taus.at[k].set(tau)
 
     start = (a, jnp.zeros((n, m), a.dtype), jnp.zeros(n, a.dtype))
-    r, vs, taus = lax.fori_loop(0, n, turn, start)
+    r, vs, taus = lax.fori_loop(0, n, iterate, start)
 
     def back(i: Array, q: Array) -> Array:
         k = n - 1 - i
@@ -119,7 +119,7 @@ def factor_orthogonal(steps: Steps, a: Array) -> tuple[Array, Array]:
     return lax.fori_loop(0, n, back, jnp.eye(m, dtype=a.dtype)), r
 
 
-def _reflected(now: Steps, a: Array, v: Array, tau: Array) -> Array:
+def _reflected(ops: Steps, a: Array, v: Array, tau: Array) -> Array:
     """A reflection a - v (tau (vᵀ a))."""
-    w = now.mul(tau, now.matmul(v[None], a)[0])
-    return now.sub(a, now.mul(v[:, None], w[None, :]))
+    w = ops.mul(tau, ops.matmul(v[None], a)[0])
+    return ops.sub(a, ops.mul(v[:, None], w[None, :]))

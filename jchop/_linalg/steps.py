@@ -32,12 +32,12 @@ class Steps:
         spec: the rounding of every result.
         seeds: six uint32 for a stochastic spec, else None.
         dtype: float32 or float64; for its own format the hardware's arithmetic is used.
-        turn: number of the loop iteration.
+        iteration: number of the loop iteration.
     """
 
-    def __init__(self, spec: Spec, seeds: Sequence[Array] | None, dtype: Any, turn: Any = 0) -> None:
-        self.spec, self.seeds, self.dtype, self.turn = spec, seeds, dtype, turn
-        self._in = None if spec == _OWN[dtype.name] else spec
+    def __init__(self, spec: Spec, seeds: Sequence[Array] | None, dtype: Any, iteration: Any = 0) -> None:
+        self.spec, self.seeds, self.dtype, self.iteration = spec, seeds, dtype, iteration
+        self._spec_or_hardware = None if spec == _OWN[dtype.name] else spec
         self._numbers = itertools.count()
 
     def at(self, step: Any) -> Steps:
@@ -49,7 +49,7 @@ class Steps:
         number = next(self._numbers)
         operands = tuple(jnp.broadcast_arrays(*operands))
         word = None if self.seeds is None else words(self.seeds, operands[0], number)
-        return operation_on_device(name, operands, self._in, word, ranges=ranges)
+        return operation_on_device(name, operands, self._spec_or_hardware, word, ranges=ranges)
 
     def add(self, x: Array, y: Array) -> Array:
         """The sum x + y."""
@@ -73,7 +73,7 @@ class Steps:
 
     def matmul(self, a: Array, b: Array) -> Array:
         """A product of matrices, or of a matrix and a vector, every sum in sequential order."""
-        spec = self._in
+        spec = self._spec_or_hardware
         columns = b if b.ndim == 2 else b[:, None]
         seeds = self._twelve()
         how = MatmulSpec(spec, spec, spec)
@@ -86,7 +86,13 @@ class Steps:
 
     def sum(self, x: Array) -> Array:
         """The sum over the first axis."""
-        return sum_along(x, 0, MatmulSpec(self._in, accumulate=self._in), self._twelve(), matmul=matmul_op)
+        return sum_along(
+            x,
+            0,
+            MatmulSpec(self._spec_or_hardware, accumulate=self._spec_or_hardware),
+            self._twelve(),
+            matmul=matmul_op,
+        )
 
     def norm(self, x: Array) -> Array:
         """The Euclidean norm √(Σ x_k²)."""
@@ -100,7 +106,7 @@ class Steps:
 
     def rounded(self, x: Array) -> Array:
         """Values of the carrier, rounded."""
-        if self._in is None:
+        if self._spec_or_hardware is None:
             return x
         whole = carrier_range(CARRIERS[x.dtype.name])
         return self._operation("add", x, jnp.where(jnp.signbit(x), -0.0, 0.0).astype(x.dtype), ranges=(whole, whole))

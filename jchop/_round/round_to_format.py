@@ -261,7 +261,7 @@ def _forward(
     if seeds is None:
         return op(parts, spec=spec)
     if jnp.iscomplexobj(x):
-        place = replace(place, known=(*place.known, 0))
+        place = replace(place, static_starts=(*place.static_starts, 0))
         if place.whole is not None:
             place = replace(place, whole=(*place.whole, 2))
         else:  # a chunk: rows of a real and an imaginary part each

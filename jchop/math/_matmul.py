@@ -90,7 +90,7 @@ def matmul(a: Any, b: Any, spec: SumSpecLike, key: Array | None = None, *, impl:
     check_choice("impl", impl, IMPLEMENTATIONS)
     x, y = as_operands("ab", (a, b))
     carrier = operation_carrier(x.dtype)
-    check_matmul(spec, x.dtype, scaled=True)
+    check_matmul(spec, x.dtype, allow_scales=True)
     check_shapes(x.shape, y.shape)
     key = checked_key(key, spec.stochastic, spec)
     if key is not None:

@@ -409,22 +409,22 @@ def known_results_computed_by_compiler() -> bool:
 
 @further.first
 def every_quirk_has_a_guard() -> None:
-    assert sorted(GUARDS) == sorted(quirk.name for quirk in QUIRKS if not quirk.timed)
+    assert sorted(GUARDS) == sorted(quirk.name for quirk in QUIRKS if not quirk.benchmark_only)
 
 
 def test_quirks_that_are_times_have_a_benchmark() -> None:
     tree = ast.parse((Path(__file__).parents[2] / "benchmarks" / "quirks.py").read_text("utf-8"))
     functions = {node.name for node in tree.body if isinstance(node, ast.FunctionDef)}
-    assert {quirk.name for quirk in QUIRKS if quirk.timed} <= functions
+    assert {quirk.name for quirk in QUIRKS if quirk.benchmark_only} <= functions
 
 
 @further
-@pytest.mark.parametrize("quirk", [quirk for quirk in QUIRKS if not quirk.timed], ids=lambda quirk: quirk.name)
+@pytest.mark.parametrize("quirk", [quirk for quirk in QUIRKS if not quirk.benchmark_only], ids=lambda quirk: quirk.name)
 def the_quirk_is_there(quirk: Quirk, pytestconfig: pytest.Config) -> None:
     if pytestconfig.getoption("--unoptimized"):
         pytest.skip("quirks of optimized code")
     there = GUARDS[quirk.name]()
-    if VERSION in quirk.gone:
+    if VERSION in quirk.versions_without:
         assert not there, f"the quirk {quirk.name} is back on jaxlib {VERSION}: say so in QUIRKS"
     else:
         assert there, f"the quirk {quirk.name} is gone on jaxlib {VERSION}: its workaround may go: {quirk.workaround}"

@@ -97,7 +97,7 @@ def version_of(name: str, installed: dict[str, str]) -> str:
 
 FAULTY = Path(__file__).with_name("faulty_cases.py")
 (_QUIRK,) = (quirk for quirk in QUIRKS if quirk.name == "float8_without_tiles_at_highest_precision")
-HIGHEST_FAILS = jax.__version__.rsplit(".", jax.__version__.count(".") - 1)[0] not in _QUIRK.gone
+HIGHEST_FAILS = jax.__version__.rsplit(".", jax.__version__.count(".") - 1)[0] not in _QUIRK.versions_without
 # What each case of faulty_cases.py must be reported as: part of its fault, or None.
 FAULTS: dict[str, str | None] = {
     "sound": None,

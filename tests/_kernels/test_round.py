@@ -71,7 +71,7 @@ def same_bits(got: Any, expected: Any, what: str) -> None:
 def body(x: Array, start: int, spec: jc.Spec) -> Array:
     """The portable body, its words from `start` on."""
     drawn = tuple(jnp.asarray(SEEDS)) if spec.rounding.stochastic else ()
-    word = words_like(x, drawn, StreamOffset(known=(start,))) if drawn else None
+    word = words_like(x, drawn, StreamOffset(static_starts=(start,))) if drawn else None
     return round_elements(x, spec, CARRIERS[x.dtype.name], word)
 
 

@@ -338,8 +338,11 @@ def test_the_short_way_gives_the_same_bits(spec, rng):
 
     @jax.jit
     def both(x: Array) -> tuple[Any, Any]:
-        short = jax.lax.map(lambda row: (power_of_two_scales.round_tile(row[None], 1, plan)[0],
-                                         *power_of_two_scales.quantize_tile(row[None], 1, plan)), x)  # fmt: skip
+        def tile(row: Array) -> tuple[Array, ...]:
+            rounded = power_of_two_scales.round_tile(row[None], 1, plan)[0]
+            return rounded, *power_of_two_scales.quantize_tile(row[None], 1, plan)
+
+        short = jax.lax.map(tile, x)
         return short, (reference.round_tile(x, 1, plan), *reference.quantize_tile(x, 1, plan))
 
     (rounded, codes, scales), expected = both(x)

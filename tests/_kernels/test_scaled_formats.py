@@ -510,7 +510,7 @@ COLUMNS = {
      ("float8_e4m3fn(channel=1,scale=e8m0fnu)", "bfloat16")],
 )  # fmt: skip
 def test_the_largest_number_of_a_column(text, dtype, rng):
-    """A program of one CPU looks for it among numbers first; the body that does not branch_allowed, among integers."""
+    """A program of one CPU looks for it among numbers first; the body that may not branch, among integers."""
     spec, shape = jc.parse(text), (select.MOST_UNBRANCHED // 64, 65)
     plan = plan_of(spec, dtype)
 

@@ -126,7 +126,10 @@ def multiply_add(
     yr: Range,
     zr: Range,
 ) -> Array:
-    """`x * y + z`, its exact value rounded once; arguments as for `multiply`, zeros as for `add`."""
+    """`x * y + z`, its exact value rounded once; arguments as for `multiply`.
+
+    Zeros are those of `add`.
+    """
     product = product_range(xr, yr)
     if _product_is_exact(xr, yr, carrier) and product.top <= carrier.bias + 1:
         return add(x * y, z, spec, carrier, word, product, zr)
@@ -186,14 +189,14 @@ def _rounds_twice_safely(spec: Spec | None, xr: Range, yr: Range, carrier: Carri
     """
     if spec is None:
         return True
-    fmt, held = spec.format, carrier.fraction + 1
+    fmt, carrier_bits = spec.format, carrier.fraction + 1
     if not isinstance(fmt, FloatFormat) or spec.rounding not in NEAREST:
         return False
-    if fmt.emin - min(xr.quantum, yr.quantum) > held:
+    if fmt.emin - min(xr.quantum, yr.quantum) > carrier_bits:
         return False
     if is_direct(spec, carrier):
         return spec.rounding is Rounding.NEAREST_EVEN
-    return max(xr.bits, yr.bits) <= fmt.precision and 2 * fmt.precision + 2 <= held
+    return max(xr.bits, yr.bits) <= fmt.precision and 2 * fmt.precision + 2 <= carrier_bits
 
 
 def _has_room(total: Range, spec: Spec, carrier: Carrier) -> bool:
@@ -269,10 +272,10 @@ def _sum_and_error(x: Array, y: Array, zero_sign: int, carrier: Carrier) -> tupl
 
     The sum and its terms must be normal values of the carrier, zeros, infinities or NaN.
     """
-    rounded = x + y
-    back = rounded - x
-    error = (x - (rounded - back)) + (y - back)
-    sign, magnitude = _bits.split(_signed_zero(rounded, x, y, zero_sign, carrier), carrier)
+    total = x + y
+    back = total - x
+    error = (x - (total - back)) + (y - back)
+    sign, magnitude = _bits.split(_signed_zero(total, x, y, zero_sign, carrier), carrier)
     return sign, magnitude, lax.bitcast_convert_type(lax.bitcast_convert_type(error, carrier.work) ^ sign, error.dtype)
 
 
@@ -296,7 +299,7 @@ def _as_exact(sign: Array, magnitude: Array, error: Array, total: Range, spec: S
     # The error in units of ulp(t) 2^(1-W): at most 2^(W-2) units, and exact because of `_has_room`.
     power = 2 * carrier.bias + carrier.fraction + width - 1 - (magnitude >> carrier.fraction)
     power = jnp.minimum(power, 2 * carrier.bias)  # has an effect only if the error is zero
-    scaled = error * lax.bitcast_convert_type(power << carrier.fraction, error.dtype)
-    whole = jnp.floor(scaled)
+    multiple = error * lax.bitcast_convert_type(power << carrier.fraction, error.dtype)
+    whole = jnp.floor(multiple)
     rest = whole.astype(carrier.work).astype(unsigned) << 1
-    return Exact(sign, magnitude, inexact, rest, scaled != whole, quantum=total.quantum)
+    return Exact(sign, magnitude, inexact, rest, multiple != whole, quantum=total.quantum)

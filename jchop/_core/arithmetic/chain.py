@@ -70,8 +70,8 @@ def chain_body(*arrays: Array, links: tuple[Link, ...], shape: tuple[int, ...], 
         spec: the rounding of every result.
     """
     values, seeds = _parted(arrays, spec)
-    for name, places, knowns, number in links:
-        ranges = [range_of(known, _CARRIER) for known in knowns]
+    for name, places, operand_specs, number in links:
+        ranges = [range_of(operand_spec, _CARRIER) for operand_spec in operand_specs]
         word = words_of(seeds, shape, number) if seeds else None
         values.append(operation(name, [values[place] for place in places], spec, word, ranges=ranges))
     return values[result]
@@ -128,7 +128,7 @@ def _union(parts: Iterable[Sequence[Array]]) -> tuple[Array, ...]:
 
 
 def _where_in_safe_range(value: Array, history: _History, least: int) -> Array:
-    low, high = (np.uint32(exponent + _CARRIER.bias << _CARRIER.fraction) for exponent in (least, _SEEN))
+    low, high = (np.uint32((exponent + _CARRIER.bias) << _CARRIER.fraction) for exponent in (least, _SEEN))
     smallest, largest = np.uint32(0xFFFFFFFF), np.uint32(0)
     for x in history.small:
         smallest = jnp.minimum(smallest, _magnitude(x) - np.uint32(1))  # zero wraps to the largest of all

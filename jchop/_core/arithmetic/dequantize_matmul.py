@@ -1,4 +1,4 @@
-"""Product of a matrix with a matrix held as codes and group scales, decoded a few groups at a time.
+"""Product of a matrix with a matrix in codes and group scales, decoded a few groups at a time.
 
 W[k, n] = s[k // group, n] * c[k, n]. With x_g and c_g the columns of x and the rows of c in group g,
 
@@ -51,14 +51,14 @@ def dequantize_matmul_body(
     (m, k), n = x.shape, scales.shape[1]
     if not k:
         return jnp.zeros((m, n), x.dtype)
-    parted = part_columns(scales, 8 // format.bits)
+    scale_parts = part_columns(scales, 8 // format.bits)
     whole = k // group
     split = whole * group
     if not whole or split == k:
-        total = _equal_groups(x, codes, parted, format)
+        total = _equal_groups(x, codes, scale_parts, format)
     else:
-        total = _equal_groups(x[:, :split], codes[:split], parted[:, :whole], format)
-        total += _equal_groups(x[:, split:], codes[split:], parted[:, whole:], format)
+        total = _equal_groups(x[:, :split], codes[:split], scale_parts[:, :whole], format)
+        total += _equal_groups(x[:, split:], codes[split:], scale_parts[:, whole:], format)
     return join_columns(total, n).astype(x.dtype)
 
 
@@ -71,22 +71,22 @@ def _equal_groups(x: Array, codes: Array, scales: Array, format: ElementFormat) 
     groups = scales.shape[1]
     group = x.shape[1] // groups
     rows = min(group, _ROWS)
-    together = min(max(_ROWS // group, 1), groups)
+    groups_per_step = min(max(_ROWS // group, 1), groups)
     pieces = -(-group // rows)
-    steps = -(-groups // together) * pieces
+    steps = -(-groups // groups_per_step) * pieces
 
     def step(i: Array | int) -> Array:
-        first, offset = i // pieces * together, i % pieces * rows
-        at_group = jnp.minimum(first, groups - together)
+        first, offset = i // pieces * groups_per_step, i % pieces * rows
+        at_group = jnp.minimum(first, groups - groups_per_step)
         at_row = jnp.minimum(offset, group - rows)
-        xs = lax.dynamic_slice_in_dim(x, at_group * group + at_row, together * rows, 1)
-        cs = lax.dynamic_slice_in_dim(codes, at_group * group + at_row, together * rows, 0)
-        xs, cs = xs.reshape(x.shape[0], together, rows), cs.reshape(together, rows, codes.shape[1])
-        if groups % together or group % rows:
-            fresh = at_group + lax.iota(jnp.int32, together) >= first
+        xs = lax.dynamic_slice_in_dim(x, at_group * group + at_row, groups_per_step * rows, 1)
+        cs = lax.dynamic_slice_in_dim(codes, at_group * group + at_row, groups_per_step * rows, 0)
+        xs, cs = xs.reshape(x.shape[0], groups_per_step, rows), cs.reshape(groups_per_step, rows, codes.shape[1])
+        if groups % groups_per_step or group % rows:
+            fresh = at_group + lax.iota(jnp.int32, groups_per_step) >= first
             fresh = fresh[:, None] & (at_row + lax.iota(jnp.int32, rows) >= offset)
             xs, cs = _bits.where(fresh, xs, 0), _bits.where(fresh[:, :, None], cs, 0)
-        ss = lax.dynamic_slice_in_dim(scales, at_group, together, 1)
+        ss = lax.dynamic_slice_in_dim(scales, at_group, groups_per_step, 1)
         values = decode_parts(cs, format, x.dtype)
         return jnp.stack([_scaled_sum(xs, part, s) for part, s in zip(values, ss, strict=True)])
 
@@ -114,9 +114,9 @@ def exact_in(format: ElementFormat, dtype: str) -> bool:
     return Fraction(format.smallest) >= Fraction(2) ** (1 - carrier.bias) and largest <= carrier.max
 
 
-def decode_parts(packed: Array, format: ElementFormat, dtype: np.dtype) -> tuple[Array, ...]:
+def decode_parts(code_bytes: Array, format: ElementFormat, dtype: np.dtype) -> tuple[Array, ...]:
     """The values of bytes of codes, for each part of W, in bfloat16 if `dtype` is that and holds them, else float32."""
-    words, bits = packed.astype(jnp.int32), format.bits
+    words, bits = code_bytes.astype(jnp.int32), format.bits
     codes = [words >> bits * part & low_mask(bits) for part in range(8 // bits)]
     narrow = dtype == jnp.bfloat16 and exact_in(format, "bfloat16")
     values = [decode_elements(code, format, CARRIERS["float32"], short=True) for code in codes]
@@ -134,8 +134,8 @@ def multiply(x: Array, values: Array, dimensions: lax.DotDimensionNumbers = _MAT
 def part_columns(scales: Array, parts: int) -> Array:
     """The columns n of (g, n) sorted by their part of W, (parts, g, ceil(n / parts)); missing columns are 0."""
     groups, n = scales.shape
-    padded = jnp.pad(scales, ((0, 0), (0, -n % parts)))
-    return jnp.moveaxis(padded.reshape(groups, -(-n // parts), parts), 2, 0)
+    columns = jnp.pad(scales, ((0, 0), (0, -n % parts)))
+    return jnp.moveaxis(columns.reshape(groups, -(-n // parts), parts), 2, 0)
 
 
 def join_columns(product: Array, n: int) -> Array:

@@ -91,7 +91,7 @@ def divide(x: Array, y: Array, carrier: Carrier, bits: int, exponent: int = 0) -
     zero = (xm == 0) | (ym == carrier.inf)
     top, rest, remainder = (_bits.where(zero, 0, word) for word in (top, rest, remainder))
     lift = carrier.work_width - 2 - carrier.fraction
-    high = top.astype(rest.dtype) << lift | rest >> carrier.work_width - lift
+    high = top.astype(rest.dtype) << lift | rest >> (carrier.work_width - lift)
     if exponent:
         xe = xe + exponent
     quotient = DoubleWord(xs ^ ys, xe - ye - smaller.astype(xe.dtype), high, rest << lift)
@@ -120,7 +120,7 @@ def normalised(magnitude: Array, carrier: Carrier) -> tuple[Array, Array]:
 
 
 def operand(sign: Array, exponent: Array, count: Array, carrier: Carrier) -> DoubleWord:
-    high = (count << carrier.work_width - 2 - carrier.fraction).astype(_unsigned(carrier))
+    high = (count << (carrier.work_width - 2 - carrier.fraction)).astype(_unsigned(carrier))
     return DoubleWord(sign, exponent, high, jnp.zeros_like(high))
 
 
@@ -152,7 +152,7 @@ def _full_product(a: Array, b: Array) -> tuple[Array, Array]:
 def shifted_left(high: Array, low: Array, count: Array | int) -> tuple[Array, Array]:
     """Two words shifted left by `count` in [0, W)."""
     width, count = high.dtype.itemsize * 8, count if isinstance(count, int) else count.astype(high.dtype)
-    return high << count | low >> 1 >> width - 1 - count, low << count
+    return high << count | low >> 1 >> (width - 1 - count), low << count
 
 
 def _shifted_right(high: Array, low: Array, count: Array) -> tuple[Array, Array, Array]:
@@ -160,10 +160,10 @@ def _shifted_right(high: Array, low: Array, count: Array) -> tuple[Array, Array,
     width = high.dtype.itemsize * 8
     whole = count >= width
     part = (count & width - 1).astype(high.dtype)
-    lost = _bits.where(whole, low, 0)
+    tail = _bits.where(whole, low, 0)
     high, low = _bits.where(whole, 0, high), _bits.where(whole, high, low)
     back = width - 1 - part
-    return high >> part, low >> part | high << 1 << back, lost | low << 1 << back
+    return high >> part, low >> part | high << 1 << back, tail | low << 1 << back
 
 
 # -- operations --------------------------------------------------------------------------------------------------------
@@ -197,18 +197,18 @@ def sum_exactly(a: DoubleWord, b: DoubleWord, zero_sign: int) -> tuple[DoubleWor
     exponent, least = _bits.where(swap, b.exponent, a.exponent), _bits.where(swap, a.exponent, b.exponent)
     sign = _bits.where(swap, b.sign, a.sign)
     high, low = _bits.where(swap, b.high, a.high), _bits.where(swap, b.low, a.low)
-    high2, low2, lost = _shifted_right(
+    high2, low2, tail = _shifted_right(
         _bits.where(swap, a.high, b.high), _bits.where(swap, a.low, b.low), jnp.minimum(exponent - least, 2 * width - 1)
     )
     # A difference adds the complement and 1. If bits of the subtrahend were lost, the 1 is not added.
-    opposed = a.sign != b.sign
-    flip = _all_ones(opposed, high)
+    opposite = a.sign != b.sign
+    flip = _all_ones(opposite, high)
     total = low + (low2 ^ flip)
     first = total < low
-    low = total + _bits.where(opposed & (lost == 0), one, 0)
+    low = total + _bits.where(opposite & (tail == 0), one, 0)
     high = high + (high2 ^ flip) + first.astype(high.dtype) + (low < total).astype(high.dtype)
-    sign = _bits.where(opposed & ((high | low | lost) == 0), zero_sign, sign)
-    return DoubleWord(sign, exponent, high, low), lost
+    sign = _bits.where(opposite & ((high | low | tail) == 0), zero_sign, sign)
+    return DoubleWord(sign, exponent, high, low), tail
 
 
 def _digits(remainder: Array, divisor: Array, bits: int, carrier: Carrier) -> tuple[Array, Array, Array]:
@@ -250,7 +250,7 @@ def next_digit(remainder: Array, divisor: Array, inverse: Array, bits: int, carr
 
 
 def lifted(v: DoubleWord, places: Array | int) -> DoubleWord:
-    """The form for `pack` and `_cut`: shifted left by `places` in [0, W); bit 2W - 1 has the value 2^exponent."""
+    """The form for `pack`: shifted left by `places` in [0, W); bit 2W - 1 has the value 2^exponent."""
     high, low = shifted_left(v.high, v.low, places)
     return DoubleWord(v.sign, v.exponent + 1 - places, high, low)
 
@@ -262,11 +262,11 @@ def swept(v: DoubleWord) -> DoubleWord:
     return DoubleWord(v.sign, exponent, _bits.where(empty, v.low, v.high), _bits.where(empty, 0, v.low))
 
 
-def pack(v: DoubleWord, lost: Array, carrier: Carrier) -> Exact:
-    """A number whose exponent may be below the carrier's; `lost` is not zero if bits follow `low`."""
+def pack(v: DoubleWord, tail: Array, carrier: Carrier) -> Exact:
+    """A number whose exponent may be below the carrier's; `tail` is not zero if bits follow `low`."""
     least = 1 - carrier.bias
     high, low, more = _shifted_right(v.high, v.low, _bits.clip(least - v.exponent, 0, 2 * carrier.work_width - 1))
-    return _cut(DoubleWord(v.sign, jnp.maximum(v.exponent, least), high, low), lost | more, carrier)
+    return _cut(DoubleWord(v.sign, jnp.maximum(v.exponent, least), high, low), tail | more, carrier)
 
 
 def _whole(product: DoubleWord, carrier: Carrier) -> Exact:
@@ -282,18 +282,18 @@ def leading_zeros(word: Array, carrier: Carrier) -> Array:
     return _bits.where(half == 0, carrier.work_width - 1, zeros)
 
 
-def _cut(v: DoubleWord, lost: Array, carrier: Carrier) -> Exact:
+def _cut(v: DoubleWord, tail: Array, carrier: Carrier) -> Exact:
     """A number in the form of `lifted`, with an exponent of the carrier or above, as t and the rest."""
     keep, drop = carrier.fraction + 1, carrier.work_width - 1 - carrier.fraction
     top = (v.high >> drop).astype(carrier.work)
     rest = v.high << keep | v.low >> drop
     beyond = v.exponent > carrier.bias
-    biased = jnp.minimum(v.exponent, carrier.bias) + carrier.bias
-    magnitude = _bits.where(top == 0, 0, (biased - 1 << carrier.fraction) + top)
+    field = jnp.minimum(v.exponent, carrier.bias) + carrier.bias
+    magnitude = _bits.where(top == 0, 0, ((field - 1) << carrier.fraction) + top)
     magnitude = _bits.where(beyond, carrier.inf - 1, magnitude)
     rest = rest | _all_ones(beyond, rest)
-    lost = lost | v.low << keep
-    return Exact(v.sign, magnitude, (rest | lost) != 0, rest, lost != 0, beyond)
+    tail = tail | v.low << keep
+    return Exact(v.sign, magnitude, (rest | tail) != 0, rest, tail != 0, beyond)
 
 
 def with_special_values(v: Exact, infinite: Array, nan: Array, sign: Array, carrier: Carrier) -> Exact:

@@ -114,13 +114,13 @@ def _round_directly(v: Exact, odd: Array, spec: Spec, carrier: Carrier) -> Array
 def _sign_of(condition: Array, carrier: Carrier) -> Array:
     """Words whose top bit is the condition, the coin of `Rounding.STOCHASTIC_EQUAL`."""
     unsigned = jnp.dtype(f"uint{carrier.work_width}")
-    return condition.astype(unsigned) << carrier.work_width - 1
+    return condition.astype(unsigned) << (carrier.work_width - 1)
 
 
 def _drawn_away(v: Exact, spec: Spec, carrier: Carrier, word: Array | None) -> Array:
     """The decision of a stochastic mode, from the exact discarded fraction."""
-    drawn = _Drawn(v, draw(word, spec, carrier), make_grid(spec.format, carrier))
-    return jnp.asarray(modes.AWAY_FROM_ZERO[spec.rounding](drawn))
+    tail = _Drawn(v, draw(word, spec, carrier), make_grid(spec.format, carrier))
+    return jnp.asarray(modes.AWAY_FROM_ZERO[spec.rounding](tail))
 
 
 @dataclass(frozen=True)
@@ -142,17 +142,17 @@ class _Drawn(modes.Discarded):
         if self.grid.taper is None:
             high, depth = significand(v.magnitude, carrier).astype(unsigned), _cut_depth(v, self.grid)
         else:
-            laid = lay_out(v.magnitude, self.grid.taper, carrier)
-            high, depth = laid.word.astype(unsigned), laid.depth
+            layout = lay_out(v.magnitude, self.grid.taper, carrier)
+            high, depth = layout.word.astype(unsigned), layout.depth
         if isinstance(depth, int):
-            return high << width - depth | v.rest >> depth, (v.rest << width - depth != 0) | v.sticky
+            return high << (width - depth) | v.rest >> depth, (v.rest << (width - depth) != 0) | v.sticky
         up = _bits.clip(width - depth, 0, width - 1).astype(unsigned)
         down = _bits.clip(depth - width, 0, width - 1).astype(unsigned)
         within = _bits.clip(depth, 0, width - 1).astype(unsigned)
         inside = depth < width
         share = (high << up >> down) | _bits.where(inside, v.rest >> within, 0)
-        lost = _bits.where(inside, v.rest & (jnp.ones_like(v.rest) << within) - 1, v.rest | (high ^ share << down))
-        return share, (lost != 0) | v.sticky
+        tail = _bits.where(inside, v.rest & (jnp.ones_like(v.rest) << within) - 1, v.rest | (high ^ share << down))
+        return share, (tail != 0) | v.sticky
 
 
 def _cut_depth(v: Exact, grid: Grid) -> Array | int:

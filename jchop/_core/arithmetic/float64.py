@@ -80,7 +80,7 @@ def spacing(x: Array, fmt: FloatFormat) -> Array:
 
 
 def can_divide(bits: int, fmt: FloatFormat) -> bool:
-    """Whether `quotient` is right for divisors of as many bits; with one bit of precision, exponents decide ties."""
+    """Whether `quotient` is right for divisors of as many bits; exponents of 1-bit formats decide ties."""
     return fmt.frac_bits > 0 and bits + fmt.frac_bits + 2 <= _TOGETHER
 
 
@@ -125,7 +125,7 @@ def _near(magnitude: Array, divisor: Fraction, other: Array | None, fmt: FloatFo
 
 def _settled(x: Array) -> Array:
     """Positive numbers rounded to fewer bits; infinity and NaN unchanged."""
-    low = 1 << _WIDE.fraction + 1 - _SETTLED
+    low = 1 << (_WIDE.fraction + 1 - _SETTLED)
     bits = _bits.by(lax.bitwise_and, _bits.by(lax.add, word_of(x), low >> 1), -low)
     return lax.bitcast_convert_type(bits, jnp.float64)
 
@@ -149,7 +149,7 @@ def computes(name: str, spec: Spec, ranges: Sequence[Range]) -> bool:
         return False
     if spec.rounding not in _MODES or spec.overflow not in (Overflow.IEEE, Overflow.SATURATE):
         return False
-    near, most = fmt.frac_bits + 1, max(known.bits for known in ranges)
+    near, most = fmt.frac_bits + 1, max(operand.bits for operand in ranges)
     point = near + (_NARROW.work_width if spec.rounding.stochastic else 0)
     if name == "sqrt":
         return max(2 * near, most) + 3 <= _TOGETHER and point <= _WIDE.fraction - 2
@@ -174,19 +174,19 @@ def compute(name: str, args: Sequence[Array], spec: Spec, word: Array | None) ->
         exact = _settled(x * (1 / divisors[0]) if divisors else lax.sqrt(x))
         place = spacing(exact, fmt)
         value = (exact + place * LEAD) - place * LEAD
-        drawn = draw(word, spec, _NARROW)
-        if drawn is not None:
+        random = draw(word, spec, _NARROW)
+        if random is not None:
             value = value - lax.select(value > exact, place, jnp.zeros_like(place))
-            point = value + place - place * (drawn.word.astype(jnp.float64) * 2.0**-drawn.width)
-            reached = x >= point * divisors[0] if divisors else _reaches_root(x, point)
-            value = value + lax.select(reached, place, jnp.zeros_like(place))
+            point = value + place - place * (random.word.astype(jnp.float64) * 2.0**-random.width)
+            reaches = x >= point * divisors[0] if divisors else _reaches_root(x, point)
+            value = value + lax.select(reaches, place, jnp.zeros_like(place))
         ends = fmt.max if spec.overflow is Overflow.SATURATE or fmt.saturates else np.inf if fmt.has_inf else np.nan
         value = _bits.where((exact == np.inf) | (value > float(fmt.max)), np.float64(ends), value)
         if not divisors:  # a root of -0 is -0
             value = _bits.where(lax.bitcast_convert_type(bits[0], jnp.uint32) > 1 << 31, np.float64(np.nan), value)
         subnormal = fmt.emin - fmt.frac_bits < 1 - _NARROW.bias
-        rounded = narrow(value) if subnormal else value.astype(jnp.float32)
-    return lax.bitcast_convert_type(lax.bitcast_convert_type(rounded, jnp.int32) | sign, jnp.float32)
+        number = narrow(value) if subnormal else value.astype(jnp.float32)
+    return lax.bitcast_convert_type(lax.bitcast_convert_type(number, jnp.int32) | sign, jnp.float32)
 
 
 def _reaches_root(x: Array, point: Array) -> Array:

@@ -36,8 +36,8 @@ def round_to_levels(v: Exact, fmt: CodebookFormat, mode: Rounding, carrier: Carr
     lower, upper, next_floor, next_rest, strict, *beyond = columns
     next_rest = lax.bitcast_convert_type(next_rest, rest.dtype)
     more = (rest > next_rest) | ((rest == next_rest) & sticky)
-    reached = (floor == next_floor) & (more | ((rest == next_rest) & (strict == 0)))
-    result = _bits.where(reached, upper, lower)
+    reaches = (floor == next_floor) & (more | ((rest == next_rest) & (strict == 0)))
+    result = _bits.where(reaches, upper, lower)
     if beyond:
         result = _bits.where((floor == next_floor) & more, beyond[0], result)
     is_nan = v.magnitude > carrier.inf
@@ -83,11 +83,11 @@ def require_levels(fmt: CodebookFormat, mode: Rounding, carrier: Carrier) -> _Le
             f"rounding={mode.value!r}: {carrier.name} cannot tell quotients between the levels of {fmt} apart"
         )
     work, width = carrier.work, carrier.work_width
-    rests = [int(rest) - (1 << width if rest >= 1 << width - 1 else 0) for _, rest in parts]
-    ordered = [carrier.ceil_bits(level) for level in levels]
+    rests = [int(rest) - (1 << width if rest >= 1 << (width - 1) else 0) for _, rest in parts]
+    level_bits = [carrier.ceil_bits(level) for level in levels]
     columns = (
-        ordered,
-        [*ordered[1:], ordered[-1]],
+        level_bits,
+        [*level_bits[1:], level_bits[-1]],
         [*floors, np.iinfo(work).max],
         [*rests, 0],
         [*(int(strict) for _, strict in thresholds), 0],
@@ -100,15 +100,15 @@ def _odd_levels(levels: list[Fraction], thresholds: list[tuple[Fraction, bool]],
 
     The thresholds are levels, so they are values of the carrier, and differ in F.
     """
-    ordered = [carrier.ceil_bits(level) for level in levels]
+    level_bits = [carrier.ceil_bits(level) for level in levels]
     rows: list[tuple[int, ...]] = []
     for i, (value, strict) in enumerate(thresholds):
         floor = carrier.ceil_bits(value)
         if strict and rows and rows[-1][2] == floor:  # the previous threshold is the same level
-            rows[-1] = (*rows[-1][:5], ordered[i + 1])
+            rows[-1] = (*rows[-1][:5], level_bits[i + 1])
         else:
-            rows.append((ordered[i], ordered[i + 1], floor, 0, int(strict), ordered[i + 1]))
-    last = rows[-1][5] if rows else ordered[0]
+            rows.append((level_bits[i], level_bits[i + 1], floor, 0, int(strict), level_bits[i + 1]))
+    last = rows[-1][5] if rows else level_bits[0]
     rows.append((last, last, np.iinfo(carrier.work).max, 0, 0, last))
     columns = np.array(rows, carrier.work).T
     return _Levels(columns[2][:-1], tuple(columns))

@@ -59,9 +59,9 @@ class Plan:
         """The range of a product P(a b)."""
         if self.spec.product is not None:
             return range_of(self.spec.product, self.carrier)
-        exact, held = product_range(self.operand, self.operand), carrier_range(self.carrier)
-        fits = exact.quantum >= held.quantum and exact.precision <= held.precision and exact.top <= held.top
-        return exact if fits else held
+        exact, whole = product_range(self.operand, self.operand), carrier_range(self.carrier)
+        fits = exact.quantum >= whole.quantum and exact.precision <= whole.precision and exact.top <= whole.top
+        return exact if fits else whole
 
     @cached_property
     def accumulator(self) -> Range:
@@ -75,12 +75,12 @@ class Plan:
         Sums of multiples of 2^q stay multiples of 2^q if they are rounded to fewer bits. One bit more than the exact
         sum of magnitudes is enough for b roundings, each up by at most half a unit in the last place: (1 + 2^-p)^b < 2.
         """
-        exact, held = product_range(self.operand, self.operand), carrier_range(self.carrier)
+        exact, whole = product_range(self.operand, self.operand), carrier_range(self.carrier)
         length = min(self.spec.order.block or self.k, self.k)
         top = exact.top + max(length - 1, 0).bit_length() + 1
-        if top > held.top or length >= 1 << held.precision - 1:
-            return held
-        return Range(max(exact.quantum, held.quantum), held.precision, top)
+        if top > whole.top or length >= 1 << (whole.precision - 1):
+            return whole
+        return Range(max(exact.quantum, whole.quantum), whole.precision, top)
 
 
 def _stochastic(spec: Spec | None) -> bool:
@@ -264,14 +264,14 @@ def _in_chunks(body: Callable[[Any, Any, Any, Step], Any], state: Any, x: Any, y
     elif whole > 1:
         parts = each(lambda v: v[: whole * length].reshape(whole, length, *v.shape[1:]))
 
-        # The parts of the next turn are sliced in this one: `slice_fused_into_loop` in `xla_cpu`.
-        def turn(i: Array, carry: tuple[Any, Any]) -> tuple[Any, Any]:
+        # The parts of the next iteration are sliced in this one: `slice_fused_into_loop` in `xla_cpu`.
+        def iterate(i: Array, carry: tuple[Any, Any]) -> tuple[Any, Any]:
             state, now = carry
             after = each(lambda v: lax.dynamic_index_in_dim(v, i + np.uint32(1), 0, keepdims=False), parts)
             return body(state, now[0], now[1], i), after
 
         first = each(lambda v: v[0], parts)
-        state = lax.fori_loop(np.uint32(0), np.uint32(whole), turn, (state, first))[0]
+        state = lax.fori_loop(np.uint32(0), np.uint32(whole), iterate, (state, first))[0]
     if k % length:
         state = body(state, *each(lambda v: v[whole * length :]), whole)
     return state
@@ -311,7 +311,7 @@ def _pairwise(x: Array, y: Array, zero: Array, plan: Plan, draw: Draw | None) ->
     """Trees of a few leaves each, added like the digits of a binary counter: sums of equal size are merged."""
     if plan.k == 1:
         return single(products(*_columns(x, y, 0), plan, draw, 0), plan, draw, 0)
-    leaves = min(_LEAVES, 1 << plan.k.bit_length() - 1)
+    leaves = min(_LEAVES, 1 << (plan.k.bit_length() - 1))
     trees, rest = divmod(plan.k, leaves)
 
     def push(sums: Array, x: Array, y: Array, part: Step) -> Array:
@@ -322,10 +322,10 @@ def _pairwise(x: Array, y: Array, zero: Array, plan: Plan, draw: Draw | None) ->
             return (last >> state[0]) & np.uint32(1) != 0
 
         def carry(state: tuple[Array, Array]) -> tuple[Array, Array]:
-            digit, right = state
-            left = lax.dynamic_index_in_dim(sums, digit, 0, keepdims=False)
+            digit, later = state
+            earlier = lax.dynamic_index_in_dim(sums, digit, 0, keepdims=False)
             start = (last + np.uint32(1) - (np.uint32(1) << digit)) * np.uint32(leaves)
-            return digit + np.uint32(1), combine(left, right, plan, draw, start)
+            return digit + np.uint32(1), combine(earlier, later, plan, draw, start)
 
         tree = _tree(x, y, plan, draw, _times(part, leaves))
         digit, total = lax.while_loop(carries, carry, (jnp.uint32(0), tree))
@@ -357,8 +357,8 @@ def _blocked_pairwise(x: Array, y: Array, zero: Array, plan: Plan, draw: Draw | 
 def _each_factor(x: Any, y: Any) -> tuple[list, list]:
     """The factors of each product of a block, from trees of arrays like those of `_columns`."""
     count = jax.tree.leaves(x)[0].shape[0]
-    left = [jax.tree.map(lambda v: v[i][:, :, None], x) for i in range(count)]  # noqa: B023
-    return left, [jax.tree.map(lambda v: v[i][:, None, :], y) for i in range(count)]  # noqa: B023
+    x_factors = [jax.tree.map(lambda v: v[i][:, :, None], x) for i in range(count)]  # noqa: B023
+    return x_factors, [jax.tree.map(lambda v: v[i][:, None, :], y) for i in range(count)]  # noqa: B023
 
 
 def _aligned(x: Any, y: Any, zero: Array, plan: Plan, draw: Draw | None) -> Array:
@@ -368,8 +368,8 @@ def _aligned(x: Any, y: Any, zero: Array, plan: Plan, draw: Draw | None) -> Arra
     unit = Unit(plan.spec, min(block, plan.k))
     x, y, zero = jax.tree.map(lambda v: v.astype(jnp.float32), (x, y, zero))
     wide = plan.one_cpu and doubles.suits(unit)
-    find = (doubles if wide else limbs).factors
-    left, right = (find(v[0], unit, v[1]) if isinstance(v, tuple) else find(v, unit) for v in (x, y))
+    find = doubles.factors if wide else limbs.factors
+    x_factors, y_factors = (find(v[0], unit, v[1]) if isinstance(v, tuple) else find(v, unit) for v in (x, y))
 
     def add_blocks(c: Array, x: Any, y: Any, first: Step) -> Array:
         def add_block(c: Array, x: Any, y: Any, index: Step) -> Array:
@@ -383,15 +383,15 @@ def _aligned(x: Any, y: Any, zero: Array, plan: Plan, draw: Draw | None) -> Arra
         return doubles.narrow(c) if wide else c
 
     if order.promote_every is None:
-        return add_blocks(zero, left, right, 0).astype(plan.carrier.name)
+        return add_blocks(zero, x_factors, y_factors, 0).astype(plan.carrier.name)
     count = order.promote_every // block
-    held = carrier_range(CARRIERS["float32"])
+    whole = carrier_range(CARRIERS["float32"])
 
     def add_part(total: Array, x: Any, y: Any, part: Step) -> Array:
         c = add_blocks(zero, x, y, _times(part, count))
-        return add(total, c, None, CARRIERS["float32"], None, held, held)
+        return add(total, c, None, CARRIERS["float32"], None, whole, whole)
 
-    return _in_chunks(add_part, zero, left, right, order.promote_every).astype(plan.carrier.name)
+    return _in_chunks(add_part, zero, x_factors, y_factors, order.promote_every).astype(plan.carrier.name)
 
 
 def _tree(x: Array, y: Array, plan: Plan, draw: Draw | None, first: Step) -> Array:
@@ -399,7 +399,7 @@ def _tree(x: Array, y: Array, plan: Plan, draw: Draw | None, first: Step) -> Arr
     n = x.shape[0]
     if n == 1:
         return products(*_columns(x, y, 0), plan, draw, first)
-    half = 1 << (n - 1).bit_length() - 1
+    half = 1 << ((n - 1).bit_length() - 1)
     middle = _plus(first, half)
     left, right = _tree(x[:half], y[:half], plan, draw, first), _tree(x[half:], y[half:], plan, draw, middle)
     return _SUMS[half == 1, n - half == 1](left, right, plan, draw, middle)

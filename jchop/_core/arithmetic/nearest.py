@@ -4,7 +4,7 @@
 values of the carrier, none too large), it can be rounded in a third of the operations. For 2^e <= |x| < 2^(e+1), let
 2^q be the spacing of the format, and M = 2^(q + F), with F the fraction bits of the carrier. The last bit of M has the
 value 2^q. So the carrier's own |x| + M rounds |x| to a multiple of 2^q, ties to even, and subtracting M is exact. M is
-made from the exponent bits of x, which are held at or above the exponent of the format's smallest normal number,
+made from the exponent bits of x, but at least from the exponent of the format's smallest normal number,
 because the spacing does not shrink below it.
 """
 
@@ -45,14 +45,14 @@ def round_by_adding(x: Array, spec: Spec, carrier: Carrier) -> Array:
     kind, fraction = carrier.work.type, carrier.fraction
     sign, magnitude = _bits.split(x, carrier)
     # The exponent of infinities and NaN wraps to the exponent of a small number, which changes neither.
-    exponent = jnp.maximum(magnitude & kind(carrier.inf), kind(fmt.emin + carrier.bias << fraction))
-    power = _float(exponent + kind(fraction - fmt.frac_bits << fraction), x)
-    rounded = (_float(magnitude, x) + power) - power
+    exponent = jnp.maximum(magnitude & kind(carrier.inf), kind((fmt.emin + carrier.bias) << fraction))
+    power = _float(exponent + kind((fraction - fmt.frac_bits) << fraction), x)
+    value = (_float(magnitude, x) + power) - power
     top = np.dtype(carrier.name).type(fmt.max)
     saturates = spec.overflow is Overflow.SATURATE or fmt.saturates
     beyond = top if saturates else np.inf if fmt.has_inf else np.nan
-    rounded = _bits.where(rounded > top, x.dtype.type(beyond), rounded)
-    return _bits.join(sign, lax.bitcast_convert_type(rounded, carrier.work), carrier)
+    value = _bits.where(value > top, x.dtype.type(beyond), value)
+    return _bits.join(sign, lax.bitcast_convert_type(value, carrier.work), carrier)
 
 
 def _float(bits: Array, like: Array) -> Array:

@@ -2,7 +2,7 @@
 
 One signature serves all interpreters of programs. 16-bit dtypes are computed in float32, other dtypes as in `basic`;
 operands broadcast. The random words of a program's operations are in one stream: the words of operation n start at the
-index n 2^32, and each turn of a loop has different seeds.
+index n 2^32, and each iteration of a loop has different seeds.
 """
 
 from __future__ import annotations
@@ -80,8 +80,8 @@ def operation(
     if spec is None:
         return _PLAIN[name](*arrays)
     dtype, carrier = arrays[0].dtype, operation_carrier(arrays[0].dtype)
-    known = tuple(ranges) or (range_of(spec, carrier),) * len(arrays)
-    step = _Step(spec, carrier, word, known)
+    operand_ranges = tuple(ranges) or (range_of(spec, carrier),) * len(arrays)
+    step = _Step(spec, carrier, word, operand_ranges)
     return _EXACT[name](step, *(widened(x) for x in arrays)).astype(dtype)
 
 
@@ -110,26 +110,26 @@ def check_operation(spec: Spec | None, dtype: Any, argument: str = "spec") -> No
 
 def require_held(spec: Spec | None, dtype: Any, argument: str = "spec") -> None:
     """Refuses a spec with values that a dtype cannot hold."""
-    stored = CARRIERS[jnp.dtype(dtype).name]
-    if spec is None or holds_format(spec.format, stored):
+    carrier = CARRIERS[jnp.dtype(dtype).name]
+    if spec is None or holds_format(spec.format, carrier):
         return
     able = [name for name in OPERATING if holds_format(spec.format, CARRIERS[name])]
     remedy = f"cast the operands to {able[0]}{beside_x64(able)}" if able else "no carrier up to float64 can"
-    raise ValueError(f"{argument}={str(spec)!r} has values that {stored.name} cannot hold; {remedy}")
+    raise ValueError(f"{argument}={str(spec)!r} has values that {carrier.name} cannot hold; {remedy}")
 
 
-def check_matmul(spec: MatmulSpec, dtype: Any, scaled: bool = False) -> None:
+def check_matmul(spec: MatmulSpec, dtype: Any, allow_scales: bool = False) -> None:
     """Refuses roundings that are impossible for sums of products in `dtype`, or whose values it cannot hold.
 
     Args:
         spec: the arithmetic.
         dtype: that of the operands.
-        scaled: whether the operands may have a scaled format. Default False.
+        allow_scales: whether the operands may have a scaled format. Default False.
 
     Raises:
         ValueError: names the field of `spec`, and a dtype that works.
     """
-    if spec.operands is not None and not (scaled and spec.group):
+    if spec.operands is not None and not (allow_scales and spec.group):
         require_carrier(as_spec(spec.operands, "operands"), operation_carrier(dtype))
     require_operation(spec.product, operation_carrier(dtype), "product")
     if spec.order.aligned:
@@ -153,12 +153,12 @@ def words(seeds: Sequence[Array], like: Array, number: int = 0) -> Array:
 
 
 def fold_seeds(seeds: Sequence[Array], number: int, step: Array | int = 0) -> tuple[Array, ...]:
-    """The seeds of turn `step` of loop `number`: words from the stream's part for operation `number`.
+    """The seeds of iteration `step` of loop `number`: words from the stream's part for operation `number`.
 
     Args:
         seeds: the six words of `seed_words`, or of this function.
         number: the loop's number among the operations around it, static.
-        step: the index of the turn, below 2^29; may be traced.
+        step: the index of the iteration, below 2^29; may be traced.
     """
     step = jnp.asarray(step, jnp.uint32)
     index = step * np.uint32(8) + np.arange(SEEDS, dtype=np.uint32)
@@ -176,7 +176,7 @@ class _Step:
     spec: Spec
     carrier: Carrier
     word: Array | None
-    known: tuple[Range, ...]
+    ranges: tuple[Range, ...]
 
     @property
     def rest(self) -> tuple[Spec, Carrier, Array | None]:
@@ -184,7 +184,7 @@ class _Step:
 
 
 def _add(step: _Step, x: Array, y: Array) -> Array:
-    return basic.add(x, y, *step.rest, *step.known)
+    return basic.add(x, y, *step.rest, *step.ranges)
 
 
 def _sub(step: _Step, x: Array, y: Array) -> Array:
@@ -192,22 +192,22 @@ def _sub(step: _Step, x: Array, y: Array) -> Array:
 
 
 def _mul(step: _Step, x: Array, y: Array) -> Array:
-    return basic.multiply(x, y, *step.rest, *step.known)
+    return basic.multiply(x, y, *step.rest, *step.ranges)
 
 
 def _square(step: _Step, x: Array) -> Array:
-    return _mul(replace(step, known=step.known * 2), x, x)
+    return _mul(replace(step, ranges=step.ranges * 2), x, x)
 
 
 def _fma(step: _Step, x: Array, y: Array, z: Array) -> Array:
-    return basic.multiply_add(x, y, z, *step.rest, *step.known)
+    return basic.multiply_add(x, y, z, *step.rest, *step.ranges)
 
 
 def _div(step: _Step, x: Array, y: Array) -> Array:
-    if divides_narrow(step.spec, step.carrier, *step.known):
-        return divide_narrow(x, y, step.spec, step.carrier, *step.known)
+    if divides_narrow(step.spec, step.carrier, *step.ranges):
+        return divide_narrow(x, y, step.spec, step.carrier, *step.ranges)
     x, y = _settled(step, x, y)
-    return _settled(step, basic.divide(x, y, *step.rest, *step.known))[0]
+    return _settled(step, basic.divide(x, y, *step.rest, *step.ranges))[0]
 
 
 def _sqrt(step: _Step, x: Array) -> Array:
@@ -252,7 +252,7 @@ def _min(step: _Step, x: Array, y: Array) -> Array:
 
 def _hides_subnormals(step: _Step) -> bool:
     """Whether an operand can be a subnormal of the carrier, which a comparison may read as zero."""
-    return any(known.quantum < 1 - step.carrier.bias for known in step.known)
+    return any(operand.quantum < 1 - step.carrier.bias for operand in step.ranges)
 
 
 def _chosen(step: _Step, x: Array, y: Array, larger: bool) -> Array:
@@ -261,9 +261,9 @@ def _chosen(step: _Step, x: Array, y: Array, larger: bool) -> Array:
     a, b = (
         magnitude ^ _bits.where(sign != 0, -1, 0).astype(magnitude.dtype) for sign, magnitude in ((xs, xm), (ys, ym))
     )
-    chosen = _bits.where((a > b) == larger, x, y)
+    result = _bits.where((a > b) == larger, x, y)
     nan = (xm > step.carrier.inf) | (ym > step.carrier.inf)
-    return _bits.where(nan, jnp.asarray(np.nan, x.dtype), chosen)
+    return _bits.where(nan, jnp.asarray(np.nan, x.dtype), result)
 
 
 _EXACT: dict[str, Callable[..., Array]] = {

@@ -69,9 +69,9 @@ def divisor_of_product(
         carrier: of the magnitudes.
     """
     bits = extended(other, carrier)
-    product = count * (significand_of(bits, carrier) >> carrier.fraction - own)  # of width + own bits, or one more
+    product = count * (significand_of(bits, carrier) >> (carrier.fraction - own))  # of width + own bits, or one more
     top = divisor_bits(carrier) - 1
-    product = product << top - (width + own)
+    product = product << (top - (width + own))
     small = product >> top == 0
     field = (bits >> carrier.fraction) + exponent + width - small.astype(product.dtype)
     return Divisor.of(_bits.where(small, product << 1, product), field, carrier)
@@ -85,12 +85,12 @@ def odd_quotient(magnitude: Array, divisor: Divisor, carrier: Carrier, ends: boo
     binade. For formats whose range ends far within the carrier's range, this makes no difference.
     """
     field, count, _, following, remainder = _digits(magnitude, divisor, carrier)
-    lost = following | (remainder != 0).astype(following.dtype)
+    sticky = following | (remainder != 0).astype(following.dtype)
     if not ends:
-        return _within(field, count, carrier) | lost
+        return _within(field, count, carrier) | sticky
     down = _bits.clip(1 - field, 0, carrier.fraction + 2)
     bits = (_bits.clip(field - 1, 0, 2 * carrier.bias) << carrier.fraction) + (count >> down)
-    return jnp.minimum(bits | lost | (count & _bits.low_mask(down) != 0), carrier.inf - 1)
+    return jnp.minimum(bits | sticky | (count & _bits.low_mask(down) != 0), carrier.inf - 1)
 
 
 def is_short(count: int, carrier: Carrier) -> bool:
@@ -120,17 +120,17 @@ def quotient_by_constant(magnitude: Array, count: int, exponent: int, carrier: C
     # The quotient times 2^(M + 2 - field), or with one bit more, and whether further bits follow.
     quotient = (first << low | second) << more_bits | third
     sticky = (rest != 0).astype(bits.dtype)
-    more = quotient >> fraction + 2
+    more = quotient >> (fraction + 2)
     field = (bits >> fraction) - (exponent + count.bit_length()) + more
     down = 1 + more + _bits.clip(1 - field, 0, fraction + 2)
-    kept = quotient >> down
+    head = quotient >> down
     if odd:
-        rounded = kept | (quotient & _bits.low_mask(down) != 0) | sticky
+        rounded_bits = head | (quotient & _bits.low_mask(down) != 0) | sticky
     else:
         # A tie goes up if the number above is even.
-        rounded = quotient + ((1 << down - 1) - 1) + (kept & 1 | sticky) >> down
-    rounded = rounded + (_bits.clip(field - 1, 0, 2 * carrier.bias) << fraction)
-    return _bits.where(magnitude == 0, 0, jnp.minimum(rounded, carrier.inf - odd))
+        rounded_bits = (quotient + ((1 << (down - 1)) - 1) + (head & 1 | sticky)) >> down
+    rounded_bits = rounded_bits + (_bits.clip(field - 1, 0, 2 * carrier.bias) << fraction)
+    return _bits.where(magnitude == 0, 0, jnp.minimum(rounded_bits, carrier.inf - odd))
 
 
 def _over_count(dividend: Array, count: int, carrier: Carrier) -> tuple[Array, Array]:
@@ -143,8 +143,8 @@ def _over_count(dividend: Array, count: int, carrier: Carrier) -> tuple[Array, A
 
 
 def _within(field: Array, count: Array, carrier: Carrier) -> Array:
-    """Magnitude bits of a field and a significand, held within the normal range."""
-    bits = (jnp.minimum(field, 2 * carrier.bias) - 1 << carrier.fraction) + count
+    """Magnitude bits of a field and a significand, clamped to the normal range."""
+    bits = ((jnp.minimum(field, 2 * carrier.bias) - 1) << carrier.fraction) + count
     return jnp.maximum(bits, 1 << carrier.fraction)
 
 
@@ -160,7 +160,7 @@ def exact_quotient(sign: Array, magnitude: Array, plain: Array, divisor: Divisor
         place -= step
         rest = rest | digit.astype(unsigned) << place
     last = rest & more.astype(unsigned)
-    rest = following.astype(unsigned) << width - 1 | rest >> more.astype(unsigned)
+    rest = following.astype(unsigned) << (width - 1) | rest >> more.astype(unsigned)
     rest, sticky = _bits.where(plain, rest, 0), plain & ((remainder != 0) | (last != 0))
     return Exact(sign, _bits.where(plain, bits, magnitude), (rest != 0) | sticky, rest, sticky)
 
@@ -169,11 +169,11 @@ def _digits(magnitude: Array, divisor: Divisor, carrier: Carrier) -> tuple[Array
     """A quotient's field, its leading M + 1 bits, 1 if another bit follows them, that bit, and the remainder."""
     fraction = carrier.fraction
     bits = extended(magnitude, carrier)
-    remainder = significand_of(bits, carrier) << divisor_bits(carrier) - fraction - 1
+    remainder = significand_of(bits, carrier) << (divisor_bits(carrier) - fraction - 1)
     count = jnp.zeros_like(bits)
     for step in ((fraction + 1) // 2, fraction + 1 - (fraction + 1) // 2):
         digit, remainder = double_word.next_digit(remainder, divisor.significand, divisor.inverse, step, carrier)
         count = (count << step) + digit
-    more = count >> fraction + 1  # 1 if the dividend has the larger significand, so that a bit is left over
+    more = count >> (fraction + 1)  # 1 if the dividend has the larger significand, so that a bit is left over
     field = (bits >> fraction) - divisor.field + carrier.bias - 1 + more
     return field, count >> more, more, count & more, remainder

@@ -63,8 +63,8 @@ def range_of(spec: Spec | None, carrier: Carrier) -> Range:
 
 def holds_format(fmt: ElementFormat, carrier: Carrier) -> bool:
     """Whether every finite value of `fmt` is a value of `carrier`."""
-    own, held = _range_of_format(fmt), carrier_range(carrier)
-    return own.precision <= held.precision and own.quantum >= held.quantum and own.top <= held.top
+    own, whole = _range_of_format(fmt), carrier_range(carrier)
+    return own.precision <= whole.precision and own.quantum >= whole.quantum and own.top <= whole.top
 
 
 def product_range(a: Range, b: Range) -> Range:
@@ -159,9 +159,9 @@ def is_direct(spec: Spec, carrier: Carrier) -> bool:
     fmt = spec.format
     if not isinstance(fmt, FloatFormat) or spec.rounding not in NEAREST or fmt.frac_bits != carrier.fraction:
         return False
-    held = carrier.magnitude_bits(fmt.exact_max) is not None
+    holds_largest = carrier.magnitude_bits(fmt.exact_max) is not None
     own_subnormals = fmt.subnormals and fmt.zero
-    return held and (fmt.emin == 1 - carrier.bias if own_subnormals else fmt.emin >= 1 - carrier.bias)
+    return holds_largest and (fmt.emin == 1 - carrier.bias if own_subnormals else fmt.emin >= 1 - carrier.bias)
 
 
 def wraps(spec: Spec | None) -> bool:

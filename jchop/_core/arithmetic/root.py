@@ -35,14 +35,14 @@ def square_root(x: Array, carrier: Carrier, whole_rest: bool) -> Exact:
     exponent, count = double_word.normalised(magnitude, carrier)
     count = _bits.where(count == 0, 1 << fraction, count)
     odd = exponent & 1
-    wrapped = count << fraction + odd
-    root, remainder = _integer_root(wrapped, _float_root(count, odd, carrier), carrier)
-    bits = (((exponent - odd) >> 1) + carrier.bias - 1 << fraction) + root
+    radicand = count << (fraction + odd)
+    root, remainder = _integer_root(radicand, _float_root(count, odd, carrier), carrier)
+    bits = ((((exponent - odd) >> 1) + carrier.bias - 1) << fraction) + root
     unsigned = np.dtype(f"uint{carrier.work_width}")
     if whole_rest:
         rest, more = _further_bits(root.astype(unsigned), remainder.astype(unsigned))
     else:
-        rest = (remainder > root).astype(unsigned) << carrier.work_width - 1
+        rest = (remainder > root).astype(unsigned) << (carrier.work_width - 1)
         more = remainder != 0
     zero = magnitude == 0
     v = Exact(sign, _bits.where(zero, 0, bits), (remainder != 0) & ~zero, _bits.where(zero, 0, rest), more & ~zero)
@@ -58,12 +58,12 @@ def _float_root(count: Array, odd: Array, carrier: Carrier) -> Array:
     return lax.sqrt(count.astype(carrier.name) * scale).astype(count.dtype)
 
 
-def _integer_root(wrapped: Array, guess: Array, carrier: Carrier) -> tuple[Array, Array]:
+def _integer_root(radicand: Array, guess: Array, carrier: Carrier) -> tuple[Array, Array]:
     """floor(sqrt X) and X - floor(sqrt X)^2, from X modulo 2^W and a guess with an error below 64."""
-    miss = wrapped - guess * guess
+    miss = radicand - guess * guess
     step = jnp.floor(miss.astype(carrier.name) / (guess + guess).astype(carrier.name))
     root = guess + step.astype(guess.dtype)
-    remainder = wrapped - root * root
+    remainder = radicand - root * root
     for _ in range(2):
         low = (remainder < 0).astype(root.dtype)
         root = root - low
@@ -78,7 +78,7 @@ def _further_bits(root: Array, remainder: Array) -> tuple[Array, Array]:
     """A word of the bits that follow an integer root, one after the other, and whether further bits follow."""
     width, zero = root.dtype.itemsize * 8, jnp.zeros_like(root)
 
-    def turn(_: Array, state: tuple[Array, ...]) -> tuple[Array, ...]:
+    def iterate(_: Array, state: tuple[Array, ...]) -> tuple[Array, ...]:
         high, low, rest_high, rest_low = state
         rest_high, rest_low = double_word.shifted_left(rest_high, rest_low, 2)
         trial_high, trial_low = double_word.shifted_left(high, low, 2)
@@ -90,7 +90,7 @@ def _further_bits(root: Array, remainder: Array) -> tuple[Array, Array]:
         high, low = double_word.shifted_left(high, low, 1)
         return high, low | fits.astype(root.dtype), rest_high, rest_low
 
-    _, rest, rest_high, rest_low = lax.fori_loop(0, width, turn, (zero, root, zero, remainder))
+    _, rest, rest_high, rest_low = lax.fori_loop(0, width, iterate, (zero, root, zero, remainder))
     return rest, (rest_high | rest_low) != 0
 
 
@@ -107,15 +107,15 @@ def _kept_bits(spec: Spec, carrier: Carrier) -> int:
 
 def divides_narrow(spec: Spec, carrier: Carrier, xr: Range, yr: Range) -> bool:
     """Whether `divide_narrow` is right for operands of these ranges."""
-    kept, least = _kept_bits(spec, carrier), 1 - carrier.bias
+    deciding_bits, least = _kept_bits(spec, carrier), 1 - carrier.bias
     low, high = xr.quantum - yr.top, xr.top - yr.quantum
     return (
         not spec.rounding.stochastic
         and spec.overflow is not Overflow.WRAP
         and has_spare_bits(spec.format, carrier)
-        and kept + yr.bits <= carrier.fraction + 1
-        and 1 << carrier.fraction + 1 - kept >= 4 * _MISS
-        and min(low - carrier.fraction, low - kept + yr.quantum, xr.quantum, yr.quantum) >= least
+        and deciding_bits + yr.bits <= carrier.fraction + 1
+        and 1 << (carrier.fraction + 1 - deciding_bits) >= 4 * _MISS
+        and min(low - carrier.fraction, low - deciding_bits + yr.quantum, xr.quantum, yr.quantum) >= least
         and max(high, xr.top, yr.top) < carrier.bias
     )
 

@@ -51,7 +51,7 @@ def error_of_sum(error: Array, magnitude: Array, spec: Spec, carrier: Carrier) -
     if finer(spec, carrier) > carrier.fraction:
         return _parts(error, magnitude, below, spec, carrier), None
     # A smaller sum has no error, but the numbers that are compared with it must not vanish.
-    below = jnp.maximum(below, _least_binade(spec, carrier) + carrier.bias << carrier.fraction) & carrier.inf
+    below = jnp.maximum(below, (_least_binade(spec, carrier) + carrier.bias) << carrier.fraction) & carrier.inf
     return error, lax.bitcast_convert_type(below, error.dtype)
 
 
@@ -66,7 +66,7 @@ def _parts(error: Array, magnitude: Array, below: Array, spec: Spec, carrier: Ca
     # If the error is not zero, the sum is not small, and the unit's factor is finite.
     least = carrier.work_width - 2 + carrier.fraction
     below = jnp.maximum(below, least << carrier.fraction) & carrier.inf
-    bits = (extra - least + 2 * carrier.bias << carrier.fraction) - (below - (least << carrier.fraction))
+    bits = ((extra - least + 2 * carrier.bias) << carrier.fraction) - (below - (least << carrier.fraction))
     many = error * lax.bitcast_convert_type(bits, error.dtype)
     many = _bits.where(error < 0, jnp.minimum(many, error.dtype.type(-0.5)), many)  # also an error that vanished
     return _bits.where(magnitude < carrier.inf, many, error.dtype.type(0))
@@ -81,7 +81,7 @@ def round_with_error(
     carrier: Carrier,
     word: Array | None,
     binade: Array | None = None,
-    scaled_down: bool = False,
+    may_exceed_infinity: bool = False,
 ) -> Array:
     """A number rounded once under `spec`.
 
@@ -96,30 +96,31 @@ def round_with_error(
         carrier: the carrier of the bits.
         word: a random word for each element, for the stochastic modes.
         binade: the power of two of the last places, for an error in its own units.
-        scaled_down: whether `bits` of finite numbers may be above the bits of infinity.
+        may_exceed_infinity: whether `bits` of finite numbers may be above the bits of infinity.
     """
     assert isinstance(spec.format, FloatFormat)
     drop = _drop(spec.format, carrier)
     mask = _bits.low_mask(drop)
-    carried = (spec.rounding in NEAREST or spec.rounding.stochastic) and spec.overflow is Overflow.IEEE
-    carried = carried and spec.format.has_inf and make_grid(spec.format, carrier).top_bits == (carrier.inf - 1) & ~mask
-    bits = jnp.minimum(bits, carrier.nan - (not carried))  # a NaN with more bits could overflow by the carry
-    drawn = draw(word, spec, carrier)
+    carries = (spec.rounding in NEAREST or spec.rounding.stochastic) and spec.overflow is Overflow.IEEE
+    carries = carries and spec.format.has_inf and make_grid(spec.format, carrier).top_bits == (carrier.inf - 1) & ~mask
+    bits = jnp.minimum(bits, carrier.nan - (not carries))  # a NaN with more bits could overflow by the carry
+    random = draw(word, spec, carrier)
     if needs_parts(spec):
-        assert error is not None and drawn is not None
-        rounded = _with_word(bits, error, binade, drawn.word, spec, carrier) & ~mask
+        assert error is not None and random is not None
+        rounded_bits = _with_word(bits, error, binade, random.word, spec, carrier) & ~mask
     else:
         if error is not None:  # rounded to odd
             below, above = error < 0, error > 0
             bits = (bits - below.astype(bits.dtype)) | (below | above).astype(bits.dtype)
         last = bits >> drop & 1
-        rounded = (bits + AWAY[spec.rounding](DroppedBits(bits, drop, drop, mask, last, sign != 0, drawn))) & ~mask
-    if carried:  # the carry out of the largest value is infinity
-        if scaled_down:
-            rounded = _bits.where(magnitude < carrier.inf, jnp.minimum(rounded, carrier.inf), rounded)
-        return _bits.join(sign, rounded, carrier)
-    ended = at_ends(magnitude, rounded, sign != 0, spec, make_grid(spec.format, carrier))
-    return _bits.join(sign, _bits.where(magnitude > carrier.inf, magnitude, ended), carrier)
+        cut = DroppedBits(bits, drop, drop, mask, last, sign != 0, random)
+        rounded_bits = (bits + AWAY[spec.rounding](cut)) & ~mask
+    if carries:  # the carry out of the largest value is infinity
+        if may_exceed_infinity:
+            rounded_bits = _bits.where(magnitude < carrier.inf, jnp.minimum(rounded_bits, carrier.inf), rounded_bits)
+        return _bits.join(sign, rounded_bits, carrier)
+    clipped_bits = at_ends(magnitude, rounded_bits, sign != 0, spec, make_grid(spec.format, carrier))
+    return _bits.join(sign, _bits.where(magnitude > carrier.inf, magnitude, clipped_bits), carrier)
 
 
 def _with_word(bits: Array, error: Array, binade: Array | None, word: Array, spec: Spec, carrier: Carrier) -> Array:
@@ -131,7 +132,7 @@ def _with_word(bits: Array, error: Array, binade: Array | None, word: Array, spe
         return bits + ((jnp.floor(error).astype(bits.dtype) + low) >> extra)
     # The low bits of the word as the low bits of a float, which is too large by 2^first.
     first = fraction if binade is None else -extra
-    exponent = word.dtype.type(first + carrier.bias << fraction)
+    exponent = word.dtype.type((first + carrier.bias) << fraction)
     low = lax.bitcast_convert_type(_low(word, extra) | exponent, error.dtype)
     over, under = low - kind(2.0**first + 2.0 ** (first - fraction + extra)), low - kind(2.0**first)
     if binade is not None:

@@ -41,7 +41,7 @@ _M, _BIAS = _CARRIER.fraction, _CARRIER.bias
 
 
 def _power_bits(exponent: int) -> int:
-    return exponent + _BIAS << _M
+    return (exponent + _BIAS) << _M
 
 
 #: The smallest normal number.
@@ -62,7 +62,7 @@ def _is_of_full_range(spec: Spec | None, carrier: Carrier) -> bool:
 
 
 def adds(spec: Spec | None, carrier: Carrier) -> bool:
-    """Whether `add` is right for all operands of the carrier; None is the carrier's own format, to nearest even."""
+    """Whether `add` is right for all operands of the carrier; None is its own format, to nearest even."""
     return _is_of_full_range(spec, carrier)
 
 
@@ -72,7 +72,7 @@ def _precision(spec: Spec) -> int:
 
 
 def multiplies(spec: Spec | None, carrier: Carrier, xr: Range, yr: Range) -> bool:
-    """Whether `multiply` is right for operands of these ranges: the carrier must have the bits of their product."""
+    """Whether `multiply` is right for these ranges: the carrier must have the bits of their product."""
     few = xr.bits + yr.bits <= _M + 1
     return few and _is_of_full_range(spec, carrier) and (spec is None or _precision(spec) <= 16)
 
@@ -114,7 +114,7 @@ def _add_with_error(x: Array, y: Array, spec: Spec, word: Array | None) -> Array
     bits = _bits.where(zero, 0, _unscaled(magnitude, scale.least) - shift)
     error, binade = error_of_sum(error, magnitude, spec, _CARRIER)
     return round_with_error(
-        sign & _CARRIER.sign_bit, magnitude, bits, error, spec, _CARRIER, word, binade, scaled_down=True
+        sign & _CARRIER.sign_bit, magnitude, bits, error, spec, _CARRIER, word, binade, may_exceed_infinity=True
     )
 
 
@@ -127,8 +127,8 @@ def multiply(x: Array, y: Array, spec: Spec | None, word: Array | None) -> Array
     shift, least = scale.shift, scale.least
     product = _lifted(less + shift, scale) * _float(more)
     if spec is not None and spec.rounding in SEES_THE_LEAST:
-        vanished = (product < 2.0 ** (1 - _BIAS)) & (less > 0)
-        product = _bits.where(vanished, np.float32(2.0 ** (1 - _BIAS)), product)
+        vanishes = (product < 2.0 ** (1 - _BIAS)) & (less > 0)
+        product = _bits.where(vanishes, np.float32(2.0 ** (1 - _BIAS)), product)
     sign, magnitude, subnormal = xs ^ ys, _work(product), product < least
     shift = _bits.where(product < np.inf, shift, np.int32(0))  # the bits of a NaN may have the sign bit
     if spec is not None and spec.rounding is Rounding.NEAREST_EVEN:
@@ -140,9 +140,9 @@ def multiply(x: Array, y: Array, spec: Spec | None, word: Array | None) -> Array
         error = None
     else:
         offset = _bits.where(subnormal, least, np.float32(0))
-        raised = product + offset
-        bits = _work(raised) - _bits.where(subnormal, np.int32(_power_bits(_PRODUCT_UP + 1 - _BIAS)), shift)
-        error = product - (raised - offset)
+        total = product + offset
+        bits = _work(total) - _bits.where(subnormal, np.int32(_power_bits(_PRODUCT_UP + 1 - _BIAS)), shift)
+        error = product - (total - offset)
     if spec is None:
         return _bits.join(sign, bits, _CARRIER)
     if needs_parts(spec):

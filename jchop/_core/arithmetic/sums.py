@@ -32,7 +32,7 @@ def sum_along(
     seeds: Array | None = None,
     *,
     keepdims: bool = False,
-    known: Spec | None = None,
+    value_spec: Spec | None = None,
     matmul: Callable[..., Array] = matmul_body,
 ) -> Array:
     """The sums of `x` along axes, in the order and with the rounding of ``mspec.accumulate``.
@@ -46,26 +46,26 @@ def sum_along(
         mspec: the arithmetic.
         seeds: twelve uint32, if ``mspec.accumulate`` draws.
         keepdims: whether to keep the axes, with length one.
-        known: the spec that holds the values of `x`, for a faster way. Default: ``mspec.operands``.
+        value_spec: the spec that holds the values of `x`, for a faster way. Default: ``mspec.operands``.
         matmul: the function that multiplies matrices.
 
     Returns:
         The sums, of the dtype of `x`; +0 for no elements.
     """
     rows, outer = _rows(x, axis)
-    spec = replace(mspec, operands=_with_one(known or mspec.operands, x.dtype), product=None, fused=False)
+    spec = replace(mspec, operands=_with_one(value_spec or mspec.operands, x.dtype), product=None, fused=False)
     wide = rows.astype(operation_carrier(x.dtype).name)
     ones = jnp.ones((1, rows.shape[1], 1), wide.dtype)
     total = matmul(wide[None], ones, *(() if seeds is None else (seeds,)), spec=spec)
     return _shaped(total.reshape(outer), x, axis, keepdims).astype(x.dtype)
 
 
-def _with_one(known: Spec | None, dtype: Any) -> Spec | None:
-    """`known` if 1 is in the range of its values, else None."""
-    if known is None:
+def _with_one(value_spec: Spec | None, dtype: Any) -> Spec | None:
+    """`value_spec` if 1 is in the range of its values, else None."""
+    if value_spec is None:
         return None
-    r = range_of(known, operation_carrier(dtype))
-    return replace(known, gradient="straight_through") if r.bottom <= 0 < r.top else None
+    r = range_of(value_spec, operation_carrier(dtype))
+    return replace(value_spec, gradient="straight_through") if r.bottom <= 0 < r.top else None
 
 
 def product_along(
@@ -111,20 +111,20 @@ _STEPS = {"sum": ("add", 0.0), "prod": ("mul", 1.0)}
 def _run(
     kind: str, columns: Array, spec: Spec, seeds: Sequence[Array] | None, where: Array | None = None
 ) -> tuple[Array, Array]:
-    """The last value and all values of c along the first axis; turn k draws with the seeds of turn k of loop 0."""
+    """The last value and all values of c along the first axis; iteration k has the seeds of iteration k of loop 0."""
     name, start = _STEPS[kind]
     ranges = _with_start(spec, columns.dtype)
 
-    def turn(carry: tuple[Array, Array], each: tuple[Array, Array | None]) -> tuple[tuple[Array, Array], Array]:
-        (c, k), (column, counts) = carry, each
+    def iterate(carry: tuple[Array, Array], element: tuple[Array, Array | None]) -> tuple[tuple[Array, Array], Array]:
+        (c, k), (column, counts) = carry, element
         word = words(fold_seeds(seeds, 0, k), c) if draws(spec) and seeds is not None else None
         following = operation(name, [c, column], spec, word, ranges=ranges)
         c = following if counts is None else _bits.where(counts, following, c)
         return (c, k + jnp.uint32(1)), c
 
     first = jnp.full_like(columns[0] if columns.shape[0] else columns.sum(0), start)
-    (last, _), each = lax.scan(turn, (first, jnp.uint32(0)), (columns, where))
-    return last, each
+    (last, _), values = lax.scan(iterate, (first, jnp.uint32(0)), (columns, where))
+    return last, values
 
 
 def _with_start(spec: Spec, dtype: Any) -> tuple[Range, Range]:
@@ -145,10 +145,10 @@ def _axes(x: Array, axis: Axes) -> tuple[int, ...]:
 def _rows(x: Array, axis: Axes) -> tuple[Array, tuple[int, ...]]:
     """A matrix with a row for each result, and the shape of the results."""
     axes = _axes(x, axis)
-    kept = [a for a in range(x.ndim) if a not in axes]
-    outer = tuple(x.shape[a] for a in kept)
+    outer_axes = [a for a in range(x.ndim) if a not in axes]
+    outer = tuple(x.shape[a] for a in outer_axes)
     length = math.prod(x.shape[a] for a in axes)
-    return jnp.transpose(x, (*kept, *sorted(axes))).reshape(math.prod(outer), length), outer
+    return jnp.transpose(x, (*outer_axes, *sorted(axes))).reshape(math.prod(outer), length), outer
 
 
 def _shaped(total: Array, x: Array, axis: Axes, keepdims: bool) -> Array:

@@ -1,7 +1,7 @@
 """The functions: for each a formula in pairs of float32 numbers, and its special cases.
 
-If f(x) is x, or a number of the format, plus a term too small for a float32 number, the argument's exponent is held at
-a least one (`FIRST_ORDER`, `SECOND_ORDER`). The term is still too small to matter, and keeps its sign.
+If f(x) is x, or a number of the format, plus a term too small for a float32 number, the argument's exponent is clamped
+to a least one (`FIRST_ORDER`, `SECOND_ORDER`). The term is still too small to matter, and keeps its sign.
 """
 
 from __future__ import annotations
@@ -36,16 +36,16 @@ def _nearest_integer(x: Array) -> Array:
 
 
 def _power(exponent: Array) -> Array:
-    """2^exponent for exponents of at most 0, held at `_TINY`."""
+    """2^exponent for exponents of at most 0, raised to `_TINY`."""
     return power_of_two(jnp.maximum(exponent, _TINY))
 
 
 def _parts_of(value: Fraction, *bits: int) -> list[np.float32]:
     """A positive constant below 1 as a sum of numbers, each with the next `bits` binary places, and the rest."""
-    parts, done = [], 0
+    parts, place = [], 0
     for count in bits:
-        done += count
-        part = Fraction(int(value * 2**done), 2**done)
+        place += count
+        part = Fraction(int(value * 2**place), 2**place)
         parts.append(np.float32(part.numerator / part.denominator))
         value -= part
     return [*parts, constant(value).hi]
@@ -120,7 +120,7 @@ def _size(x: Argument, least: int, most: float) -> tuple[Array, Array]:
 
 
 def _exp(x: Argument) -> Value:
-    return Value(*_power_of_e(single(x.held(FIRST_ORDER, _MOST))), _of_exponential(x))
+    return Value(*_power_of_e(single(x.clamp(FIRST_ORDER, _MOST))), _of_exponential(x))
 
 
 def _of_exponential(x: Argument) -> tuple[tuple[Array, float], ...]:
@@ -128,7 +128,7 @@ def _of_exponential(x: Argument) -> tuple[tuple[Array, float], ...]:
 
 
 def _exp2(x: Argument) -> Value:
-    number = x.held(FIRST_ORDER, _MOST)
+    number = x.clamp(FIRST_ORDER, _MOST)
     n = _nearest_integer(number * 8)
     r = pairs.times(constant(numbers.log(2)), number - n / 8)
     return Value(*_power_of_eighths(r, n.astype(jnp.int32)), _of_exponential(x))
@@ -147,7 +147,7 @@ def _expm1(x: Argument) -> Value:
 
 def _logistic(x: Argument) -> Value:
     """1 / (1 + t) with t = e^-|x|; for negative x, t / (1 + t)."""
-    size = jnp.abs(x.held(FIRST_ORDER, _MOST))
+    size = jnp.abs(x.clamp(FIRST_ORDER, _MOST))
     t, n = _power_of_e(single(-size))
     below = pairs.add_ordered(_UNIT, pairs.times_power(t, _power(n)))
     top = pairs.select(x.negative, t, single(jnp.ones_like(size)))
@@ -249,8 +249,8 @@ def _logarithm(base: int) -> Callable[[Argument], Value]:
         total = _sum_of_logs(_quotient(m), n + x.exponent, base)
         if base == 10:  # powers of ten that float32 holds: no other number has a logarithm so close
             near = _nearest_integer(total.hi)
-            known = (near >= 0) & (near <= 10) & (jnp.abs((total.hi - near) + total.lo) < 2.0**-28)
-            total = pairs.select(known, single(near), total)
+            is_power_of_ten = (near >= 0) & (near <= 10) & (jnp.abs((total.hi - near) + total.lo) < 2.0**-28)
+            total = pairs.select(is_power_of_ten, single(near), total)
         return Value(total, 0, ((total.hi == 0, 0.0), *_of_logarithm(x)))
 
     return log
@@ -346,7 +346,7 @@ def _long_product(a: Array, b: Array) -> tuple[Array, Array]:
 
 
 def _turned(x: Argument) -> tuple[Pair, Array, Array, Array]:
-    """The r and q of an argument, the change of its exponent if it was held, and whether it is infinite."""
+    """The r and q of an argument, the change of its exponent if it was clamped, and whether it is infinite."""
     size, shift = x.size(SECOND_ORDER, 0)
     r, q = _quarters(x)
     small = ~x.exceeds(0.75)
@@ -394,10 +394,12 @@ def _tan(x: Argument) -> Value:
     return Value(value, shift, ((x.zero, 0.0), (infinite, _NAN)), x.sign ^ _sign_if(negative ^ inverse))
 
 
-def angle_of(y: Pair, x: Pair, left: Array | None = None, divide: Callable[[Pair, Pair], Pair] = pairs.divide) -> Pair:
+def angle_of(
+    y: Pair, x: Pair, negative_x: Array | None = None, divide: Callable[[Pair, Pair], Pair] = pairs.divide
+) -> Pair:
     """The angle in [0, π/2] of a point with nonnegative coordinates: arctan(c) + arctan(t).
 
-    t = (y - c x) / (x + c y), or t = -x / y for c = ∞. If `left`, the result is π minus the angle.
+    t = (y - c x) / (x + c y), or t = -x / y for c = ∞. If `negative_x`, the result is π minus the angle.
     """
     steep, unit = y.hi > 4 * x.hi, np.float32(1)
     flat, half, even = (y.hi < limit * x.hi for limit in (0.25, 0.75, 1.4))
@@ -409,17 +411,19 @@ def angle_of(y: Pair, x: Pair, left: Array | None = None, divide: Callable[[Pair
     angles = ((even, right / 2), (half, half_angle), (flat, Fraction(0)), (steep, right))
     t = divide(above, below)
     start = _of_cases(right - half_angle, angles)
-    if left is not None:
-        start = pairs.select(left, _of_cases(right + half_angle, [(at, 2 * right - v) for at, v in angles]), start)
-        t = pairs.times_power(t, _bits.where(left, -unit, unit))
+    if negative_x is not None:
+        start = pairs.select(
+            negative_x, _of_cases(right + half_angle, [(at, 2 * right - v) for at, v in angles]), start
+        )
+        t = pairs.times_power(t, _bits.where(negative_x, -unit, unit))
     return pairs.add(start, arctangent_series(t, -1))
 
 
 def _of_cases(default: Fraction, cases: Sequence[tuple[Array, Fraction]]) -> Pair:
     """The constant of the last case that holds."""
     value = constant(default)
-    for where, known in cases:
-        value = pairs.select(where, constant(known), value)
+    for where, number in cases:
+        value = pairs.select(where, constant(number), value)
     return value
 
 
@@ -475,9 +479,9 @@ def _error(size: Array) -> tuple[Pair, Pair, Array, Array]:
         return take(jnp.asarray(of), jnp.minimum(index, len(of) - 1))
 
     terms = tuple(Pair(word(c.hi), word(c.lo) if n < 8 else None) for n, c in enumerate(table))
-    scaled = pairs.polynomial(single(large - middle), terms, 8)
+    scaled_erfc = pairs.polynomial(single(large - middle), terms, 8)
     power, n = _power_of_e(pairs.negative(pairs.product(large, large)))
-    return inside, pairs.multiply(scaled, power), n, size >= 1
+    return inside, pairs.multiply(scaled_erfc, power), n, size >= 1
 
 
 def _erf(x: Argument) -> Value:
@@ -492,8 +496,8 @@ def _erfc(x: Argument) -> Value:
     size, _ = _size(x, FIRST_ORDER, _MOST_ERROR)
     inside, outside, n, large = _error(size)
     inside = pairs.add_ordered(_UNIT, pairs.select(x.negative, inside, pairs.negative(inside)))
-    reflected = pairs.add_ordered(constant(2), pairs.times_power(outside, -_power(n)))
-    value = pairs.select(large, pairs.select(x.negative, reflected, outside), inside)
+    reflection = pairs.add_ordered(constant(2), pairs.times_power(outside, -_power(n)))
+    value = pairs.select(large, pairs.select(x.negative, reflection, outside), inside)
     cases = ((x.zero, 1.0), (x.infinite, 0.0), (x.infinite & x.negative, 2.0))
     return Value(value, _bits.where(large & ~x.negative, n, 0), cases)
 

@@ -58,15 +58,15 @@ def _arctan2(y: Argument, x: Argument) -> Value:
     both = x.infinite & y.infinite
     flat = y.zero | (x.infinite & ~both)
     steep = (x.zero & ~y.zero) | (y.infinite & ~both)
-    left = x.negative
-    apart = y.exponent - x.exponent
-    held = _bits.clip(apart, _bits.where(left, FIRST_ORDER, SECOND_ORDER), -FIRST_ORDER)
-    shift = _bits.where(left, 0, jnp.minimum(apart - held, 0))
-    above = _bits.where(both, 1.0, y.significand * power_of_two(jnp.maximum(held, -60)))
+    negative_x = x.negative
+    difference = y.exponent - x.exponent
+    gap = _bits.clip(difference, _bits.where(negative_x, FIRST_ORDER, SECOND_ORDER), -FIRST_ORDER)
+    shift = _bits.where(negative_x, 0, jnp.minimum(difference - gap, 0))
+    above = _bits.where(both, 1.0, y.significand * power_of_two(jnp.maximum(gap, -60)))
     above, shift = _bits.where(flat, 0.0, _bits.where(steep, 1.0, above)), _bits.where(steep | both, 0, shift)
     below = _bits.where(steep, 0.0, _bits.where(both | flat, 1.0, x.significand))
-    value = angle_of(single(above), single(below), left, pairs.divide_exactly)
-    return Value(value, shift, ((flat & ~left, 0.0), (x.nan | y.nan, _NAN)), y.sign)
+    value = angle_of(single(above), single(below), negative_x, pairs.divide_exactly)
+    return Value(value, shift, ((flat & ~negative_x, 0.0), (x.nan | y.nan, _NAN)), y.sign)
 
 
 # -- exponentials and logarithms ---------------------------------------------------------------------------------------
@@ -95,7 +95,7 @@ def _logaddexp(x: Argument, y: Argument) -> Value:
             (x.infinite, y.infinite),
         )
     )
-    a, b = (v.held(-100, 2.0**100) for v in (x, y))
+    a, b = (v.clamp(-100, 2.0**100) for v in (x, y))
     d = pairs.exact_sum(_bits.where(swap, a, b), -_bits.where(swap, b, a))
     far = d.hi < -300
     t, n = _power_of_eighths(*eighths(pairs.select(far, single(jnp.full_like(a, -300)), d)))
@@ -127,7 +127,7 @@ def _power(x: Argument, y: Argument) -> Value:
     operands of 11 bits. Products with halves of y are exact.
     """
     n, parts, more = _binary_logarithm(x)
-    number = y.held(-60, 2.0**40)
+    number = y.clamp(-60, 2.0**40)
     high, low = pairs.halves(number)
     about = number * (n + (parts[0] + parts[1])) + number * more.hi
     beyond = jnp.abs(about) > 300

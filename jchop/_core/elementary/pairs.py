@@ -156,7 +156,7 @@ def divide(a: Pair, b: Pair) -> Pair:
 
 
 def divide_exactly(a: Pair, b: Pair) -> Pair:
-    """As `divide`; and the second number is zero if the quotient is a number of few bits, else of the right sign."""
+    """As `divide`; the second number is zero if the quotient is a number of few bits, else of the right sign."""
     inverse = np.float32(1) / b.hi
 
     def error(guess: Array) -> Array:

@@ -59,12 +59,12 @@ class Argument:
         return self.magnitude == _bits_of(number)
 
     def size(self, least: int, most: int) -> tuple[Array, Array]:
-        """|x| with its exponent held between two; and x's exponent minus `least` if it is negative, else 0."""
-        held = _bits.clip(self.exponent, least, most)
-        return self.significand * power_of_two(held), jnp.minimum(self.exponent - least, 0)
+        """|x| with its exponent clamped between two; and x's exponent minus `least` if it is negative, else 0."""
+        exponent = _bits.clip(self.exponent, least, most)
+        return self.significand * power_of_two(exponent), jnp.minimum(self.exponent - least, 0)
 
-    def held(self, least: int, most: float) -> Array:
-        """The number x with its magnitude held between 2^least and `most`."""
+    def clamp(self, least: int, most: float) -> Array:
+        """The number x with its magnitude clamped between 2^least and `most`."""
         bits = _bits.clip(self.magnitude, (F32.bias + least) << F32.fraction, _bits_of(most))
         return lax.bitcast_convert_type(bits | self.sign, jnp.float32)
 
@@ -111,13 +111,13 @@ def as_odd(value: Value) -> tuple[Array, Array]:
         field = (bits >> F32.fraction) + value.exponent
         down = _bits.clip(1 - field, 0, F32.fraction + 1)
         count = significand(bits, F32)
-        kept = count >> down
-        small = kept | (kept << down != count).astype(bits.dtype)
+        head = count >> down
+        small = head | (head << down != count).astype(bits.dtype)
         large = _bits.where(field >= F32.inf >> F32.fraction, F32.inf - 1, bits + (value.exponent << F32.fraction))
         bits = _bits.where(field < 1, small, large)
     for where, number in value.cases:
-        known_sign, known_bits = _bits_of_number(number)
-        sign, bits = _bits.where(where, known_sign, sign), _bits.where(where, known_bits, bits)
+        case_sign, case_bits = _bits_of_number(number)
+        sign, bits = _bits.where(where, case_sign, sign), _bits.where(where, case_bits, bits)
     return sign ^ value.flip, bits
 
 
@@ -161,12 +161,12 @@ def _scaled(v: Exact, exponent: Array | int) -> Exact:
     magnitude = _bits.where(beyond, F32.inf - 1, (field << F32.fraction) + fraction)
     down = _bits.clip(1 - field, 0, 31)
     count = significand(v.magnitude, F32)
-    lost = count & _bits.low_mask(down)
+    tail = count & _bits.low_mask(down)
     magnitude = _bits.where(field < 1, count >> down, magnitude)
     word = down.astype(v.rest.dtype)
-    rest = _bits.where(down > 0, lost.astype(word.dtype) << 1 << 31 - word | v.rest >> word, v.rest)
+    rest = _bits.where(down > 0, tail.astype(word.dtype) << 1 << (31 - word) | v.rest >> word, v.rest)
     rest = _bits.where(beyond, ~jnp.zeros_like(rest), rest)
-    return Exact(v.sign, magnitude, v.inexact | (lost != 0) | beyond, rest, v.inexact | beyond, beyond)
+    return Exact(v.sign, magnitude, v.inexact | (tail != 0) | beyond, rest, v.inexact | beyond, beyond)
 
 
 def _known(v: Exact, where: Array, number: Array | float) -> Exact:
@@ -208,7 +208,7 @@ def widened(x: Array) -> Array:
     sign, magnitude = _bits.split(x, F32)
     exponent, count = double_word.normalised(magnitude, F32)
     exponent, count = exponent.astype(_F64.work), count.astype(_F64.work)
-    bits = (exponent + _F64.bias - 1 << _F64.fraction) + (count << _MORE)
+    bits = ((exponent + _F64.bias - 1) << _F64.fraction) + (count << _MORE)
     bits = _bits.where(magnitude == F32.inf, _F64.inf, _bits.where(magnitude > F32.inf, _F64.nan, bits))
     bits = _bits.where(magnitude == 0, 0, bits)
     return _bits.join(_bits.where(sign != 0, _F64.sign_bit, 0).astype(_F64.work), bits, _F64)

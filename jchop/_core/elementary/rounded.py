@@ -24,7 +24,7 @@ Array = jax.Array
 
 
 def rounds(name: str, spec: Spec) -> bool:
-    """Whether `elementary` has a function of this name, and float32 has two bits more than the format of `spec`."""
+    """Whether `elementary` has a function of this name, and float32 two bits more than the format."""
     if not (name in FUNCTIONS or name in FUNCTIONS_OF_TWO) or not holds(spec, F32):
         return False
     return isinstance(spec.format, CodebookFormat) or has_spare_bits(spec.format, F32)
@@ -55,8 +55,8 @@ def _rounded(operands: list[Array], word: Array | None, name: str, spec: Spec) -
     return round_elements(_bits.join(*as_odd(value), F32), spec, F32, word)
 
 
-def _value(given: list[Argument], x: Array, name: str) -> Value:
+def _value(arguments: list[Argument], x: Array, name: str) -> Value:
     if name in FUNCTIONS_OF_TWO:
-        return FUNCTIONS_OF_TWO[name](*given)
-    value = FUNCTIONS[name](*given)
-    return replace(value, cases=(*value.cases, (given[0].nan, x)))
+        return FUNCTIONS_OF_TWO[name](*arguments)
+    value = FUNCTIONS[name](*arguments)
+    return replace(value, cases=(*value.cases, (arguments[0].nan, x)))

@@ -61,8 +61,8 @@ def make_bins(thresholds: Sequence[int], margin: int = 0) -> Bins | None:
         margin: the largest error of a binned number; bins count as larger by it.
     """
     width = max(map(abs, thresholds)).bit_length()
-    found = (_bins(np.array(thresholds, object), shift, margin) for shift in range(width, -1, -1))
-    return next((bins for bins in found if bins is not None), None)
+    candidates = (_bins(np.array(thresholds, object), shift, margin) for shift in range(width, -1, -1))
+    return next((bins for bins in candidates if bins is not None), None)
 
 
 def _bins(thresholds: np.ndarray, shift: int, margin: int) -> Bins | None:
@@ -70,7 +70,7 @@ def _bins(thresholds: np.ndarray, shift: int, margin: int) -> Bins | None:
     sizes = [abs(value) for value in thresholds if abs(value) > 1 + margin]
     if not sizes:
         return None
-    first, last = max((min(sizes) - margin >> shift) - 1, 0), (max(sizes) + margin >> shift) + 1
+    first, last = max(((min(sizes) - margin) >> shift) - 1, 0), ((max(sizes) + margin) >> shift) + 1
     negative = bool(thresholds[0] < 0)
     count = last - first + 1
     if count << negative > _MOST:

@@ -58,7 +58,7 @@ def _table(fmt: CodebookFormat, carrier: Carrier) -> _Table:
     levels = [Fraction(level) for level in fmt.levels]
     pairs = list(itertools.pairwise(levels))
 
-    def ordered(values: list[int]) -> np.ndarray:
+    def to_array(values: list[int]) -> np.ndarray:
         return np.array(values, carrier.work)
 
     def at_least(value: Fraction) -> int:  # first ordered integer whose value is >= value
@@ -69,10 +69,10 @@ def _table(fmt: CodebookFormat, carrier: Carrier) -> _Table:
 
     def first(mode: Rounding) -> np.ndarray:
         points = (threshold(mode, index, *pair) for index, pair in enumerate(pairs))
-        return ordered([above(point) if strict else at_least(point) for point, strict in points])
+        return to_array([above(point) if strict else at_least(point) for point, strict in points])
 
     return _Table(
-        levels=ordered([at_least(level) for level in levels]),
+        levels=to_array([at_least(level) for level in levels]),
         thresholds={mode: first(mode) for mode in Rounding if not mode.stochastic},
     )
 
@@ -98,8 +98,8 @@ def pick_code(codes: Array, table: Sequence[int], bits: int) -> Array:
         return _bits.where(is_set[bit], *(jnp.full_like(codes, v) if isinstance(v, int) else v for v in (high, low)))
 
     is_set = [(codes & (1 << bit)) != 0 for bit in range(bits)]
-    found = pick(full, bits - 1)
-    return jnp.full_like(codes, found) if isinstance(found, int) else found
+    choice = pick(full, bits - 1)
+    return jnp.full_like(codes, choice) if isinstance(choice, int) else choice
 
 
 def _search(value: Array, thresholds: np.ndarray, choices: np.ndarray) -> Array:
@@ -108,8 +108,8 @@ def _search(value: Array, thresholds: np.ndarray, choices: np.ndarray) -> Array:
     if bins is None:
         return _bisect(value, thresholds, choices)
     index = take(jnp.asarray(bins.below), bins.place(value < 0, jnp.abs(value))).astype(jnp.int32)
-    reached = value >= take(jnp.asarray(thresholds), index)
-    return take(jnp.asarray(choices), index + reached)
+    reaches = value >= take(jnp.asarray(thresholds), index)
+    return take(jnp.asarray(choices), index + reaches)
 
 
 @lru_cache(maxsize=256)
@@ -128,16 +128,16 @@ def _bisect(value: Array, thresholds: np.ndarray, choices: np.ndarray) -> Array:
     table = jnp.asarray(np.concatenate([thresholds, padding]))
     count = jnp.zeros_like(value)
     for step in reversed(range(steps)):
-        reached = value >= take(table, count + ((1 << step) - 1))
-        count = _bits.where(reached, count + (1 << step), count)
+        reaches = value >= take(table, count + ((1 << step) - 1))
+        count = _bits.where(reaches, count + (1 << step), count)
     return take(jnp.asarray(choices), count)
 
 
 def _draw_between(value: Array, word: Array | None, spec: Spec, table: _Table, carrier: Carrier) -> Array:
     """The stochastic modes: the neighbour of larger magnitude if the draw selects it, else the other one."""
-    reached = table.thresholds[Rounding.DOWN]
-    below = pick_level(value, reached, table.levels)
-    above = pick_level(value, reached, np.append(table.levels[1:], table.levels[-1]))
+    starts = table.thresholds[Rounding.DOWN]
+    below = pick_level(value, starts, table.levels)
+    above = pick_level(value, starts, np.append(table.levels[1:], table.levels[-1]))
     inward = jnp.abs(below) < jnp.abs(above)
     near, far = _bits.where(inward, below, above), _bits.where(inward, above, below)
     random = draw(word, spec, carrier)
@@ -158,16 +158,16 @@ def _proportional(value: Array, near: Array, far: Array, random: Draw, mode: Rou
     """
     wide = "float64" if carrier.width == 64 else "float32"
 
-    def number(ordered: Array) -> Array:
-        sign = _bits.where(ordered < 0, carrier.sign_bit, 0).astype(ordered.dtype)
-        return _bits.join(sign, jnp.abs(ordered), carrier).astype(wide)
+    def number(ordered_bits: Array) -> Array:
+        sign = _bits.where(ordered_bits < 0, carrier.sign_bit, 0).astype(ordered_bits.dtype)
+        return _bits.join(sign, jnp.abs(ordered_bits), carrier).astype(wide)
 
-    unit = 1 << random.width - random.bits
+    unit = 1 << (random.width - random.bits)
     to_nearest = mode is Rounding.STOCHASTIC_C  # rounds nu 2^N to the nearest integer first, so half a unit earlier
     word = random.word | random.word.dtype.type(unit >> 1) if to_nearest else random.word
-    left, share = jnp.abs(number(far) - number(value)), word.astype(wide) * 2.0**-random.width
+    distance, share = jnp.abs(number(far) - number(value)), word.astype(wide) * 2.0**-random.width
     limit = jnp.abs(number(far) - number(near)) * share
     if not to_nearest:
-        return left <= limit
-    even = random.word >> random.width - random.bits & 1 == 0  # decides a tie
-    return (left < limit) | ((left == limit) & even)
+        return distance <= limit
+    even = random.word >> (random.width - random.bits) & 1 == 0  # decides a tie
+    return (distance < limit) | ((distance == limit) & even)

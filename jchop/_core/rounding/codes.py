@@ -84,8 +84,8 @@ def decode_elements(codes: Array, fmt: ElementFormat, carrier: Carrier, *, short
     if isinstance(fmt, HiFloat8Format):
         return decode_hif8(codes, carrier)
     assert isinstance(fmt, CodebookFormat)
-    ordered = [carrier.ceil_bits(Fraction(level)) for level in fmt.levels]
-    patterns = [abs(bits) | (carrier.sign_bit if bits < 0 else 0) for bits in ordered] + [carrier.nan]
+    level_bits = [carrier.ceil_bits(Fraction(level)) for level in fmt.levels]
+    patterns = [abs(bits) | (carrier.sign_bit if bits < 0 else 0) for bits in level_bits] + [carrier.nan]
     table = np.array(patterns, carrier.work)
     if len(table) > codebooks.COMPARE_ALL:
         bits = take(jnp.asarray(table), jnp.minimum(codes, len(table) - 1))
@@ -103,7 +103,7 @@ def decode_magnitude(codes: Array, fmt: FloatFormat, carrier: Carrier) -> Array:
     """
     if not _leads(fmt, carrier):
         return _bits.split(decode_elements(codes, fmt, carrier), carrier)[1]
-    return (codes.astype(carrier.work) & _bits.low_mask(fmt.bits - fmt.signed)) << carrier.fraction - fmt.frac_bits
+    return (codes.astype(carrier.work) & _bits.low_mask(fmt.bits - fmt.signed)) << (carrier.fraction - fmt.frac_bits)
 
 
 def extended(magnitude: Array, carrier: Carrier) -> Array:
@@ -112,9 +112,9 @@ def extended(magnitude: Array, carrier: Carrier) -> Array:
     A subnormal value is its bits, read as an integer, times the smallest value of the carrier.
     """
     wide = _bits.CARRIERS["float64" if carrier.width == 64 else "float32"]
-    lead = lax.bitcast_convert_type(magnitude.astype(wide.name), wide.work) >> wide.fraction - carrier.fraction
-    lowered = lead + (carrier.tiny_exponent + carrier.bias - wide.bias << carrier.fraction)
-    return _bits.where(magnitude < 1 << carrier.fraction, lowered, magnitude)
+    lead = lax.bitcast_convert_type(magnitude.astype(wide.name), wide.work) >> (wide.fraction - carrier.fraction)
+    subnormal_bits = lead + ((carrier.tiny_exponent + carrier.bias - wide.bias) << carrier.fraction)
+    return _bits.where(magnitude < 1 << carrier.fraction, subnormal_bits, magnitude)
 
 
 # -- floating-point formats --------------------------------------------------------------------------------------------
@@ -133,7 +133,7 @@ def _encode_float(sign: Array, magnitude: Array, fmt: FloatFormat, carrier: Carr
     if fmt.inf_code is not None and not leads:
         codes = _bits.where(magnitude == carrier.inf, fmt.inf_code, codes)
     if fmt.signed:
-        top = 1 << fmt.bits - 1 if fmt.bits < carrier.work_width else carrier.sign_bit
+        top = 1 << (fmt.bits - 1) if fmt.bits < carrier.work_width else carrier.sign_bit
         codes = _bits.where(sign != 0, codes | top, codes)
     nan = fmt.code_of(math.nan)
     return codes if nan is None else _bits.where(magnitude > carrier.inf, nan, codes)
@@ -181,13 +181,13 @@ def _is_short(fmt: FloatFormat | UniformFormat, carrier: Carrier) -> bool:
     """Whether float32 or float64 has all values as normal numbers, and adds the ends of the format exactly."""
     if isinstance(fmt, FloatFormat) and not (fmt.zero and fmt.subnormals and fmt.nans != "negative_zero"):
         return False
-    if isinstance(fmt, UniformFormat) and fmt.signed and fmt.min_code > -(1 << fmt.bits - 1):  # an unused code
+    if isinstance(fmt, UniformFormat) and fmt.signed and fmt.min_code > -(1 << (fmt.bits - 1)):  # an unused code
         return False
     return carrier.width >= 32 and fmt.bits < carrier.fraction and _all_normal(fmt, carrier)
 
 
 def _decode_short_float(codes: Array, fmt: FloatFormat, carrier: Carrier) -> Array:
-    """`_decode_float` in a few operations: a subnormal number is 1.f times the least normal number, minus that."""
+    """`_decode_float` in few operations: a subnormal number is 1.f times the least normal one, minus that."""
     code = codes & _bits.low_mask(fmt.bits - fmt.signed)
     drop, lag = carrier.fraction - fmt.frac_bits, carrier.bias - fmt.bias
     bits = (code << drop) + (lag << carrier.fraction)
@@ -197,10 +197,10 @@ def _decode_short_float(codes: Array, fmt: FloatFormat, carrier: Carrier) -> Arr
     if fmt.has_inf:
         bits = _bits.where(code == fmt.inf_code, carrier.inf, bits)
     if fmt.signed:
-        bits = bits | ((codes << carrier.work_width - fmt.bits) & carrier.sign_bit)
+        bits = bits | ((codes << (carrier.work_width - fmt.bits)) & carrier.sign_bit)
     if fmt.max_code != _bits.low_mask(fmt.bits - fmt.signed):
-        unused = code > fmt.max_code
-        bits = _bits.where(unused & (code != fmt.inf_code) if fmt.has_inf else unused, carrier.nan, bits)
+        beyond = code > fmt.max_code
+        bits = _bits.where(beyond & (code != fmt.inf_code) if fmt.has_inf else beyond, carrier.nan, bits)
     return lax.bitcast_convert_type(bits, jnp.dtype(carrier.name))
 
 
@@ -212,8 +212,8 @@ def _all_normal(fmt: FloatFormat | UniformFormat, carrier: Carrier) -> bool:
 def _scaled(count: Array, exponent: int, carrier: Carrier) -> Array:
     """Magnitude bits of count * 2^exponent, 0 or normal, for counts that a significand of the carrier holds."""
     wide = _bits.CARRIERS["float64" if carrier.width == 64 else "float32"]
-    bits = lax.bitcast_convert_type(count.astype(wide.name), wide.work) >> wide.fraction - carrier.fraction
-    return _bits.where(count == 0, 0, bits + (exponent + carrier.bias - wide.bias << carrier.fraction))
+    bits = lax.bitcast_convert_type(count.astype(wide.name), wide.work) >> (wide.fraction - carrier.fraction)
+    return _bits.where(count == 0, 0, bits + ((exponent + carrier.bias - wide.bias) << carrier.fraction))
 
 
 def _shifted(word: Array, right: int) -> Array:
@@ -234,9 +234,9 @@ def _encode_uniform(sign: Array, magnitude: Array, fmt: UniformFormat, carrier: 
 
 def _decode_short_uniform(codes: Array, fmt: UniformFormat, carrier: Carrier) -> Array:
     """`_decode_uniform` without a conversion: 2^fraction + code, minus that power of two."""
-    lead, sign = 1 << carrier.fraction, (1 << fmt.bits - 1) if fmt.signed else 0
-    lifted = codes ^ sign | (carrier.bias + carrier.fraction << carrier.fraction)
-    number = lax.bitcast_convert_type(lifted, jnp.dtype(carrier.name))
+    lead, sign = 1 << carrier.fraction, (1 << (fmt.bits - 1)) if fmt.signed else 0
+    number_bits = codes ^ sign | ((carrier.bias + carrier.fraction) << carrier.fraction)
+    number = lax.bitcast_convert_type(number_bits, jnp.dtype(carrier.name))
     number = number - jnp.asarray(float(lead + sign), number.dtype)
     return number * jnp.asarray(2.0**-fmt.frac_bits, number.dtype) if fmt.frac_bits else number
 
@@ -249,9 +249,9 @@ def _decode_uniform(codes: Array, fmt: UniformFormat, carrier: Carrier) -> Array
         magnitude = _scaled(size, -fmt.frac_bits, carrier)
     else:
         magnitude = _bits.compose(size, jnp.full_like(size, -fmt.frac_bits), carrier)
-    unused = fmt.signed and fmt.min_code > -(1 << fmt.bits - 1)
+    has_spare_code = fmt.signed and fmt.min_code > -(1 << (fmt.bits - 1))
     sign = _bits.where(count < 0, jnp.full_like(count, carrier.sign_bit), 0)
-    if unused:
+    if has_spare_code:
         magnitude = _bits.where(count < fmt.min_code, carrier.nan, magnitude)
         sign = _bits.where(count < fmt.min_code, 0, sign)
     return _bits.join(sign, magnitude.astype(carrier.work), carrier)
@@ -286,11 +286,11 @@ def pack(codes: Array, bits: int) -> Array:
     return _flat(_shifted_together(groups, starts))[..., : packed_size(codes.shape[-1], bits)]
 
 
-def unpack(packed: Array, bits: int, count: int) -> Array:
+def unpack(code_bytes: Array, bits: int, count: int) -> Array:
     """The codes that `pack` packed.
 
     Args:
-        packed: (..., ceil(count * bits / 8)) uint8.
+        code_bytes: (..., ceil(count * bits / 8)) uint8.
         bits: width of a code, 1 to 8.
         count: codes in a row.
 
@@ -302,15 +302,17 @@ def unpack(packed: Array, bits: int, count: int) -> Array:
         [1, 2, 15]
     """
     if bits == 8:
-        return packed
-    whole = 8 % bits == 0 and packed.shape[-1] % 4 == 0 and packed.shape[-1] * 8 == count * bits
-    whole = whole and not _bits.cut_axes(packed, [*[1] * (packed.ndim - 1), 4])
-    if whole and are_known(packed.shape):  # XLA has no shape for words of symbolic ones
+        return code_bytes
+    whole = 8 % bits == 0 and code_bytes.shape[-1] % 4 == 0 and code_bytes.shape[-1] * 8 == count * bits
+    whole = whole and not _bits.cut_axes(code_bytes, [*[1] * (code_bytes.ndim - 1), 4])
+    if whole and are_known(code_bytes.shape):  # XLA has no shape for words of symbolic ones
         # The codes of a 32-bit word fill a vector, which is faster than the codes of a byte.
-        words = lax.bitcast_convert_type(packed.reshape(*packed.shape[:-1], packed.shape[-1] // 4, 4), jnp.int32)
+        words = lax.bitcast_convert_type(
+            code_bytes.reshape(*code_bytes.shape[:-1], code_bytes.shape[-1] // 4, 4), jnp.int32
+        )
         shifts = np.arange(0, 32, bits, dtype=np.int32)
         return _flat(words[..., None] >> shifts & _bits.low_mask(bits)).astype(jnp.uint8)
-    groups = _in_groups(packed, _bytes_together(bits))
+    groups = _in_groups(code_bytes, _bytes_together(bits))
     starts = 8 * np.arange(_bytes_together(bits)) - bits * np.arange(_codes_together(bits))[:, None]
     return _flat(_shifted_together(groups, starts) & np.uint8(_bits.low_mask(bits)))[..., :count]
 
@@ -343,6 +345,6 @@ def _shifted_together(groups: Array, starts: np.ndarray) -> Array:
     XLA's CPU backend vectorizes shifts of a broadcast axis and a sum over it. It would fuse stacked slices with the
     computation of the codes, element by element.
     """
-    left, right = (np.clip(shift, 0, 7).astype(np.uint8) for shift in (starts, -starts))
-    shifted = groups[..., None, :] << left >> right
-    return _bits.where(np.abs(starts) < 8, shifted, np.uint8(0)).sum(-1, dtype=jnp.uint8)
+    up, down = (np.clip(shift, 0, 7).astype(np.uint8) for shift in (starts, -starts))
+    parts = groups[..., None, :] << up >> down
+    return _bits.where(np.abs(starts) < 8, parts, np.uint8(0)).sum(-1, dtype=jnp.uint8)

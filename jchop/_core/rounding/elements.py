@@ -75,10 +75,10 @@ def overflowed(x: Array, spec: Spec, carrier: Carrier, word: Array | None = None
         beyond = (value < low) | (value > high)
     else:
         grid = make_grid(fmt, carrier)
-        rounded, negative = _rounded(magnitude, sign != 0, word, spec, grid), sign != 0
-        beyond = rounded > (_limit(negative, grid) if grid.signed else grid.top_bits)
+        rounded_bits, negative = _rounded(magnitude, sign != 0, word, spec, grid), sign != 0
+        beyond = rounded_bits > (_limit(negative, grid) if grid.signed else grid.top_bits)
         if not grid.signed:
-            beyond = beyond | _below(magnitude, rounded, negative, grid)
+            beyond = beyond | _below(magnitude, rounded_bits, negative, grid)
     return beyond & (magnitude <= carrier.inf)
 
 
@@ -90,8 +90,8 @@ def _limit(negative: Array, grid: Grid) -> Array | int:
     return _bits.where(negative, kind(grid.bottom_bits), kind(grid.top_bits))
 
 
-def at_ends(magnitude: Array, rounded: Array, negative: Array, spec: Spec, grid: Grid) -> Array:
-    """`rounded` with the overflow rule applied; `magnitude` separates infinities from finite values."""
+def at_ends(magnitude: Array, rounded_bits: Array, negative: Array, spec: Spec, grid: Grid) -> Array:
+    """`rounded_bits` with the overflow rule applied; `magnitude` separates infinities from finite values."""
     carrier = grid.carrier
     limit = _limit(negative, grid) if grid.signed else grid.top_bits
     beyond = limit if grid.saturates else carrier.inf if grid.has_inf else carrier.nan
@@ -108,7 +108,7 @@ def at_ends(magnitude: Array, rounded: Array, negative: Array, spec: Spec, grid:
                 kind(limit) if isinstance(limit, int) else limit,
                 kind(beyond) if isinstance(beyond, int) else beyond,
             )
-    result = _bits.where(rounded > limit, finite, rounded)
+    result = _bits.where(rounded_bits > limit, finite, rounded_bits)
     if infinity is not finite:
         result = _bits.where(magnitude == carrier.inf, infinity, result)
     if grid.signed:
@@ -117,31 +117,31 @@ def at_ends(magnitude: Array, rounded: Array, negative: Array, spec: Spec, grid:
     smallest = 0 if grid.zero else grid.tiny_bits
     finds_none = spec.overflow is Overflow.IEEE and spec.rounding not in TO_SMALLEST
     below = carrier.nan if grid.has_nan and finds_none else smallest
-    return _bits.where(_below(magnitude, rounded, negative, grid), below, result)
+    return _bits.where(_below(magnitude, rounded_bits, negative, grid), below, result)
 
 
-def _below(magnitude: Array, rounded: Array, negative: Array, grid: Grid) -> Array:
+def _below(magnitude: Array, rounded_bits: Array, negative: Array, grid: Grid) -> Array:
     """Whether a value stays negative in an unsigned format; without a zero, no negative value rounds to zero."""
-    return negative & ((rounded if grid.zero else magnitude) != 0)
+    return negative & ((rounded_bits if grid.zero else magnitude) != 0)
 
 
-def _wrap(sign: Array, rounded: Array, fmt: UniformFormat, carrier: Carrier) -> tuple[Array, Array]:
+def _wrap(sign: Array, rounded_bits: Array, fmt: UniformFormat, carrier: Carrier) -> tuple[Array, Array]:
     """Sign and magnitude of the rounded value wrapped into the format's two's complement range.
 
     The value is c 2^s quanta, with an integer c of the carrier's precision. So only the low (bits - s) bits of c
     matter.
     """
     width, fraction = carrier.work_width, carrier.fraction
-    biased = rounded >> fraction
-    count = rounded & _bits.low_mask(fraction) | _bits.where(biased > 0, 1 << fraction, 0)
-    exponent = jnp.maximum(biased, 1) - carrier.bias - fraction
+    field = rounded_bits >> fraction
+    count = rounded_bits & _bits.low_mask(fraction) | _bits.where(field > 0, 1 << fraction, 0)
+    exponent = jnp.maximum(field, 1) - carrier.bias - fraction
     # If the last place of c is below one quantum, its low bits are zero, because the value is a whole number of quanta.
     spare = _bits.clip(-fmt.frac_bits - exponent, 0, fraction + 1)
     count, exponent = count >> spare, exponent + spare
     keep = _bits.clip(fmt.bits - (exponent + fmt.frac_bits), 0, fraction + 3)
     count = _bits.where(sign != 0, -count, count)
     shift = width - jnp.maximum(keep, 1)
-    wrapped = (count << shift) >> shift if fmt.signed else count & _bits.low_mask(jnp.minimum(keep, width - 1))
-    wrapped = _bits.where(keep == 0, 0, wrapped)
-    magnitude = _bits.compose(jnp.abs(wrapped), exponent, carrier)
-    return _bits.where(wrapped < 0, carrier.sign_bit, 0).astype(sign.dtype), magnitude
+    residue = (count << shift) >> shift if fmt.signed else count & _bits.low_mask(jnp.minimum(keep, width - 1))
+    residue = _bits.where(keep == 0, 0, residue)
+    magnitude = _bits.compose(jnp.abs(residue), exponent, carrier)
+    return _bits.where(residue < 0, carrier.sign_bit, 0).astype(sign.dtype), magnitude

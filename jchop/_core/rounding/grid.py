@@ -70,20 +70,20 @@ def make_grid(fmt: ElementFormat, carrier: Carrier) -> Grid:
     spacing = tiny + carrier.bias + carrier.fraction
     if isinstance(fmt, FloatFormat):
         drop = max(carrier.fraction - fmt.frac_bits, 0)
-        graded = fmt.subnormals and fmt.zero and fmt.frac_bits > 0
+        has_subnormals = fmt.subnormals and fmt.zero and fmt.frac_bits > 0
         deep = drop > 0 and fmt.emin < 1 - carrier.bias
         normal = _bits(Fraction(2) ** fmt.emin, carrier)
         # With one bit of precision a code's last bit is the last bit of its exponent.
         lag = None if fmt.frac_bits else fmt.bias - carrier.bias
     else:
-        drop, graded, deep, normal, lag = 0, True, False, 0, None
+        drop, has_subnormals, deep, normal, lag = 0, True, False, 0, None
     odd = (tiny + carrier.bias + 1 if lag is None else lag) % 2
     return Grid(
         carrier=carrier,
         drop=drop,
-        spacing=spacing if graded and spacing - 1 > drop else None,
+        spacing=spacing if has_subnormals and spacing - 1 > drop else None,
         deep=deep,
-        deep_least=max(tiny - carrier.tiny_exponent, 0) if graded else 0,
+        deep_least=max(tiny - carrier.tiny_exponent, 0) if has_subnormals else 0,
         tiny_exponent=tiny,
         tiny_bits=_bits(Fraction(2) ** tiny, carrier) if tiny > carrier.tiny_exponent or not _zero(fmt) else 0,
         parity=odd << carrier.fraction,

@@ -34,10 +34,10 @@ def round_log(magnitude: Array, negative: Array, mode: Rounding, fmt: LogTakumFo
         return _bits.where(magnitude == 0, 0, power_of_string(code, fmt.bits))
     levels = _levels(fmt.bits)
     above, below = (_firsts(fmt.bits, mode, side) for side in (False, True))
-    rounded = pick_level(magnitude, above, levels)
+    rounded_bits = pick_level(magnitude, above, levels)
     if (above != below).any():
-        rounded = _bits.where(negative, pick_level(magnitude, below, levels), rounded)
-    return _bits.where(magnitude == 0, 0, rounded)
+        rounded_bits = _bits.where(negative, pick_level(magnitude, below, levels), rounded_bits)
+    return _bits.where(magnitude == 0, 0, rounded_bits)
 
 
 def encode_log(sign: Array, magnitude: Array, fmt: LogTakumFormat, carrier: Carrier) -> Array:

@@ -56,10 +56,10 @@ def draw(word: Array | None, spec: Spec, carrier: Carrier) -> Draw | None:
         return None
     width = word.dtype.itemsize * 8
     bits = spec.random_bits or most_random_bits(spec, carrier)
-    kept = _top(word, bits)
+    top_bits = _top(word, bits)
     if spec.rounding is Rounding.STOCHASTIC_B:
-        return Draw(kept | word.dtype.type(1 << width - bits - 1), bits + 1)
-    return Draw(kept, bits)
+        return Draw(top_bits | word.dtype.type(1 << (width - bits - 1)), bits + 1)
+    return Draw(top_bits, bits)
 
 
 def _top(word: Array, bits: int) -> Array:
@@ -133,27 +133,27 @@ def round_magnitude(magnitude: Array, negative: Array, word: Array | None, spec:
     mask = _bits.low_mask(depth)
     bits = draw(word, spec, grid.carrier)
     cut = DroppedBits(magnitude, depth, 0 if grid.deep else grid.drop, mask, last, negative, bits)
-    rounded = (magnitude + AWAY[spec.rounding](cut)) & ~mask
+    rounded_bits = (magnitude + AWAY[spec.rounding](cut)) & ~mask
     if grid.tiny_bits:
         away = AWAY_FROM_ZERO[spec.rounding](BelowSmallest(magnitude, negative, bits, grid)) if grid.zero else True
         tiny = grid.tiny_bits
         below = tiny * away if isinstance(away, bool) else _bits.where(away, jnp.full_like(magnitude, tiny), 0)
-        rounded = _bits.where(magnitude < grid.tiny_bits, below, rounded)
+        rounded_bits = _bits.where(magnitude < grid.tiny_bits, below, rounded_bits)
     if spec.flush:
-        rounded = _bits.where(magnitude < grid.normal_bits, 0, rounded)
-    return rounded
+        rounded_bits = _bits.where(magnitude < grid.normal_bits, 0, rounded_bits)
+    return rounded_bits
 
 
 def _round_string(magnitude: Array, negative: Array, word: Array | None, spec: Spec, grid: Grid) -> Array:
     """`round_magnitude` for a tapered format, whose strings are cut; no number but 0 becomes 0."""
     assert grid.taper is not None
-    laid = lay_out(magnitude, grid.taper, grid.carrier)
-    mask = _bits.low_mask(laid.depth)
+    layout = lay_out(magnitude, grid.taper, grid.carrier)
+    mask = _bits.low_mask(layout.depth)
     bits = draw(word, spec, grid.carrier)
-    cut = DroppedBits(laid.word, laid.depth, 0, mask, laid.last, negative, bits)
-    rounded = ((laid.word + AWAY[spec.rounding](cut)) & ~mask) - laid.offset
+    cut = DroppedBits(layout.word, layout.depth, 0, mask, layout.last, negative, bits)
+    rounded_bits = ((layout.word + AWAY[spec.rounding](cut)) & ~mask) - layout.offset
     smallest = _bits.where(magnitude == 0, 0, jnp.full_like(magnitude, grid.tiny_bits))
-    return _bits.where(magnitude <= grid.tiny_bits, smallest, rounded)
+    return _bits.where(magnitude <= grid.tiny_bits, smallest, rounded_bits)
 
 
 def dropped_bits(magnitude: Array, grid: Grid) -> tuple[Array | int, Array]:
@@ -172,7 +172,7 @@ def dropped_bits(magnitude: Array, grid: Grid) -> tuple[Array | int, Array]:
         if grid.spacing <= fraction:  # else d is M for every subnormal of the carrier
             exponent = jnp.maximum(exponent, 1)
         depth = _bits.clip(grid.spacing - exponent, grid.drop, fraction)
-    return depth, (magnitude + grid.parity >> depth) & 1
+    return depth, ((magnitude + grid.parity) >> depth) & 1
 
 
 def _deep_depth(magnitude: Array, exponent: Array, grid: Grid) -> tuple[Array, Array]:
@@ -221,8 +221,8 @@ class Discarded(Between, ABC):
 
     def nearest(self, tie: Array | bool) -> Array:
         """Whether the nearer neighbour is the one away from zero; a tie goes to it if `tie`."""
-        share, dropped = self.share()
-        return _bits.top_bit(share) & ((share << 1 != 0) | dropped | tie)
+        share, has_more = self.share()
+        return _bits.top_bit(share) & ((share << 1 != 0) | has_more | tie)
 
     def stochastic(self) -> Array:
         """P3109 StochasticA: floor(nu 2^N) + R >= 2^N, both sides scaled to words."""
@@ -233,10 +233,10 @@ class Discarded(Between, ABC):
     def stochastic_to_nearest(self) -> Array:
         """P3109 StochasticC: rne(nu 2^N) + R >= 2^N."""
         assert self.draw is not None
-        share, dropped = self.share()
+        share, has_more = self.share()
         word, low, bits = self.draw.word.dtype.type, self.draw.width - self.draw.bits, self.draw.bits
         rest, half = share & word((1 << low) - 1), word(1 << low >> 1)
-        up = (rest > half) | ((rest == half) & (dropped | (share >> low & 1 != 0)))
+        up = (rest > half) | ((rest == half) & (has_more | (share >> low & 1 != 0)))
         total = self.draw.keep(share) + self.draw.word  # carries, or carries with one unit more
         return (total < self.draw.word) | (up & (total >> low == word((1 << bits) - 1)))
 
@@ -275,15 +275,15 @@ class BelowSmallest(Discarded):
         carrier, exponent, width = self.grid.carrier, self.grid.tiny_exponent, self.draw.width
         unsigned = self.draw.word.dtype
         if exponent + carrier.bias <= 1:  # T is a subnormal of the carrier or its smallest normal value
-            return self.magnitude.astype(unsigned) << width - (exponent - carrier.tiny_exponent), False
-        biased = self.magnitude >> carrier.fraction
+            return self.magnitude.astype(unsigned) << (width - (exponent - carrier.tiny_exponent)), False
+        field = self.magnitude >> carrier.fraction
         # Moves the significand to the top of a word; the bits above it are shifted out, except the leading bit's place.
-        significand = (self.magnitude | 1 << carrier.fraction).astype(unsigned) << width - 1 - carrier.fraction
+        significand = (self.magnitude | 1 << carrier.fraction).astype(unsigned) << (width - 1 - carrier.fraction)
         if exponent + carrier.bias - 2 < width:  # else subnormals of the carrier leave no bit
-            significand = _bits.where(biased > 0, significand, significand << 1 >> 1)
-            biased = jnp.maximum(biased, 1)
+            significand = _bits.where(field > 0, significand, significand << 1 >> 1)
+            field = jnp.maximum(field, 1)
         # Not negative below T; above T the result is not used.
-        shift = jnp.maximum(exponent + carrier.bias - 1 - biased, 0)
+        shift = jnp.maximum(exponent + carrier.bias - 1 - field, 0)
         within = jnp.minimum(shift, width - 1).astype(unsigned)
         share = _bits.where(shift < width, significand >> within, 0)
         return share, (share << within != significand) & (self.magnitude != 0)

@@ -166,7 +166,7 @@ def flat_index(shape: Sequence[int], offset: Any = 0, base: int = 0) -> tuple[Ar
     strides = [math.prod(whole[axis + 1 :]) for axis in range(len(shape))]
     terms = list(zip(starts, strides if tile else [1], strict=True))
     first = base + sum(int(start) * stride for start, stride in terms if isinstance(start, _STATIC))
-    traced = [(start, stride) for start, stride in terms if not isinstance(start, _STATIC)]
+    traced_starts = [(start, stride) for start, stride in terms if not isinstance(start, _STATIC)]
     steps = [
         (lax.broadcasted_iota(jnp.uint32, tuple(shape), axis), stride)
         for axis, stride in enumerate(strides)
@@ -174,12 +174,16 @@ def flat_index(shape: Sequence[int], offset: Any = 0, base: int = 0) -> tuple[Ar
     ]
     reach = sum((n - 1) * stride for n, stride in zip(shape, strides, strict=True) if n > 0)
     # The largest possible index decides whether a high word can differ from the high word of the known part.
-    last = base + math.prod(whole) - 1 if tile else first + reach + sum(int(jnp.iinfo(i.dtype).max) for i, _ in traced)
-    if last <= _WORD or (not traced and first >> 32 == (first + reach) >> 32):
-        low = _low_sum([(start.astype(jnp.uint32), stride) for start, stride in traced] + steps, first)
+    last = (
+        base + math.prod(whole) - 1
+        if tile
+        else first + reach + sum(int(jnp.iinfo(i.dtype).max) for i, _ in traced_starts)
+    )
+    if last <= _WORD or (not traced_starts and first >> 32 == (first + reach) >> 32):
+        low = _low_sum([(start.astype(jnp.uint32), stride) for start, stride in traced_starts] + steps, first)
         return jnp.broadcast_to(low, shape), 0 if last <= _WORD else first >> 32
     total = (_u(first), _u(first >> 32))
-    for start, stride in traced:
+    for start, stride in traced_starts:
         total = _add(total, _times(_split(start), stride))
     if reach <= _WORD:
         total = _add(total, (_low_sum(steps, 0), _u(0)))

@@ -18,7 +18,7 @@ Array = jax.Array
 class StreamOffset:
     """The static part of an offset, with None for each traced start."""
 
-    known: tuple[int | None, ...] = (0,)
+    static_starts: tuple[int | None, ...] = (0,)
     whole: tuple[int, ...] | None = None  # the shape of the whole array; None for a contiguous chunk
     base: int = 0  # a known index added to all
     shape: tuple[int, ...] | None = None  # the shape in which the words are drawn; None for the array's shape
@@ -26,7 +26,7 @@ class StreamOffset:
     def offset(self, starts: Sequence[Array]) -> Any:
         """The argument `offset` of `random_bits`, with the traced starts filled in."""
         rest = iter(starts)
-        each = tuple(next(rest) if start is None else start for start in self.known)
+        each = tuple(next(rest) if start is None else start for start in self.static_starts)
         return each[0] if self.whole is None else (each, self.whole)
 
 
@@ -44,14 +44,14 @@ def draw(
     return ((high << 32) | low).reshape(shape)
 
 
-def words_like(x: Array, drawn: Sequence[Array], place: StreamOffset) -> Array:
+def words_like(x: Array, seeds_and_starts: Sequence[Array], place: StreamOffset) -> Array:
     """A word for each element of `x`, of 64 bits for float64.
 
     Args:
         x: the array to round.
-        drawn: the words of `seed_words`, then the traced starts of `place`.
+        seeds_and_starts: the words of `seed_words`, then the traced starts of `place`.
         place: the position of `x` in the random stream.
     """
-    word = draw(drawn[:SEEDS], x.shape, place, drawn[SEEDS:], 64 if x.dtype.itemsize == 8 else 32)
+    word = draw(seeds_and_starts[:SEEDS], x.shape, place, seeds_and_starts[SEEDS:], 64 if x.dtype.itemsize == 8 else 32)
     # ORed with zeros like x, the words have the sharding of x in their type, which explicit meshes need.
     return word | jnp.zeros_like(x, word.dtype)

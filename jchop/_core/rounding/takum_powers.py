@@ -41,22 +41,22 @@ def power_of_string(string: Array, bits: int, *, above: bool = False) -> Array:
     """
     string = lax.optimization_barrier(string)  # XLA would compute it, and every limb, again for each use
     exponent, fraction_bits = takum_exponent(string, bits)
-    fraction = (string & (jnp.ones_like(string) << fraction_bits) - 1) << sum(_PARTS) - fraction_bits
+    fraction = (string & (jnp.ones_like(string) << fraction_bits) - 1) << (sum(_PARTS) - fraction_bits)
     wholes, shifts, *parts = _tables()
     limbs = _limbs(wholes, exponent - _LEAST)
-    left = sum(_PARTS)
+    place = sum(_PARTS)
     for table, size in zip(parts, _PARTS, strict=True):
-        left -= size
-        limbs = lax.optimization_barrier(_product(limbs, _limbs(table, fraction >> left & (1 << size) - 1)))
+        place -= size
+        limbs = lax.optimization_barrier(_product(limbs, _limbs(table, fraction >> place & (1 << size) - 1)))
     lead = (limbs[0] >> 1).astype(jnp.int64)  # the power is 1 to 4 times 2^shift
     # 53 bits and one more. No power is a binary64 number or lies between two, so that bit decides.
-    kept = limbs[0] << 53 | limbs[1] << 21 | limbs[2] >> 11
-    kept = (kept >> lead.astype(jnp.uint64)).astype(jnp.int64)
-    significand = (kept >> 1) + 1 if above else kept + 1 >> 1
+    head = limbs[0] << 53 | limbs[1] << 21 | limbs[2] >> 11
+    head = (head >> lead.astype(jnp.uint64)).astype(jnp.int64)
+    significand = (head >> 1) + 1 if above else (head + 1) >> 1
     bias = _CARRIER.bias - 1  # the leading bit of the significand counts one, too
-    found = (take(jnp.asarray(shifts), exponent - _LEAST) + lead + bias << _CARRIER.fraction) + significand
-    one = jnp.full_like(found, _CARRIER.bias << _CARRIER.fraction)  # the one power that is a number
-    return lax.optimization_barrier(_bits.where((exponent == 0) & (fraction == 0), one + above, found))
+    magnitude = ((take(jnp.asarray(shifts), exponent - _LEAST) + lead + bias) << _CARRIER.fraction) + significand
+    one = jnp.full_like(magnitude, _CARRIER.bias << _CARRIER.fraction)  # the one power that is a number
+    return lax.optimization_barrier(_bits.where((exponent == 0) & (fraction == 0), one + above, magnitude))
 
 
 def _limbs(table: np.ndarray, index: Array) -> list[Array]:
@@ -88,21 +88,21 @@ def _tables() -> tuple[np.ndarray, ...]:
     places = _LIMB * (_LIMBS - 1)
     wholes = _ladder(Fraction(_LEAST), Fraction(1), -2 * _LEAST)
     shifts = [whole.bit_length() - 1 - UNIT for whole in wholes]
-    scaled = [whole >> UNIT + shift - places for whole, shift in zip(wholes, shifts, strict=True)]
-    parts, left = [], 1
+    scaled_wholes = [whole >> (UNIT + shift - places) for whole, shift in zip(wholes, shifts, strict=True)]
+    parts, place = [], 1
     for size in _PARTS:
-        left <<= size
-        steps = _ladder(Fraction(0), Fraction(1, left), 1 << size)
-        parts.append(_columns([step >> UNIT - places for step in steps]))
-    return _columns(scaled), np.array(shifts, np.int64), *parts
+        place <<= size
+        steps = _ladder(Fraction(0), Fraction(1, place), 1 << size)
+        parts.append(_columns([step >> (UNIT - places) for step in steps]))
+    return _columns(scaled_wholes), np.array(shifts, np.int64), *parts
 
 
 def _ladder(start: Fraction, step: Fraction, count: int) -> list[int]:
     """e^(l/2) 2^UNIT for l = start, start + step ..., to 300 bits and more."""
-    found, factor = [power(start)], power(step)
+    powers, factor = [power(start)], power(step)
     for _ in range(count - 1):
-        found.append(found[-1] * factor >> UNIT)
-    return found
+        powers.append(powers[-1] * factor >> UNIT)
+    return powers
 
 
 def _columns(values: list[int]) -> np.ndarray:

@@ -44,14 +44,14 @@ def lay_out(magnitude: Array, fmt: StringFormat, carrier: Carrier) -> Laid:
 def _posit(magnitude: Array, fmt: PositFormat, carrier: Carrier) -> Laid:
     offset = -carrier.bias << carrier.fraction
     word = magnitude + offset
-    regime = _bits.clip(word >> carrier.fraction + 2, 1 - fmt.bits, fmt.bits - 2)
+    regime = _bits.clip(word >> (carrier.fraction + 2), 1 - fmt.bits, fmt.bits - 2)
     above = regime >= 0
     lead_bits = _bits.where(above, regime + 2, 1 - regime)
-    lead = _bits.where(above, (jnp.ones_like(regime) << jnp.maximum(regime, 0) + 2) - 2, 1)
-    kept = fmt.bits - 1 - lead_bits
-    depth = _bits.clip(carrier.fraction + 2 - kept, 0, carrier.fraction + 2)
+    lead = _bits.where(above, (jnp.ones_like(regime) << (jnp.maximum(regime, 0) + 2)) - 2, 1)
+    tail_bits = fmt.bits - 1 - lead_bits
+    depth = _bits.clip(carrier.fraction + 2 - tail_bits, 0, carrier.fraction + 2)
     # If no exponent bit is left, the last bit is the last of the regime.
-    last = _bits.where(kept > 0, word >> depth & 1, (~above).astype(word.dtype))
+    last = _bits.where(tail_bits > 0, word >> depth & 1, (~above).astype(word.dtype))
     return Laid(word, offset, depth, last, lead, lead_bits, 2)
 
 
@@ -60,7 +60,7 @@ def _takum(magnitude: Array, fmt: TakumFormat, carrier: Carrier) -> Laid:
     above = exponent >= 0
     size = _bits.clip(_bits.where(above, exponent + 1, -exponent), 1, 255)
     width = _bits.floor_log2(size, carrier).astype(magnitude.dtype)
-    offset = _bits.where(above, 1 - carrier.bias << carrier.fraction, -1 - carrier.bias << carrier.fraction)
+    offset = _bits.where(above, (1 - carrier.bias) << carrier.fraction, (-1 - carrier.bias) << carrier.fraction)
     word = magnitude + offset.astype(magnitude.dtype)
     depth = jnp.maximum(carrier.fraction + width - (fmt.bits - 5), 0)
     lead = _bits.where(above, 8 + width, 7 - width)
@@ -69,13 +69,13 @@ def _takum(magnitude: Array, fmt: TakumFormat, carrier: Carrier) -> Laid:
 
 def encode_tapered(sign: Array, magnitude: Array, fmt: StringFormat, carrier: Carrier) -> Array:
     """The codes of values of `fmt`, as integers of the carrier's work dtype."""
-    laid = lay_out(magnitude, fmt, carrier)
-    kept = fmt.bits - 1 - laid.lead_bits
-    tail = (laid.word & _bits.low_mask(carrier.fraction + laid.width + jnp.zeros_like(laid.word))) >> laid.depth
-    spare = jnp.maximum(kept - carrier.fraction - laid.width, 0)
-    code = (laid.lead << jnp.maximum(kept, 0)) | (tail << spare)
+    layout = lay_out(magnitude, fmt, carrier)
+    tail_bits = fmt.bits - 1 - layout.lead_bits
+    tail = (layout.word & _bits.low_mask(carrier.fraction + layout.width + jnp.zeros_like(layout.word))) >> layout.depth
+    spare = jnp.maximum(tail_bits - carrier.fraction - layout.width, 0)
+    code = (layout.lead << jnp.maximum(tail_bits, 0)) | (tail << spare)
     code = _bits.where(magnitude == 0, 0, jnp.minimum(code, fmt.max_code))
-    code = _bits.where(kept < 0, _bits.where(magnitude == 0, 0, fmt.max_code), code)
+    code = _bits.where(tail_bits < 0, _bits.where(magnitude == 0, 0, fmt.max_code), code)
     code = _bits.where(magnitude > carrier.inf, -fmt.max_code - 1, _bits.where(sign != 0, -code, code))
     return code & _bits.low_mask(fmt.bits) if fmt.bits < carrier.work_width else code
 
@@ -90,7 +90,7 @@ def decode_tapered(codes: Array, fmt: StringFormat, carrier: Carrier) -> Array:
     else:
         exponent, fraction_bits = takum_exponent(string, fmt.bits)
     fraction = string & _bits.low_mask(fraction_bits)
-    magnitude = (exponent + carrier.bias << carrier.fraction) + _moved(fraction, carrier.fraction - fraction_bits)
+    magnitude = ((exponent + carrier.bias) << carrier.fraction) + _moved(fraction, carrier.fraction - fraction_bits)
     magnitude = _bits.where(count == 0, 0, magnitude)
     is_nan = count == -fmt.max_code - 1
     magnitude = _bits.where(is_nan, carrier.nan, magnitude)
@@ -98,15 +98,15 @@ def decode_tapered(codes: Array, fmt: StringFormat, carrier: Carrier) -> Array:
     return _bits.join(sign, magnitude, carrier)
 
 
-def _moved(word: Array, left: Array) -> Array:
-    """Words shifted left by `left`, which is not negative for values that the carrier holds."""
-    return word << jnp.maximum(left, 0)
+def _moved(word: Array, count: Array) -> Array:
+    """Words shifted left by `count`, which is not negative for values that the carrier holds."""
+    return word << jnp.maximum(count, 0)
 
 
 def _posit_exponent(string: Array, fmt: StringFormat, carrier: Carrier) -> tuple[Array, Array]:
     """Exponents, and the number of fraction bits, of positive strings of n - 1 bits."""
     size = fmt.bits - 1
-    above = string >> size - 1 != 0
+    above = string >> (size - 1) != 0
     run_end = _bits.where(above, string ^ _bits.low_mask(size), string)
     # The place of the first bit that differs from the run; -1 if the run is the whole string.
     place = _bits.where(run_end == 0, -1, _floor_log2(jnp.maximum(run_end, 1), carrier))
@@ -114,7 +114,7 @@ def _posit_exponent(string: Array, fmt: StringFormat, carrier: Carrier) -> tuple
     tail = jnp.maximum(place, 0)  # bits after the regime
     rest = string & _bits.low_mask(tail)
     fraction_bits = jnp.maximum(tail - 2, 0)
-    low = _bits.where(tail >= 2, rest >> fraction_bits, rest << 2 - jnp.minimum(tail, 2))
+    low = _bits.where(tail >= 2, rest >> fraction_bits, rest << (2 - jnp.minimum(tail, 2)))
     return 4 * _bits.where(above, run - 1, -run) + low, fraction_bits
 
 
@@ -131,13 +131,13 @@ def _floor_log2(count: Array, carrier: Carrier) -> Array:
 def takum_exponent(string: Array, bits: int) -> tuple[Array, Array]:
     """Exponents, and the number of fraction bits, of positive strings of `bits` with the sign."""
     after = bits - 5
-    above, field = string >> bits - 2 != 0, string >> after & 7
+    above, field = string >> (bits - 2) != 0, string >> after & 7
     width = _bits.where(above, field, 7 - field)
     rest = string & _bits.low_mask(after)
     fraction_bits = jnp.maximum(after - width, 0)
     count = rest >> fraction_bits << jnp.maximum(width - after, 0)
     one = jnp.ones_like(string)
-    return _bits.where(above, (one << width) - 1, 1 - (one << width + 1)) + count, fraction_bits
+    return _bits.where(above, (one << width) - 1, 1 - (one << (width + 1))) + count, fraction_bits
 
 
 # -- HiF8 --------------------------------------------------------------------------------------------------------------
@@ -151,7 +151,7 @@ def encode_hif8(sign: Array, magnitude: Array, fmt: HiFloat8Format, carrier: Car
     exponent = (magnitude >> carrier.fraction) - carrier.bias
     size = jnp.abs(exponent)
     fraction_bits = 3 - _count(size, fmt.narrows)
-    fraction = (magnitude & _bits.low_mask(carrier.fraction)) >> carrier.fraction - fraction_bits
+    fraction = (magnitude & _bits.low_mask(carrier.fraction)) >> (carrier.fraction - fraction_bits)
     # The exponent's sign takes the place of its leading 1, of value `half`.
     width = _count(size, (1, 2, 4, 8))
     half = jnp.ones_like(size) << width >> 1
@@ -173,13 +173,13 @@ def decode_hif8(codes: Array, carrier: Carrier) -> Array:
     exponent = _bits.where(field & half != 0, -field, field + half)
     fraction = _moved(size & _bits.low_mask(fraction_bits), carrier.fraction - fraction_bits)
     exponent, fraction = _bits.where(size < 8, size - 23, exponent), _bits.where(size < 8, 0, fraction)
-    magnitude = (exponent + carrier.bias << carrier.fraction) + fraction
+    magnitude = ((exponent + carrier.bias) << carrier.fraction) + fraction
     magnitude = _bits.where(size == 0, _bits.where(codes == 0, 0, carrier.nan), magnitude)
     magnitude = _bits.where(size == _INFINITY, carrier.inf, magnitude)
     sign = _bits.where((codes > 0x7F) & (size != 0), jnp.full_like(magnitude, carrier.sign_bit), 0)
     return _bits.join(sign, magnitude, carrier)
 
 
-def _count(x: Array, bounds: tuple[int, ...]) -> Array:
+def _count(x: Array, limits: tuple[int, ...]) -> Array:
     """How many of the bounds x has reached."""
-    return jnp.asarray(sum((x >= bound).astype(x.dtype) for bound in bounds))
+    return jnp.asarray(sum((x >= limit).astype(x.dtype) for limit in limits))

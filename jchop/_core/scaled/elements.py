@@ -127,7 +127,7 @@ def _divisor(scales: Scales, plan: Plan) -> Divisor:
     if scales.tensor is None:
         return divisor_of(scales.value, compute)
     bits, width = extended(scales.value, compute), plan.scale.frac_bits + 1
-    count = significand_of(bits, compute) >> compute.fraction + 1 - width
+    count = significand_of(bits, compute) >> (compute.fraction + 1 - width)
     exponent = (bits >> compute.fraction) - compute.bias - (width - 1)
     return divisor_of_product(count, width, exponent, scales.tensor, TENSOR_SCALE.frac_bits, compute)
 
@@ -177,10 +177,10 @@ def times_power(x: Array, exponent: Array, carrier: Carrier) -> Array:
     significand = significand_of(magnitude, carrier)
     last = significand >> right & 1
     half = lax.shift_left(jnp.ones_like(right), right) >> 1
-    small = significand + jnp.maximum(half - 1 + last, 0) >> right
-    moved = _bits.where(field > 0, (jnp.minimum(field, top) << fraction) | magnitude & _bits.low_mask(fraction), small)
-    moved = _bits.where(field >= top, carrier.inf, moved)
-    return _bits.join(sign, _bits.where((magnitude == 0) | (magnitude >= carrier.inf), magnitude, moved), carrier)
+    small = (significand + jnp.maximum(half - 1 + last, 0)) >> right
+    bits = _bits.where(field > 0, (jnp.minimum(field, top) << fraction) | magnitude & _bits.low_mask(fraction), small)
+    bits = _bits.where(field >= top, carrier.inf, bits)
+    return _bits.join(sign, _bits.where((magnitude == 0) | (magnitude >= carrier.inf), magnitude, bits), carrier)
 
 
 # -- tiles -------------------------------------------------------------------------------------------------------------

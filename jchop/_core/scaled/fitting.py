@@ -118,11 +118,11 @@ def fit_either(x: Array, axes: tuple[int, ...], plan: Plan, tensor: Array | None
     compute = plan.compute
     largest = largest_of(_bits.split(x, compute)[1], axes, compute)
     whole = None if tensor is None else tensor_bits(tensor, largest.shape, plan)
-    tried = [
+    candidates = [
         Scales(quotients_by_scale((largest,), whole, plan, (divisor,))[0], None, whole) for divisor in plan.divisors
     ]
-    first, second = map(_errors(x, axes, largest, plan), tried)
-    return replace(tried[0], value=_bits.where(second < first, tried[1].value, tried[0].value))
+    first, second = map(_errors(x, axes, largest, plan), candidates)
+    return replace(candidates[0], value=_bits.where(second < first, candidates[1].value, candidates[0].value))
 
 
 def fit_power(x: Array, axes: tuple[int, ...], plan: Plan, tensor: Array | None = None) -> Scales:
@@ -145,7 +145,7 @@ def fit_power(x: Array, axes: tuple[int, ...], plan: Plan, tensor: Array | None 
     total = jnp.sum(_bits.where(finite, near_one * near_one, 0), axis=axes, keepdims=True)
     share = total * (QUEST**2) / jnp.maximum(jnp.sum(finite, axis=axes, keepdims=True), 1).astype(compute.name)
     # floor(log2 of the root) is half the exponent, rounded down.
-    half = (_bits.split(share, compute)[1] >> compute.fraction) - compute.bias >> 1
+    half = ((_bits.split(share, compute)[1] >> compute.fraction) - compute.bias) >> 1
     low, zero, high = plan.exponents
     exponent = _bits.where(largest == 0, zero, _bits.clip(half - lag, low, high))
     return Scales(exponent.astype(largest.dtype))
@@ -170,8 +170,8 @@ def _errors(x: Array, axes: tuple[int, ...], largest: Array, plan: Plan) -> Call
     target = near_one(_normal(x, plan))
 
     def error_of(scales: Scales) -> Array:
-        rounded = elements.multiply_back(elements.round_quotients(x, scales, plan, None), scales, wide)
-        error = _bits.where(plain, near_one(_normal(rounded, plan)) - target, 0)
+        values = elements.multiply_back(elements.round_quotients(x, scales, plan, None), scales, wide)
+        error = _bits.where(plain, near_one(_normal(values, plan)) - target, 0)
         return jnp.sum(error * error, axis=axes, keepdims=True)
 
     return error_of

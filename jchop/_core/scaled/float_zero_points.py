@@ -48,8 +48,8 @@ def round_offset(x: Array, scales: Scales, zero: Array, plan: Plan, word: Array 
     total, share = zero_points.floor_of(
         v.sign != 0, _bits.where(some, whole, 0), _bits.where(some, share, 0), sticky & some
     )
-    rounded = zero_points.round_sum(total, share, sticky & some, plan, word)
-    return zero_points.far_outside(rounded, *_bits.split(x, compute), compute)
+    sums = zero_points.round_sum(total, share, sticky & some, plan, word)
+    return zero_points.far_outside(sums, *_bits.split(x, compute), compute)
 
 
 def add_back(values: Array, scales: Scales, zero: Array, plan: Plan) -> Array:
@@ -81,9 +81,9 @@ def fit_offset(x: Array, axes: tuple[int, ...], plan: Plan) -> tuple[Scales, Arr
     low, high = lax.optimization_barrier(_ends(x, axes, compute))
     width = jnp.full_like(low, float(fmt.max_code - fmt.min_code))
     divisor = divisor_of(_bits.split(width, compute)[1], compute)
-    asked, some = _quotient(high, low, divisor, compute, lax.optimization_barrier)
-    asked = _bits.split(round_exact(asked, scale_rounding(plan), compute, None), compute)[1]
-    scales = Scales(settle(asked, ~some, plan)[0])
+    quotient, some = _quotient(high, low, divisor, compute, lax.optimization_barrier)
+    quotient = _bits.split(round_exact(quotient, scale_rounding(plan), compute, None), compute)[1]
+    scales = Scales(settle(quotient, ~some, plan)[0])
     step = _bits.where(some, positive(scale_magnitude(scales, plan), compute), 0)
     whole, spec = range_of(None, compute), Spec(plan.scale, overflow=Overflow.SATURATE)
     least = jnp.full_like(low, float(-fmt.min_code))
@@ -97,10 +97,10 @@ def store_zero(zero: Array, plan: Plan) -> Array:
     return codes if codes.dtype == dtype else lax.bitcast_convert_type(codes, dtype)
 
 
-def load_zero(stored: Array, plan: Plan) -> Array:
+def load_zero(array: Array, plan: Plan) -> Array:
     """The inverse of `store_zero`."""
     fmt = plan.scale
-    codes = stored if stored.dtype == fmt.code_dtype else lax.bitcast_convert_type(stored, fmt.code_dtype)
+    codes = array if array.dtype == fmt.code_dtype else lax.bitcast_convert_type(array, fmt.code_dtype)
     return decode_elements(codes, fmt, plan.compute)
 
 
@@ -129,33 +129,33 @@ def _quotient(
     (xs, xm), (ys, ym) = _bits.split(x, carrier), _bits.split(y, carrier)
     a = double_word.operand(xs, *double_word.normalised(xm, carrier), carrier)
     b = double_word.operand(ys ^ carrier.sign_bit, *double_word.normalised(ym, carrier), carrier)
-    v, lost = double_word.sum_exactly(a, b, 0)
+    v, tail = double_word.sum_exactly(a, b, 0)
     v = double_word.swept(v)
     v = double_word.lifted(v, double_word.leading_zeros(v.high, carrier))
-    (*words, lost) = stage((v.sign, v.exponent, v.high, v.low, lost))
+    (*words, tail) = stage((v.sign, v.exponent, v.high, v.low, tail))
     v = DoubleWord(*words)
-    quotient = _over(v, lost, divisor, carrier)
+    quotient = _over(v, tail, divisor, carrier)
     arrays = {name: part for name, part in vars(quotient).items() if isinstance(part, Array)}
-    return replace(quotient, **stage(arrays)), (v.high | v.low | lost) != 0
+    return replace(quotient, **stage(arrays)), (v.high | v.low | tail) != 0
 
 
-def _over(v: DoubleWord, lost: Array, divisor: Divisor, carrier: Carrier) -> Exact:
+def _over(v: DoubleWord, tail: Array, divisor: Divisor, carrier: Carrier) -> Exact:
     """A number with its leading bit at the top of its words, divided by a divisor: M + 1 + W bits, and a sticky bit.
 
-    `lost` is not zero if bits follow the words. No tie lies between the words and the exact number, because ties are
+    `tail` is not zero if bits follow the words. No tie lies between the words and the exact number, because ties are
     coarser than their last place. A stochastic mode may draw as for a number that differs by 2^-W.
     """
-    width, aligned = carrier.work_width, divisor_bits(carrier)
-    remainder = (v.high >> width - aligned).astype(carrier.work)
-    high, low = double_word.shifted_left(v.high, v.low, aligned)
+    width, divisor_width = carrier.work_width, divisor_bits(carrier)
+    remainder = (v.high >> (width - divisor_width)).astype(carrier.work)
+    high, low = double_word.shifted_left(v.high, v.low, divisor_width)
     first = (remainder >= divisor.significand).astype(carrier.work)
     remainder = remainder - first * divisor.significand
     top, rest = jnp.zeros_like(high), first.astype(low.dtype)
     total = carrier.fraction + 1 + width
-    left = total
-    while left:
-        step = min(left, carrier.fraction // 2 + 1)
-        following = (high >> width - step).astype(carrier.work)
+    remaining = total
+    while remaining:
+        step = min(remaining, carrier.fraction // 2 + 1)
+        following = (high >> (width - step)).astype(carrier.work)
         high, low = double_word.shifted_left(high, low, step)
         digit, remainder = double_word.next_digit(remainder, divisor.significand, divisor.inverse, step, carrier)
         remainder = remainder + following
@@ -163,9 +163,9 @@ def _over(v: DoubleWord, lost: Array, divisor: Divisor, carrier: Carrier) -> Exa
         remainder = remainder - more * divisor.significand
         top, rest = double_word.shifted_left(top, rest, step)
         rest = rest | (digit + more).astype(rest.dtype)
-        left -= step
+        remaining -= step
     top, rest = double_word.shifted_left(top, rest, 2 * width - 1 - total)
     smaller = (first == 0).astype(carrier.work)
     exponent = v.exponent + carrier.bias - divisor.field - smaller
-    after = lost | remainder.astype(lost.dtype)
+    after = tail | remainder.astype(tail.dtype)
     return double_word.pack(DoubleWord(v.sign, exponent, *double_word.shifted_left(top, rest, smaller)), after, carrier)

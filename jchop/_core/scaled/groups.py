@@ -77,7 +77,7 @@ class Groups:
             x = x.reshape(*x.shape[: at - 1], x.shape[at - 1] * x.shape[at], *x.shape[at + 1 :])
         return x if x.shape == self.shape else lax.slice(x, (0,) * x.ndim, self.shape)
 
-    def packed(self, bits: int) -> Groups | None:
+    def byte_groups(self, bits: int) -> Groups | None:
         """The groups of the bytes of packed codes of `bits` bits; None if bytes cross groups.
 
         If they are packed and unpacked on a view, codes stay beside the numbers of their group.

@@ -40,10 +40,10 @@ def fit_levels(largest: Array, plan: Plan) -> Array:
         largest = groups.squeeze(jnp.max(view, axis=groups.axes, keepdims=True))
     divisor = Fraction(plan.element.format.max) * (1 << len(levels))
     base = replace(within, carrier=compute)
-    chosen = scale_magnitude(Chosen(quotients_by_scale((largest,), None, base, (divisor,))[0]), base)
-    for left, (inner, groups) in reversed(list(enumerate(levels, 1))):
+    scale = scale_magnitude(Chosen(quotients_by_scale((largest,), None, base, (divisor,))[0]), base)
+    for remaining, (inner, groups) in reversed(list(enumerate(levels, 1))):
         view = groups.view(inner)
-        outer = jnp.broadcast_to(groups.expand(chosen), view.shape)
-        doubles = view >= outer + (left << compute.fraction)
-        chosen = groups.back(outer + (doubles.astype(outer.dtype) << compute.fraction))
-    return chosen
+        outer = jnp.broadcast_to(groups.expand(scale), view.shape)
+        doubles = view >= outer + (remaining << compute.fraction)
+        scale = groups.back(outer + (doubles.astype(outer.dtype) << compute.fraction))
+    return scale

@@ -96,12 +96,12 @@ def all_true(blocks: Array) -> Array:
 
 
 def _exponent(largest: Array, plan: Plan) -> Array:
-    exponent = (largest + carried(plan) >> _CARRIER.fraction) - lag(plan)
+    exponent = ((largest + carried(plan)) >> _CARRIER.fraction) - lag(plan)
     return _bits.where(largest == 0, plan.exponents[1], exponent)
 
 
 def _power(exponent: Array) -> Array:
-    return lax.bitcast_convert_type(exponent + _CARRIER.bias << _CARRIER.fraction, jnp.float32)
+    return lax.bitcast_convert_type((exponent + _CARRIER.bias) << _CARRIER.fraction, jnp.float32)
 
 
 def _quantize(x: Array, largest: Array, plan: Plan) -> tuple[Array, Array]:
@@ -131,8 +131,8 @@ def _shifted_float(quotient: Array, fmt: FloatFormat) -> tuple[Array, Array, Arr
     sign, bits = _bits.split(quotient, _CARRIER)
     magnitude = jnp.minimum(lax.bitcast_convert_type(bits, jnp.float32), float(fmt.max))
     bits = lax.bitcast_convert_type(magnitude, jnp.int32)
-    exponent = jnp.maximum(bits & _CARRIER.inf, fmt.emin + _CARRIER.bias << _CARRIER.fraction)
-    shift = exponent + (_CARRIER.fraction - fmt.frac_bits << _CARRIER.fraction)
+    exponent = jnp.maximum(bits & _CARRIER.inf, (fmt.emin + _CARRIER.bias) << _CARRIER.fraction)
+    shift = exponent + ((_CARRIER.fraction - fmt.frac_bits) << _CARRIER.fraction)
     shift = lax.bitcast_convert_type(shift, jnp.float32)
     return sign, exponent, shift, magnitude + shift
 
@@ -140,7 +140,7 @@ def _shifted_float(quotient: Array, fmt: FloatFormat) -> tuple[Array, Array, Arr
 def _encode_float(quotient: Array, fmt: FloatFormat) -> Array:
     sign, exponent, shift, total = _shifted_float(quotient, fmt)
     count = lax.bitcast_convert_type(total, jnp.int32) - lax.bitcast_convert_type(shift, jnp.int32)
-    binades = exponent - (fmt.emin + _CARRIER.bias << _CARRIER.fraction) >> _CARRIER.fraction - fmt.frac_bits
+    binades = (exponent - ((fmt.emin + _CARRIER.bias) << _CARRIER.fraction)) >> (_CARRIER.fraction - fmt.frac_bits)
     return count + binades | lax.shift_right_logical(sign, jnp.full_like(sign, 32 - fmt.bits))
 
 

@@ -246,7 +246,7 @@ def all_in_safe_range(scales: Scales, plan: Plan) -> Array:
     value, compute = scales.value, plan.compute
     low, high = -SAFE_EXPONENT, SAFE_EXPONENT
     if not plan.is_power:
-        low, high = (exponent + compute.bias << compute.fraction for exponent in (low, high))
+        low, high = ((exponent + compute.bias) << compute.fraction for exponent in (low, high))
     inside = (value >= low) & (value <= high)
     return jnp.all(inside if scales.nan is None else inside & ~scales.nan)
 
@@ -257,7 +257,7 @@ def choose_scales(
     plan: Plan,
     tensor: Array | None = None,
     maximum: Callable[..., Array] = jnp.max,
-    branch_allowed: bool = False,
+    may_branch: bool = False,
     numbers: bool = False,
 ) -> Scales:
     """The scales of blocks.
@@ -268,13 +268,13 @@ def choose_scales(
         plan: the plan with the rule.
         tensor: for a rule with a scale of the tensor, its bits, int32.
         maximum: a function with the arguments of `jnp.max`. Default: `jnp.max`.
-        branch_allowed: whether the program may branch on the sizes of numbers, which is faster on a CPU. Default False.
+        may_branch: whether the program may branch on the sizes of numbers, which is faster on a CPU. Default False.
         numbers: whether to find float64 numbers, if `_divides_in_float64` holds. Default False.
     """
     compute = plan.compute
     sign, magnitude = _bits.split(x, compute)
     largest = _largest_by_numbers(
-        x, partial(largest_of, axis=axis, carrier=compute, maximum=maximum), axis, compute, branch_allowed
+        x, partial(largest_of, axis=axis, carrier=compute, maximum=maximum), axis, compute, may_branch
     )
     tensor = None if tensor is None else tensor_bits(tensor, largest.shape, plan)
     if plan.rule.carry is not None:
@@ -298,7 +298,7 @@ def choose_scales(
 
 
 def _largest_by_numbers(
-    x: Array, largest: Callable[[Array], Array], axis: int | tuple[int, ...], carrier: Carrier, branch_allowed: bool
+    x: Array, largest: Callable[[Array], Array], axis: int | tuple[int, ...], carrier: Carrier, may_branch: bool
 ) -> Array:
     """The result of `largest`, found by a maximum of numbers if it is a normal number in each block.
 
@@ -312,11 +312,11 @@ def _largest_by_numbers(
         return largest(_bits.split(x, carrier)[1])
 
     long = if_known(lambda: x.size > MOST_UNBRANCHED and math.prod(x.shape[i] for i in axes) > _MANY)
-    if not (branch_allowed and long) or carrier.name != "float32" or x.ndim - 1 in axes:
+    if not (may_branch and long) or carrier.name != "float32" or x.ndim - 1 in axes:
         return exactly()
-    found = lax.bitcast_convert_type(jnp.max(jnp.abs(x), axis=axes, keepdims=True), carrier.work)
-    normal = (found >= 1 << carrier.fraction) & (found < carrier.inf)
-    return branch(jnp.all(normal) & jnp.isfinite(jnp.sum(x)), lambda: found, exactly)
+    by_numbers = lax.bitcast_convert_type(jnp.max(jnp.abs(x), axis=axes, keepdims=True), carrier.work)
+    normal = (by_numbers >= 1 << carrier.fraction) & (by_numbers < carrier.inf)
+    return branch(jnp.all(normal) & jnp.isfinite(jnp.sum(x)), lambda: by_numbers, exactly)
 
 
 def largest_of(
@@ -332,9 +332,9 @@ def largest_of(
 def power_of_two(largest: Array, plan: Plan) -> tuple[Array, Array]:
     """The exponents of the rule, clamped to the scales' range; and whether they were above it."""
     compute, (low, zero, high) = plan.compute, plan.exponents
-    exponent = (extended(largest, compute) + carried(plan) >> compute.fraction) - lag(plan)
-    chosen = _bits.where(largest == 0, zero, _bits.clip(exponent, low, high))
-    return chosen.astype(largest.dtype), exponent > high
+    exponent = ((extended(largest, compute) + carried(plan)) >> compute.fraction) - lag(plan)
+    result = _bits.where(largest == 0, zero, _bits.clip(exponent, low, high))
+    return result.astype(largest.dtype), exponent > high
 
 
 def carried(plan: Plan) -> int:
@@ -362,10 +362,10 @@ def quotients_by_scale(
     """
     pairs = zip(ends, plan.divisors if divisors is None else divisors, strict=True)
     if tensor is None:
-        rounded = [_over_constant(end, divisor, plan) for end, divisor in pairs]
+        quotients = [_over_constant(end, divisor, plan) for end, divisor in pairs]
     else:
-        rounded = [_over_tensor(end, tensor, divisor, plan) for end, divisor in pairs]
-    bits = rounded[0] if len(rounded) == 1 else jnp.maximum(*rounded)
+        quotients = [_over_tensor(end, tensor, divisor, plan) for end, divisor in pairs]
+    bits = quotients[0] if len(quotients) == 1 else jnp.maximum(*quotients)
     empty = (ends[0] == 0) if len(ends) == 1 else (ends[0] | ends[1]) == 0
     return settle(bits, empty, plan)
 
@@ -384,10 +384,10 @@ def _numbers_by_scale(ends: tuple[Array, ...], tensor: Array | None, plan: Plan)
 
 
 def settle(bits: Array, empty: Array, plan: Plan) -> tuple[Array, Array]:
-    """The value of `Scales` for rounded quotients, or for zeros if a block is empty; and whether they overflowed."""
+    """The value of `Scales` for rounded quotients, or for zeros of an empty block; and whether they overflowed."""
     low, zero, high = plan.scale_bits
-    chosen = _bits.where(empty, zero, _bits.clip(bits, low, high)).astype(bits.dtype)
-    return (_exponent(chosen, plan.compute) if plan.is_power else chosen), bits > high
+    scale = _bits.where(empty, zero, _bits.clip(bits, low, high)).astype(bits.dtype)
+    return (_exponent(scale, plan.compute) if plan.is_power else scale), bits > high
 
 
 def _exponent(power: Array, carrier: Carrier) -> Array:
@@ -522,10 +522,10 @@ def store_scales(scales: Scales, plan: Plan) -> Array:
     return lax.bitcast_convert_type(codes, scale_dtype(plan.scale)) if fmt in _NUMBERS else codes
 
 
-def load_scales(stored: Array, plan: Plan, tensor: Array | None = None) -> Scales:
+def load_scales(array: Array, plan: Plan, tensor: Array | None = None) -> Scales:
     """The inverse of `store_scales`; `tensor` as for `choose_scales`."""
     compute, fmt = plan.compute, plan.scale
-    codes = lax.bitcast_convert_type(stored, fmt.code_dtype) if fmt in _NUMBERS else stored
+    codes = lax.bitcast_convert_type(array, fmt.code_dtype) if fmt in _NUMBERS else array
     bits = decode_magnitude(codes, fmt, compute)
     if tensor is not None:  # one number stays one, which would else be in memory for every block
         tensor = tensor_bits(tensor, bits.shape if tensor.ndim else (1,) * bits.ndim, plan)
@@ -544,7 +544,7 @@ def scale_magnitude(scales: Scales, plan: Plan) -> Array:
 def _power_bits(exponent: Array, plan: Plan) -> Array:
     """The magnitude bits of powers of two, from their exponents."""
     compute = plan.compute
-    normal = exponent + compute.bias << compute.fraction
+    normal = (exponent + compute.bias) << compute.fraction
     if plan.exponents[0] > -compute.bias:
         return normal
     subnormal = lax.shift_left(jnp.ones_like(exponent), jnp.maximum(exponent - compute.tiny_exponent, 0))

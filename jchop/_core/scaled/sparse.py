@@ -33,12 +33,12 @@ def kept_of(x: Array, fmt: ScaledFormat) -> Array:
     return jnp.moveaxis(leading((jnp.moveaxis(magnitude, axis, 0),), *fmt.sparse), 0, axis)
 
 
-def without(x: Array, kept: Array, fmt: ScaledFormat) -> Array:
+def without(x: Array, mask: Array, fmt: ScaledFormat) -> Array:
     """An array whose dropped numbers do not count when scales are chosen.
 
     They become NaN, or 0 where the ends of a group decide, since a NaN could make its whole group NaN (`nan_block`).
     """
-    return _bits.where(kept, x, jnp.asarray(0 if fmt.scale_rule.by_ends else jnp.nan, x.dtype))
+    return _bits.where(mask, x, jnp.asarray(0 if fmt.scale_rule.by_ends else jnp.nan, x.dtype))
 
 
 def leading(keys: tuple[Array, ...], n: int, m: int) -> Array:
@@ -60,35 +60,35 @@ def leading(keys: tuple[Array, ...], n: int, m: int) -> Array:
     return _joined(before.sum(2) < n, 0, count)
 
 
-def thin(entries: Array, kept: Array, sparse: tuple[int, int], axis: int) -> Array:
+def thin(entries: Array, mask: Array, sparse: tuple[int, int], axis: int) -> Array:
     """The kept ones of an array of integers.
 
     Args:
         entries: the array.
-        kept: which are kept, n of every m.
+        mask: which are kept, n of every m.
         sparse: n and m.
         axis: of the groups, from 0.
     """
     (n, m), length = sparse, entries.shape[axis]
-    which, own = _groups(kept, m, axis), _groups(entries, m, axis)
+    which, own = _groups(mask, m, axis), _groups(entries, m, axis)
     rank = _bits.where(which, _ranks(which, axis + 1), n)
     number = np.arange(n).reshape(n, *(1,) * (entries.ndim - axis))
     match = jnp.expand_dims(rank, axis + 1) == number  # (..., groups, n, m, ...)
-    found = _bits.where(match, jnp.expand_dims(own, axis + 1), 0).sum(axis + 2, dtype=entries.dtype)
-    return _joined(found, axis, kept_count(sparse, length))
+    result = _bits.where(match, jnp.expand_dims(own, axis + 1), 0).sum(axis + 2, dtype=entries.dtype)
+    return _joined(result, axis, kept_count(sparse, length))
 
 
-def spread(values: Array, kept: Array, sparse: tuple[int, int], axis: int) -> Array:
-    """The inverse of `thin`, in the shape of `kept`: a dropped entry is one of the kept ones of its group.
+def spread(values: Array, mask: Array, sparse: tuple[int, int], axis: int) -> Array:
+    """The inverse of `thin`, in the shape of `mask`: a dropped entry is one of the kept ones of its group.
 
     Differentiable in `values`.
     """
-    (n, m), length = sparse, kept.shape[axis]
-    which, own = _groups(kept, m, axis), _groups(values, n, axis)
+    (n, m), length = sparse, mask.shape[axis]
+    which, own = _groups(mask, m, axis), _groups(values, n, axis)
     rank = _ranks(which, axis + 1)
     each = [jax.lax.slice_in_dim(own, i, i + 1, axis=axis + 1) for i in range(n)]
-    found = reduce(lambda found, i: _bits.where(rank >= i, each[i], found), range(1, n), each[0])
-    return _joined(jnp.broadcast_to(found, rank.shape), axis, length)
+    result = reduce(lambda result, i: _bits.where(rank >= i, each[i], result), range(1, n), each[0])
+    return _joined(jnp.broadcast_to(result, rank.shape), axis, length)
 
 
 def _groups(x: Array, size: int, axis: int) -> Array:
@@ -102,8 +102,8 @@ def _groups(x: Array, size: int, axis: int) -> Array:
 
 def _joined(x: Array, axis: int, length: int) -> Array:
     """The inverse of `_groups`, for an axis of a length."""
-    whole = x.reshape(*x.shape[:axis], x.shape[axis] * x.shape[axis + 1], *x.shape[axis + 2 :])
-    return jax.lax.slice_in_dim(whole, 0, length, axis=axis)
+    result = x.reshape(*x.shape[:axis], x.shape[axis] * x.shape[axis + 1], *x.shape[axis + 2 :])
+    return jax.lax.slice_in_dim(result, 0, length, axis=axis)
 
 
 def _ranks(which: Array, axis: int) -> Array:

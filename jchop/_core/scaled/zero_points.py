@@ -80,8 +80,8 @@ def round_shifted(x: Array, scales: Scales, zero: Array, plan: Plan, word: Array
     sign, magnitude = _bits.split(x, compute)
     whole, share, sticky = _over(sign, magnitude, scales, plan)
     total, share = floor_of(sign != 0, whole, share, sticky)
-    rounded = round_sum(total + zero.astype(total.dtype), share, sticky, plan, word)
-    return far_outside(rounded, sign, magnitude, compute)
+    sums = round_sum(total + zero.astype(total.dtype), share, sticky, plan, word)
+    return far_outside(sums, sign, magnitude, compute)
 
 
 def round_sum(total: Array, share: Array, sticky: Array, plan: Plan, word: Array | None) -> Array:
@@ -94,28 +94,28 @@ def round_sum(total: Array, share: Array, sticky: Array, plan: Plan, word: Array
     )
     v = _Sum(low, share, sticky, negative, draw(word, element, plan.compute))
     away = modes.AWAY_FROM_ZERO[element.rounding](v)
-    rounded = low + jnp.asarray(away).astype(low.dtype)
-    return _bits.where(negative, -rounded, rounded)
+    whole = low + jnp.asarray(away).astype(low.dtype)
+    return _bits.where(negative, -whole, whole)
 
 
-def far_outside(rounded: Array, sign: Array, magnitude: Array, carrier: Carrier) -> Array:
+def far_outside(wholes: Array, sign: Array, magnitude: Array, carrier: Carrier) -> Array:
     """Whole numbers, with numbers far outside for infinities and NaN."""
-    far = jnp.full_like(rounded, 1 << _MOST)
+    far = jnp.full_like(wholes, 1 << _MOST)
     beyond = _bits.where((sign != 0) & (magnitude == carrier.inf), -far, far)
-    return _bits.where(magnitude >= carrier.inf, beyond, rounded)
+    return _bits.where(magnitude >= carrier.inf, beyond, wholes)
 
 
-def clamp(rounded: Array, plan: Plan) -> Array:
+def clamp(wholes: Array, plan: Plan) -> Array:
     """Whole numbers within the ends of the element format."""
     fmt = _integers(plan)
     # Without the barrier LLVM takes ten seconds to derive bounds from these ends for all earlier operations.
-    return _bits.clip(lax.optimization_barrier(rounded), fmt.min_code, fmt.max_code)
+    return _bits.clip(lax.optimization_barrier(wholes), fmt.min_code, fmt.max_code)
 
 
-def beyond_ends(x: Array, rounded: Array, plan: Plan) -> Array:
+def beyond_ends(x: Array, wholes: Array, plan: Plan) -> Array:
     """Whether results of `round_shifted` are beyond the ends; NaN counts as inside."""
     fmt = _integers(plan)
-    return ((rounded < fmt.min_code) | (rounded > fmt.max_code)) & (_bits.split(x, plan.compute)[1] <= plan.compute.inf)
+    return ((wholes < fmt.min_code) | (wholes > fmt.max_code)) & (_bits.split(x, plan.compute)[1] <= plan.compute.inf)
 
 
 def _over(sign: Array, magnitude: Array, scales: Scales, plan: Plan) -> tuple[Array, Array, Array]:
@@ -137,16 +137,16 @@ def parts_of(v: Exact, carrier: Carrier) -> tuple[Array, Array, Array]:
     below = fraction - _bits.clip(exponent, 0, min(_MOST, fraction - 1))
     whole = leading >> below
     down = below.astype(unsigned)
-    share = (leading.astype(unsigned) << width - down) | v.rest >> down
-    lost = v.rest << width - down != 0
+    share = (leading.astype(unsigned) << (width - down)) | v.rest >> down
+    tail = v.rest << (width - down) != 0
     # Numbers below 1: no bit is whole.
-    word = leading.astype(unsigned) << width - 1 - fraction | v.rest >> fraction + 1
-    gone = v.rest << width - 1 - fraction != 0
+    word = leading.astype(unsigned) << (width - 1 - fraction) | v.rest >> (fraction + 1)
+    small_tail = v.rest << (width - 1 - fraction) != 0
     right = _bits.clip(-1 - exponent, 0, width - 1).astype(unsigned)
     small = _bits.where(-1 - exponent < width, word >> right, 0)
     far = (-1 - exponent >= width) | (word >> right << right != word)
     less = exponent < 0
-    sticky = v.sticky | _bits.where(less, gone | far, lost)
+    sticky = v.sticky | _bits.where(less, small_tail | far, tail)
     return _bits.where(less, 0, whole), _bits.where(less, small, share), sticky
 
 
@@ -175,8 +175,10 @@ def fit_range(x: Array, axes: tuple[int, ...], plan: Plan) -> tuple[Scales, Arra
     compute, fmt = plan.compute, _integers(plan)
     sign, magnitude = _bits.split(x, compute)
     top, low = (largest_of(_bits.where(side, magnitude, 0), axes, compute, maximum) for side in (sign == 0, sign != 0))
-    asked = round_exact(_sum_over(top, low, fmt.max_code - fmt.min_code, compute), scale_rounding(plan), compute, None)
-    value = settle(_bits.split(asked, compute)[1], (top | low) == 0, plan)[0]
+    quotient = round_exact(
+        _sum_over(top, low, fmt.max_code - fmt.min_code, compute), scale_rounding(plan), compute, None
+    )
+    value = settle(_bits.split(quotient, compute)[1], (top | low) == 0, plan)[0]
     scales = Scales(value)
     return scales, _zero_points(low, scales, plan)
 
@@ -186,8 +188,8 @@ def _zero_points(low: Array, scales: Scales, plan: Plan) -> Array:
     fmt = _integers(plan)
     whole, share, sticky = _over(jnp.zeros_like(low), low, scales, plan)
     quotient = _Sum(whole, share, sticky, whole < 0, None)
-    rounded = whole + quotient.nearest(quotient.odd).astype(whole.dtype)
-    return _bits.clip(fmt.min_code + rounded, fmt.min_code, fmt.max_code).astype(jnp.int32)
+    nearest = whole + quotient.nearest(quotient.odd).astype(whole.dtype)
+    return _bits.clip(fmt.min_code + nearest, fmt.min_code, fmt.max_code).astype(jnp.int32)
 
 
 def _sum_over(a: Array, b: Array, divisor: int, carrier: Carrier) -> Exact:
@@ -199,8 +201,8 @@ def _sum_over(a: Array, b: Array, divisor: int, carrier: Carrier) -> Exact:
     field, gap = large >> fraction, (large >> fraction) - (small >> fraction)
     second = _bits.where(jnp.minimum(a, b) == 0, 0, significand_of(small, carrier))
     first, offset = significand_of(large, carrier), place - gap
-    lost = _bits.clip(-offset, 0, fraction + 1)
-    sticky = second >> lost << lost != second
+    shift = _bits.clip(-offset, 0, fraction + 1)
+    sticky = second >> shift << shift != second
     limbs, carry = [], jnp.zeros_like(a)
     for i in range(count):
         at = i * size
@@ -219,8 +221,8 @@ def _sum_over(a: Array, b: Array, divisor: int, carrier: Carrier) -> Exact:
 
 def _limb(value: Array, offset: Array, at: int, size: int, width: int) -> Array:
     """The bits [at, at + size) of value 2^offset, rounded down."""
-    left, right = _bits.clip(offset - at, 0, size), _bits.clip(at - offset, 0, width - 1)
-    return value << left >> right & _bits.low_mask(size)
+    up, down = _bits.clip(offset - at, 0, size), _bits.clip(at - offset, 0, width - 1)
+    return value << up >> down & _bits.low_mask(size)
 
 
 def _normal(digits: list[Array], sticky: Array, base: Array, divisor: int, carrier: Carrier) -> Exact:
@@ -228,7 +230,7 @@ def _normal(digits: list[Array], sticky: Array, base: Array, divisor: int, carri
     fraction, width = carrier.fraction, carrier.work_width
     size, unsigned = _LIMBS[width][0], np.dtype(f"uint{width}")
     top = size * len(digits) - divisor.bit_length()  # the leading bit is here, or up to two places lower
-    chosen: tuple[Array, ...] | None = None
+    best: tuple[Array, ...] | None = None
     for lead in (top - 2, top - 1, top):
         leading = _window(digits, lead - fraction, size, unsigned)
         rest = _window(digits, lead - fraction - width, size, unsigned)
@@ -238,16 +240,16 @@ def _normal(digits: list[Array], sticky: Array, base: Array, divisor: int, carri
             if low > i * size:
                 more = more | (digit & _bits.low_mask(min(low - i * size, size)) != 0)
         here = (leading & _bits.low_mask(fraction + 1), rest, sticky | more, base + lead)
-        reached = leading >> fraction != 0
-        old = here if chosen is None else chosen
-        chosen = tuple(_bits.where(reached, *pair) for pair in zip(here, old, strict=True))
-    assert chosen is not None
-    leading, rest, sticky, field = chosen
+        reaches = leading >> fraction != 0
+        old = here if best is None else best
+        best = tuple(_bits.where(reaches, *pair) for pair in zip(here, old, strict=True))
+    assert best is not None
+    leading, rest, sticky, field = best
     down = _bits.clip(1 - field, 0, width - 1).astype(unsigned)  # into the subnormal range
-    lost = rest >> down << down != rest
+    tail = rest >> down << down != rest
     magnitude = (leading >> down).astype(carrier.work) + (jnp.maximum(field - 1, 0) << fraction).astype(carrier.work)
-    rest = leading << 1 << width - 1 - down | rest >> down
-    sticky = sticky | lost
+    rest = leading << 1 << (width - 1 - down) | rest >> down
+    sticky = sticky | tail
     magnitude = jnp.minimum(magnitude, carrier.inf - 1)
     return Exact(jnp.zeros_like(magnitude), magnitude, (rest != 0) | sticky, rest, sticky)
 

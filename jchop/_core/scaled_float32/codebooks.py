@@ -139,13 +139,13 @@ def encode(x: Array, scales: Scales, plan: Plan) -> Array:
     difference = _difference(magnitude, number, rest >> _INDEX, significand, exponent)
     exact = _compares(_bits.where(below, -difference, difference), number, table)
     near = (guess - number + _NEAR).astype(jnp.uint32) <= 2 * _NEAR
-    reached = _bits.where(near, exact, number_of(guess) >= number_of(number))
+    reaches = _bits.where(near, exact, number_of(guess) >= number_of(number))
     if table.has_zero:
         side = _bits.where(below, -magnitude, magnitude)
-        reached = _bits.where(number == 0, side > 0 if table.strict[1] else side >= 0, reached)
+        reaches = _bits.where(number == 0, side > 0 if table.strict[1] else side >= 0, reaches)
     nan = magnitude > _INF
     index = rest & _bits.low_mask(_INDEX)
-    return _bits.where(nan, len(fmt.levels) - 1, index + reached).astype(fmt.code_dtype)
+    return _bits.where(nan, len(fmt.levels) - 1, index + reaches).astype(fmt.code_dtype)
 
 
 def _prepared(bits: Array) -> tuple[Array, ...]:

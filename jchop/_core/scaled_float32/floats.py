@@ -119,7 +119,7 @@ class _Step:
 
     def code(self, fmt: FloatFormat) -> Array:
         count = word_of(self.total) - word_of(self.shift)
-        return count + (self.exponent - _least_exponent(fmt) >> _FRACTION - fmt.frac_bits)
+        return count + ((self.exponent - _least_exponent(fmt)) >> (_FRACTION - fmt.frac_bits))
 
     @property
     def number(self) -> Array:
@@ -128,15 +128,15 @@ class _Step:
 
 def _least_exponent(fmt: FloatFormat) -> int:
     """Exponent bits of the smallest normal number."""
-    return fmt.emin + _BIAS << _FRACTION
+    return (fmt.emin + _BIAS) << _FRACTION
 
 
-def _step(magnitude: Array, fmt: FloatFormat, lowered: bool) -> _Step:
-    """The multiple nearest to a magnitude; if `lowered`, the multiple below the middle of its step."""
+def _step(magnitude: Array, fmt: FloatFormat, below_middle: bool) -> _Step:
+    """The multiple nearest to a magnitude; if `below_middle`, the multiple below the middle of its step."""
     exponent = jnp.maximum(word_of(magnitude) & _INF, _least_exponent(fmt))
-    shift = exponent + (_FRACTION - fmt.frac_bits << _FRACTION)
-    if lowered:
-        magnitude = magnitude - number_of(shift - (_FRACTION + 1 << _FRACTION))
+    shift = exponent + ((_FRACTION - fmt.frac_bits) << _FRACTION)
+    if below_middle:
+        magnitude = magnitude - number_of(shift - ((_FRACTION + 1) << _FRACTION))
     return _Step(number_of(shift), magnitude + number_of(shift), exponent)
 
 
@@ -190,27 +190,27 @@ def _over_power(magnitude: Array, scales: Scales, fmt: FloatFormat) -> _Step:
     # Zero, and numbers far larger than the scale, are clamped so that the field of the quotient does not overflow.
     most = (_INF - 1) + (jnp.minimum(exponent, 0) << _FRACTION)
     within = jnp.minimum(jnp.maximum(extended(magnitude, _CARRIER), -(_LEAST << _FRACTION)), most)
-    moved = within - (exponent << _FRACTION)
+    bits = within - (exponent << _FRACTION)
     low, high = (word_of(jnp.float32(end)) for end in (2.0 ** -(_LEAST + 2), 2.0 ** (_MOST + 2)))
-    return _step(number_of(_bits.clip(moved, low, high)), fmt, lowered=False)
+    return _step(number_of(_bits.clip(bits, low, high)), fmt, below_middle=False)
 
 
 def _over_safe_power(magnitude: Array, scales: Scales, fmt: FloatFormat) -> _Step:
-    """`_over_power` for scales in the safe range: a product with 1 / s is exact, or far outside the format."""
-    quotient = number_of(magnitude) * materialize_per_group(number_of(_BIAS - scales.value << _FRACTION))
-    return _step(_bits.where(quotient < float(fmt.max), quotient, float(fmt.max)), fmt, lowered=False)
+    """`_over_power` for safe scales: a product with 1 / s is exact, or far outside the format."""
+    quotient = number_of(magnitude) * materialize_per_group(number_of((_BIAS - scales.value) << _FRACTION))
+    return _step(_bits.where(quotient < float(fmt.max), quotient, float(fmt.max)), fmt, below_middle=False)
 
 
 def _over_any(x: Array, scales: Scales, plan: Plan) -> _Step:
     fmt = _format(plan)
     divisor, high, low = _halves(scales, plan)
     divisor, inverse, high, low = integers.held((divisor, 1 / (high + low), high, low))
-    moved = number_of(word_of(integers.move(x, divisor)) & _bits.low_mask(_CARRIER.width - 1))
-    guess = moved * inverse
+    numbers = number_of(word_of(integers.move(x, divisor)) & _bits.low_mask(_CARRIER.width - 1))
+    guess = numbers * inverse
     guess = _bits.where(guess < float(fmt.max), guess, float(fmt.max))
-    step = _step(guess, fmt, lowered=True)
-    middle = step.number + number_of(word_of(step.shift) - (_FRACTION + 1 << _FRACTION))
-    side = word_of((moved - middle * high) - middle * low)
+    step = _step(guess, fmt, below_middle=True)
+    middle = step.number + number_of(word_of(step.shift) - ((_FRACTION + 1) << _FRACTION))
+    side = word_of((numbers - middle * high) - middle * low)
     up = side + (word_of(step.total) & 1) > 0
     return replace(step, total=number_of(word_of(step.total) + up))
 
@@ -257,12 +257,12 @@ def multiply_back(values: Array, scales: Scales, plan: Plan) -> Array:
 def _decode(codes: Array, fmt: FloatFormat) -> Array:
     width = fmt.bits - 1
     code = codes & _bits.low_mask(width)
-    normal = (code << _FRACTION - fmt.frac_bits) + (_BIAS - fmt.bias << _FRACTION)
+    normal = (code << (_FRACTION - fmt.frac_bits)) + ((_BIAS - fmt.bias) << _FRACTION)
     small = word_of(code.astype(jnp.float32) * 2.0 ** (fmt.emin - fmt.frac_bits))
     bits = _bits.where(code < 1 << fmt.frac_bits, small, normal)
     if fmt.has_inf:
         bits = _bits.where(code == fmt.inf_code, _INF, bits)
-    bits = bits | codes >> width << _CARRIER.width - 1
+    bits = bits | codes >> width << (_CARRIER.width - 1)
     if fmt.has_nan:
         last = fmt.max_code if fmt.inf_code is None else fmt.inf_code
         bits = _bits.where(code > last, _CARRIER.nan, bits)

@@ -82,7 +82,7 @@ def _pair(scales: Scales, plan: Plan) -> tuple[Array, Array]:
 
 
 def _settle(t: Array, lead: Array) -> Array:
-    """Quotients rounded to the last place of sums with 2^-_SETTLED of `LEAD` times the spacing of the grid."""
+    """Quotients rounded to the last place of sums with 2^-_SETTLED `LEAD` times the grid's spacing."""
     return lax.sub(lax.add(t, lead), lead)
 
 
@@ -113,15 +113,15 @@ def _round_whole(
     top, bottom = (float(end) - shift for end in (fmt.max_code + (not nearest), fmt.min_code - (not nearest)))
     t = lax.mul(number, inverse)
     t = jnp.maximum(_bits.where(t < top, t, top), bottom)  # NaN counts as the largest number
-    lifted = _bits.by(lax.add, none, LEAD)
-    lifted = lifted if zero is None else shift + lifted
+    start = _bits.by(lax.add, none, LEAD)
+    start = start if zero is None else shift + start
     if nearest:
         t = _settle(t, _bits.by(lax.add, none, LEAD * 2.0**-_SETTLED))
         t = t if mode is Rounding.NEAREST_EVEN else _tie(t + shift, 1, mode) - shift
-        total = lax.add(t, lifted)
-        return lax.convert_element_type(word_of(total), jnp.int32), lax.sub(total, lifted), value
-    total = t + lifted
-    near = total - lifted
+        total = lax.add(t, start)
+        return lax.convert_element_type(word_of(total), jnp.int32), lax.sub(total, start), value
+    total = t + start
+    near = total - start
     rest = number - near * value
     v = integers.Near(word_of(total).astype(jnp.int32), rest)
     random = draw(word, plan.element, _NARROW)
@@ -171,10 +171,10 @@ def _round_float(x: Array, scales: Scales, plan: Plan, word: Array | None) -> tu
     rest, step = number - near * value, unit * value
     under, inexact = rest < 0, rest != 0
     lower = _bits.where(under, rest + step, rest)
-    discarded = _Rest(
+    tail = _Rest(
         lower, step, inexact, integers.word_of(x) < 0, (count - under) & 1 != 0, draw(word, plan.element, _NARROW)
     )
-    away = AWAY_FROM_ZERO[mode](discarded)
+    away = AWAY_FROM_ZERO[mode](tail)
     move = jnp.asarray(away).astype(jnp.int32) - under
     return count + move, unit, near + move * unit, value
 

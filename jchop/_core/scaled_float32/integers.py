@@ -50,8 +50,8 @@ _SHIFT_BITS = int(np.float32(_SHIFT).view(np.int32))
 
 def applies(plan: Plan) -> bool:
     """Whether `round_whole` gives the results of the exact way."""
-    known = plan.element.rounding in {*NEAREST, *DIRECTED, *DRAWN}
-    return plan.compute is _CARRIER and not plan.rule.tensor_scale and known and is_plain(plan)
+    has_mode = plan.element.rounding in {*NEAREST, *DIRECTED, *DRAWN}
+    return plan.compute is _CARRIER and not plan.rule.tensor_scale and has_mode and is_plain(plan)
 
 
 def is_plain(plan: Plan) -> bool:
@@ -105,7 +105,7 @@ def quanta_of(scales: Scales, plan: Plan, *, huge_too: bool = True) -> Quanta:
 
 def move_bits(bits: Array, *, huge_too: bool = True, least: int = _LEAST) -> Quanta:
     """Quanta from their extended bits; quanta below 2^-least count as tiny."""
-    tiny, huge = bits < _BIAS - least << _FRACTION, bits >= _BIAS + _HUGE << _FRACTION
+    tiny, huge = bits < (_BIAS - least) << _FRACTION, bits >= (_BIAS + _HUGE) << _FRACTION
     bits = _bits.where(tiny, bits + (TINY << _FRACTION), bits)
     if not huge_too:
         return Quanta(number_of(bits), tiny, None)
@@ -119,11 +119,11 @@ def move(x: Array, quanta: Quanta) -> Array:
         return x
     bits = word_of(x)
     magnitude = bits & _bits.low_mask(31)
-    number = number_of(jnp.minimum(magnitude, 2 * _BIAS - TINY << _FRACTION) + (TINY << _FRACTION))
+    number = number_of(jnp.minimum(magnitude, (2 * _BIAS - TINY) << _FRACTION) + (TINY << _FRACTION))
     # The bits of a subnormal number are read with a leading one that it does not have.
     number = _bits.where(magnitude < 1 << _FRACTION, (number - 2.0 ** (TINY - _BIAS)) * 2, number)
-    lifted = number_of(word_of(number) | bits ^ magnitude)
-    return _bits.where(quanta.tiny & (magnitude <= _INF), lifted, x * quanta.factor)
+    large = number_of(word_of(number) | bits ^ magnitude)
+    return _bits.where(quanta.tiny & (magnitude <= _INF), large, x * quanta.factor)
 
 
 def word_of(x: Array) -> Array:
@@ -201,29 +201,29 @@ def round_whole(x: Array, scales: Scales, zero: Array | None, plan: Plan, word: 
     top, bottom = ((end - shift) * quanta.value for end in (fmt.max_code + (not nearest), fmt.min_code - (not nearest)))
     high = number_of(word_of(quanta.value) & ~_bits.low_mask(_FRACTION // 2 + 1))
     # All are materialized, also the last one, so that sums with constants are not rearranged.
-    quanta, top, bottom, inverse, high, low, lifted = held(
+    quanta, top, bottom, inverse, high, low, start = held(
         (quanta, top, bottom, 1 / quanta.value, high, quanta.value - high, shift + _SHIFT)
     )
-    moved = move(x, quanta)
-    moved = _bits.where(moved < top, moved, top)
-    moved = _bits.where(moved > bottom, moved, bottom)
-    guess = moved * inverse
+    numbers = move(x, quanta)
+    numbers = _bits.where(numbers < top, numbers, top)
+    numbers = _bits.where(numbers > bottom, numbers, bottom)
+    guess = numbers * inverse
     # Near a whole number, or near the middle of two.
-    summed = (guess - 0.5 if nearest else guess) + lifted
-    total = word_of(summed) - _SHIFT_BITS
-    near = summed - lifted + 0.5 if nearest else summed - lifted
-    rest = (moved - near * high) - near * low
+    guess_sum = (guess - 0.5 if nearest else guess) + start
+    total = word_of(guess_sum) - _SHIFT_BITS
+    near = guess_sum - start + 0.5 if nearest else guess_sum - start
+    rest = (numbers - near * high) - near * low
     if nearest:
         # The bits of a negative number are a negative integer; there is no -0.
-        rounded = total + 1 + (word_of(rest) + NEAREST[mode](total) - 1 >> 31)
+        result = total + 1 + ((word_of(rest) + NEAREST[mode](total) - 1) >> 31)
         # Numbers within the ends of elements stay within them.
-        return rounded if zero is None or plan.in_safe_range else _bits.clip(rounded, fmt.min_code, fmt.max_code)
+        return result if zero is None or plan.in_safe_range else _bits.clip(result, fmt.min_code, fmt.max_code)
     side = _bits.where(near == 0, _bits.ordered(*_bits.split(x, _CARRIER)), word_of(rest))
     v = Near(total, side)
     random = draw(word, plan.element, _CARRIER)
     compare = partial(_compare_wide, rest, high, low) if plan.in_safe_range else partial(_compare, rest, quanta.value)
-    rounded = DIRECTED[mode](v) if random is None else drawn(v, random, mode, compare)
-    return _bits.clip(rounded, fmt.min_code, fmt.max_code)
+    result = DIRECTED[mode](v) if random is None else drawn(v, random, mode, compare)
+    return _bits.clip(result, fmt.min_code, fmt.max_code)
 
 
 def drawn(v: Near, random: Draw, mode: Rounding, compare: Callable[[Array], tuple[Array, Array]]) -> Array:
@@ -247,7 +247,7 @@ def _compare(rest: Array, quantum: Array, word: Array) -> tuple[Array, Array]:
     """Whether |rest| / quantum is more than word 2^-32, or equal, by integers of two words."""
     bits = word_of(quantum)
     # A whole number and its fraction, in units in the last place of the quantum.
-    scale = number_of(2 * _BIAS + _FRACTION - (bits >> _FRACTION) << _FRACTION)
+    scale = number_of((2 * _BIAS + _FRACTION - (bits >> _FRACTION)) << _FRACTION)
     whole, fraction = _floor(jnp.abs(rest) * scale)
     upper, fraction = _floor(fraction * 2.0**16)
     lower, fraction = _floor(fraction * 2.0**16)
@@ -285,8 +285,8 @@ def _times(a: Array, b: Array) -> tuple[Array, Array]:
         product = a_low * half
         return a_high * half + (product >> 12), product & 0xFFF
 
-    (upper, upper_left), (lower, lower_left) = part(b >> 16), part(b & 0xFFFF)
-    first, second = ((upper & 15) << 12 | upper_left) << 16, lower << 12 | lower_left
+    (upper, upper_rest), (lower, lower_rest) = part(b >> 16), part(b & 0xFFFF)
+    first, second = ((upper & 15) << 12 | upper_rest) << 16, lower << 12 | lower_rest
     low = first + second
     return (upper >> 4) + (lower >> 20) + (low < first).astype(jnp.uint32), low
 
@@ -306,7 +306,7 @@ def decode_whole(codes: Array, plan: Plan) -> tuple[Array, Array | None]:
     assert isinstance(fmt, UniformFormat)
     codes, spare = codes.astype(jnp.int32), 32 - fmt.bits
     whole = (codes << spare) >> spare if fmt.signed else codes
-    return whole, whole < fmt.min_code if fmt.signed and fmt.min_code > -(1 << fmt.bits - 1) else None
+    return whole, whole < fmt.min_code if fmt.signed and fmt.min_code > -(1 << (fmt.bits - 1)) else None
 
 
 # -- multiplication ----------------------------------------------------------------------------------------------------
@@ -338,5 +338,5 @@ def times(elements: Array, quanta: Quanta, *, prevent: bool) -> Array:
     lead = 2.0**_FRACTION
     small = word_of(magnitude * 2.0 ** (-_CARRIER.tiny_exponent - TINY) + lead) - word_of(jnp.float32(lead))
     subnormal = number_of(small | bits & _CARRIER.sign_bit)
-    lowered = _bits.where(magnitude < 2.0 ** (1 - _BIAS + TINY), subnormal, product * 2.0**-TINY)
-    return _bits.where(quanta.tiny, lowered, product)
+    tiny_product = _bits.where(magnitude < 2.0 ** (1 - _BIAS + TINY), subnormal, product * 2.0**-TINY)
+    return _bits.where(quanta.tiny, tiny_product, product)

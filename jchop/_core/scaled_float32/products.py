@@ -39,9 +39,9 @@ def times(numbers: Array, scales: Array, in_float64: bool = False) -> Array:
         with jax.enable_x64(True):
             return float64.narrow(numbers.astype(jnp.float64) * float64.positive(scales))
     scales = extended(scales, _CARRIER)
-    tiny = scales < _BIAS - _TINY << _FRACTION
-    lifted = scales - (_CARRIER.tiny_exponent << _FRACTION)
-    scale, tiny = materialize_per_group((number_of(_bits.where(tiny, lifted, scales)), tiny))
+    tiny = scales < (_BIAS - _TINY) << _FRACTION
+    large_scales = scales - (_CARRIER.tiny_exponent << _FRACTION)
+    scale, tiny = materialize_per_group((number_of(_bits.where(tiny, large_scales, scales)), tiny))
     product = prevent_fma(numbers * scale, scale)
     return _bits.where(tiny, _lowered(numbers, scale, product), product)
 
@@ -57,9 +57,9 @@ def _lowered(number: Array, scale: Array, product: Array) -> Array:
     rest = (((high * upper - middle) + high * lower) + low * upper) + low * lower
     count = count + (_bits.ordered(*_bits.split(rest, _CARRIER)) + (count & 1) > 0)
     normal = word_of(magnitude) + (_CARRIER.tiny_exponent << _FRACTION)
-    lowered = _bits.where(magnitude < lead, count, normal)
-    lowered = _bits.where(word_of(magnitude) >= _CARRIER.inf, word_of(magnitude), lowered)
-    return number_of(lowered | word_of(product) & _CARRIER.sign_bit)
+    bits = _bits.where(magnitude < lead, count, normal)
+    bits = _bits.where(word_of(magnitude) >= _CARRIER.inf, word_of(magnitude), bits)
+    return number_of(bits | word_of(product) & _CARRIER.sign_bit)
 
 
 def _halves(x: Array) -> tuple[Array, Array]:

@@ -32,7 +32,9 @@ MOST_IN_FLOAT64 = {False: 1 << 19, True: 1 << 16}
 def prefers_float64(x: Array, plan: Plan) -> bool:
     """Whether a program of one CPU rounds in float64: few numbers, or no exact float32 arithmetic for them."""
     few = if_known(lambda: x.size <= MOST_IN_FLOAT64[plan.is_power])
-    return few or not any(way.applies(plan) for way in (integers, floats, thresholds, codebooks))
+    return few or not any(
+        applies(plan) for applies in (integers.applies, floats.applies, thresholds.applies, codebooks.applies)
+    )
 
 
 def held(scales: Scales, plan: Plan) -> Scales:
@@ -43,7 +45,7 @@ def held(scales: Scales, plan: Plan) -> Scales:
 
 
 def branch_on_range(
-    run: Callable[[Plan], Array], x: Array, scales: Scales, plan: Plan, branch_allowed: bool, zero: Array | None = None
+    run: Callable[[Plan], Array], x: Array, scales: Scales, plan: Plan, may_branch: bool, zero: Array | None = None
 ) -> Array:
     """The result of `run` under a plan. If a branch is allowed, moderate scales use a plan with `in_safe_range`.
 
@@ -52,11 +54,11 @@ def branch_on_range(
         x: numbers.
         scales: the scales of their groups.
         plan: the plan without `in_safe_range`.
-        branch_allowed: whether the program may branch.
+        may_branch: whether the program may branch.
         zero: integer zero points, which must be within 2^10 of zero for the branch.
     """
     gains = (integers.applies(plan) or floats.applies(plan)) and not in_float64.applies(plan)
-    if not branch_allowed or not gains or scales.tensor is not None or if_known(lambda: x.size <= MOST_UNBRANCHED):
+    if not may_branch or not gains or scales.tensor is not None or if_known(lambda: x.size <= MOST_UNBRANCHED):
         return run(plan)
     in_safe_range = all_in_safe_range(scales, plan)
     if zero is not None and jnp.issubdtype(zero.dtype, jnp.integer):
@@ -96,7 +98,7 @@ def rounded(x: Array, scales: Scales, plan: Plan, word: Array | None) -> Array:
 
 
 def rounds_in_float64(plan: Plan) -> bool:
-    """Whether `rounded_in_float64` applies: products in float32 may be rounded once more, to the plan's carrier."""
+    """Whether `rounded_in_float64` applies: float32 products may be rounded once more, to the plan's carrier."""
     exact = plan.carrier is plan.compute or integers.multiplies(plan) or floats.multiplies(plan)
     return exact and in_float64.applies(plan)
 
@@ -109,8 +111,8 @@ def rounded_in_float64(x: Array, scales: Scales, zero: Array | None, plan: Plan,
 def numbers_of(codes: Array, scales: Scales, plan: Plan) -> Array:
     """The numbers of codes."""
     if integers.multiplies(plan):
-        counts, unused = integers.decode_whole(codes, plan)
-        return times_whole(counts, scales, plan, unused)
+        counts, unused_codes = integers.decode_whole(codes, plan)
+        return times_whole(counts, scales, plan, unused_codes)
     if floats.multiplies(plan):
         return _finished(floats.numbers_of(codes, scales, plan), scales, plan)
     fmt = plan.element.format
@@ -122,9 +124,9 @@ def numbers_of(codes: Array, scales: Scales, plan: Plan) -> Array:
     return elements.multiply_back(decode_elements(codes, fmt, plan.compute), scales, plan)
 
 
-def times_whole(counts: Array, scales: Scales, plan: Plan, unused: Array | None = None) -> Array:
-    """Quanta of the element format times scales, rounded once to the plan's carrier, if `integers.multiplies`."""
-    return _finished(with_nan(integers.multiply_back(counts, scales, plan), unused, plan.compute), scales, plan)
+def times_whole(counts: Array, scales: Scales, plan: Plan, unused_codes: Array | None = None) -> Array:
+    """Quanta times scales, rounded once to the plan's carrier, if `integers.multiplies`."""
+    return _finished(with_nan(integers.multiply_back(counts, scales, plan), unused_codes, plan.compute), scales, plan)
 
 
 def _finished(products: Array, scales: Scales, plan: Plan) -> Array:

@@ -72,7 +72,7 @@ def _parts(value: Fraction) -> tuple[Fraction, int]:
     count = abs(value)
     while count >= 1 << width:
         count, exponent = count / 2, exponent + 1
-    while count < 1 << width - 1:
+    while count < 1 << (width - 1):
         count, exponent = count * 2, exponent - 1
     return count, exponent
 
@@ -89,14 +89,16 @@ def encode(x: Array, scales: Scales, plan: Plan) -> Array:
     starts = materialize_per_group(_starts(extended(scale_magnitude(scales, plan), _CARRIER), table))
     sign, magnitude = _bits.split(x, _CARRIER)
     value = _bits.where(magnitude > _INF, _INF, _bits.ordered(sign, magnitude))
-    unreached = jnp.full_like(starts[0], np.iinfo(np.int32).max)
-    left = [starts[i] if i < len(table) else unreached for i in range((1 << fmt.bits) - 1)]
+    no_start = jnp.full_like(starts[0], np.iinfo(np.int32).max)
+    candidates = [starts[i] if i < len(table) else no_start for i in range((1 << fmt.bits) - 1)]
     code = jnp.zeros_like(value)
-    while left:
-        middle = len(left) // 2
-        reached = value >= left[middle]
-        code = 2 * code + reached
-        left = [_bits.where(reached, *pair) for pair in zip(left[middle + 1 :], left[:middle], strict=True)]
+    while candidates:
+        middle = len(candidates) // 2
+        reaches = value >= candidates[middle]
+        code = 2 * code + reaches
+        candidates = [
+            _bits.where(reaches, *pair) for pair in zip(candidates[middle + 1 :], candidates[:middle], strict=True)
+        ]
     return code.astype(fmt.code_dtype)
 
 
@@ -111,7 +113,7 @@ def _starts(scale: Array, table: Sequence[tuple[Fraction, bool]]) -> Array:
     def column(values: Iterable[int]) -> np.ndarray:
         return np.array(list(values), np.int32).reshape(-1, *[1] * scale.ndim)
 
-    parts = [_parts(value) if value else (Fraction(1 << _DIGIT * _DIGITS - 1), 0) for value, _ in table]
+    parts = [_parts(value) if value else (Fraction(1 << (_DIGIT * _DIGITS - 1)), 0) for value, _ in table]
     floor, inexact = _product(scale[None], column(int(count) for count, _ in parts), column(e for _, e in parts))
     strict, sign = column(beyond for _, beyond in table), column((v > 0) - (v < 0) for v, _ in table)
     # Positive infinity reaches all thresholds; negative infinity reaches none.
@@ -123,17 +125,17 @@ def _starts(scale: Array, table: Sequence[tuple[Fraction, bool]]) -> Array:
 def _product(scale: Array, count: np.ndarray, exponent: np.ndarray) -> tuple[Array, Array]:
     """Magnitude bits of scale times count 2^exponent toward zero (`_INF` or more if too large); 1 if inexact."""
     significand, mask = significand_of(scale, _CARRIER), _bits.low_mask(_DIGIT)
-    top, lost = jnp.zeros_like(scale), jnp.zeros_like(scale)
+    top, tail = jnp.zeros_like(scale), jnp.zeros_like(scale)
     for i in range(_DIGITS):
-        lost = lost | top & mask
+        tail = tail | top & mask
         top = significand * (count >> i * _DIGIT & mask) + (top >> _DIGIT)
     # `top` is the part of the product above the three lower digits: 30 or 31 bits.
     drop = 6 + (top >> 30)
     field = jnp.minimum((scale >> _FRACTION) + drop + ((_DIGITS - 1) * _DIGIT + exponent), 2 * _CARRIER.bias + 1)
     drop = drop + _bits.clip(1 - field, 0, _FRACTION + 1)
-    lost = lost | top & _bits.low_mask(drop)
+    tail = tail | top & _bits.low_mask(drop)
     floor = (jnp.maximum(field - 1, 0) << _FRACTION) + (top >> drop)
-    return floor, (lost != 0).astype(floor.dtype)
+    return floor, (tail != 0).astype(floor.dtype)
 
 
 # -- numbers -----------------------------------------------------------------------------------------------------------
@@ -148,8 +150,8 @@ def each_level(fmt: ElementFormat, like: Array) -> Array:
 
 def pick(codes: Array, products: Array) -> Array:
     """``products[code]``, selected by the bits of the codes; each group has a product for each code."""
-    left, bit = [products[i] for i in range(products.shape[0])], 0
-    while len(left) > 1:
+    choices, bit = [products[i] for i in range(products.shape[0])], 0
+    while len(choices) > 1:
         odd = codes >> bit & 1 != 0
-        left, bit = [_bits.where(odd, *pair) for pair in zip(left[1::2], left[::2], strict=True)], bit + 1
-    return left[0]
+        choices, bit = [_bits.where(odd, *pair) for pair in zip(choices[1::2], choices[::2], strict=True)], bit + 1
+    return choices[0]

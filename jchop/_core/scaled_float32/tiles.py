@@ -88,7 +88,7 @@ def codes_of(x: Array, scales: Scales, plan: Plan) -> Array:
 
 def _are_moderate(scales: Scales, plan: Plan) -> Array:
     """Whether each scale, and that of the tensor, is in the safe range, and none is NaN."""
-    low, high = (exponent + _BIAS << _FRACTION for exponent in (-SAFE_EXPONENT, SAFE_EXPONENT))
+    low, high = ((exponent + _BIAS) << _FRACTION for exponent in (-SAFE_EXPONENT, SAFE_EXPONENT))
     bits = [scale_magnitude(scales, plan), *(() if scales.tensor is None else (scales.tensor,))]
     inside = (bits[0] >= low) & (bits[0] <= high) & (bits[-1] >= low) & (bits[-1] <= high)
     return inside if scales.nan is None else inside & ~scales.nan
@@ -132,7 +132,7 @@ def _encode_uniform(
     shift = number_of(_HALVES | largest & _CARRIER.sign_bit)
     total = guess + shift
     up = _is_above(total, total - shift, x, high, low)
-    return word_of(total) + up >> 1 & _bits.low_mask(fmt.bits)
+    return (word_of(total) + up) >> 1 & _bits.low_mask(fmt.bits)
 
 
 def _encode_float(
@@ -142,13 +142,13 @@ def _encode_float(
     magnitude = number_of(magnitude)
     guess = magnitude * inverse
     guess = guess if ends is None else jnp.minimum(guess, ends[1])
-    exponent = jnp.maximum(word_of(guess) & _INF, _BIAS + 1 << _FRACTION)
+    exponent = jnp.maximum(word_of(guess) & _INF, (_BIAS + 1) << _FRACTION)
     shift = number_of(exponent) * 2.0 ** (_FRACTION - fmt.frac_bits - 1)
     total = guess + shift
     up = _is_above(total, total - shift, magnitude, high, low)
     # The bits of `total` count half steps, and the exponent the binades. Bits beyond the code are not stored: those of
     # the exponent of `shift`, and the bias, which is 128.
-    code = word_of(total) + (exponent >> _FRACTION - fmt.frac_bits - 1) + up >> 1
+    code = (word_of(total) + (exponent >> (_FRACTION - fmt.frac_bits - 1)) + up) >> 1
     return code & _bits.low_mask(fmt.bits - 1) | lax.shift_right_logical(sign, jnp.full_like(sign, 32 - fmt.bits))
 
 

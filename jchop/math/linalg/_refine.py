@@ -153,7 +153,7 @@ def _of_column(
         scale = _power_above(r)
 
         def image(inner: Steps, v: Array) -> Array:
-            high = now_r.at(inner.turn)
+            high = now_r.at(inner.iteration)
             return inner.rounded(through_factors(high, lu_matrix, high.matmul(a, v)[p]))
 
         first = now.rounded(through_factors(now_r, lu_matrix, (r / scale)[p]))

@@ -82,7 +82,7 @@ def every_bit(text, mode, dtype):
     assert select.prefers_float64(x, plan)
     for body in (round_body, quantize_body):
         one, other = (
-            jax.tree.leaves(jax.jit(partial(body, plan=plan, branch_allowed=allowed))(x, *drawn))
+            jax.tree.leaves(jax.jit(partial(body, plan=plan, may_branch=allowed))(x, *drawn))
             for allowed in (True, False)
         )
         for a, b in zip(one, other, strict=True):

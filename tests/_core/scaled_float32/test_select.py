@@ -433,10 +433,10 @@ def test_many_levels_that_take_the_exact_way() -> None:
 
 @further.first
 def codes_are_packed_beside_their_groups() -> None:
-    assert groups.Groups((2, 256), (1, 64)).packed(4) == groups.Groups((2, 128), (1, 32))
-    assert groups.Groups((2, 256), (1, 2)).packed(4) is None  # a byte for each group
-    assert groups.Groups((2, 250), (1, 64)).packed(4) is None
-    assert groups.Groups((2, 256), (2, 1)).packed(4) is None
+    assert groups.Groups((2, 256), (1, 64)).byte_groups(4) == groups.Groups((2, 128), (1, 32))
+    assert groups.Groups((2, 256), (1, 2)).byte_groups(4) is None  # a byte for each group
+    assert groups.Groups((2, 250), (1, 64)).byte_groups(4) is None
+    assert groups.Groups((2, 256), (2, 1)).byte_groups(4) is None
 
 
 def test_bits_of_a_number_below_the_normal_range() -> None:

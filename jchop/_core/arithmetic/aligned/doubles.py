@@ -47,7 +47,7 @@ jax.tree_util.register_dataclass(Factors, ["value", "exponent"], [])
 
 def suits(unit: Unit) -> bool:
     """Whether float64 holds every sum, and is faster than words of 32 bits."""
-    exact = unit.most_units <= 1 << _FRACTION + 1
+    exact = unit.most_units <= 1 << (_FRACTION + 1)
     total = unit.spec.accumulate
     slow = unit.apart or not unit.exact_floats or unit.bits > WORD
     return exact and slow and not (total is not None and total.rounding.stochastic)
@@ -62,7 +62,7 @@ def factors(x: Array, unit: Unit, scales: Array | None = None) -> Factors:
 
 def _power(exponent: Array) -> Array:
     """2^exponent of exponents of normal numbers."""
-    return lax.bitcast_convert_type(exponent.astype(jnp.int64) + _BIAS << _FRACTION, jnp.float64)
+    return lax.bitcast_convert_type((exponent.astype(jnp.int64) + _BIAS) << _FRACTION, jnp.float64)
 
 
 def fused_add(c: Array, x: Sequence[Factors], y: Sequence[Factors], unit: Unit) -> Array:
@@ -93,8 +93,8 @@ def _together(c: Array, own: Array, values: list[Array], exponents: list[Array],
 
 
 def _apart(c: Array, own: Array, values: list[Array], exponents: list[Array], unit: Unit) -> tuple[Array, Array]:
-    turns = [slice(half, None, unit.halves) for half in range(unit.halves)]
-    parts = [_cut(values[i], exponents[i], jnp.full_like(own, LEAST_PRODUCT), unit) for i in turns]
+    members = [slice(half, None, unit.halves) for half in range(unit.halves)]
+    parts = [_cut(values[i], exponents[i], jnp.full_like(own, LEAST_PRODUCT), unit) for i in members]
     largest = reduce(jnp.maximum, [most for _, most in parts])
     total = parts[0][0]
     if unit.halves > 1:

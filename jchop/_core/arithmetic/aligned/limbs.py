@@ -61,7 +61,7 @@ def factors(x: Array, unit: Unit, scales: Array | None = None) -> Factors:
     s, e = _parts(x, unit.operand_emin)
     if scales is not None:
         scale, power = _parts(scales, unit.scale_emin)
-        return Factors(x * scale, power, None) if unit.merged > 1 else Factors(s * scale, e + power, None)
+        return Factors(x * scale, power, None) if unit.merge_count > 1 else Factors(s * scale, e + power, None)
     count = None if unit.exact_floats else (jnp.abs(s) * np.float32(2.0**_FRACTION)).astype(jnp.int32)
     return Factors(s, e, count)
 
@@ -69,23 +69,23 @@ def factors(x: Array, unit: Unit, scales: Array | None = None) -> Factors:
 def _parts(x: Array, emin: int) -> tuple[Array, Array]:
     """Significands, with their sign, and exponents that are `emin` or more."""
     sign, magnitude = _bits.split(x, _CARRIER)
-    biased, fraction = magnitude >> _FRACTION, magnitude & _bits.low_mask(_FRACTION)
-    lead = jnp.where(biased > 0, _FRACTION, _bits.floor_log2(jnp.maximum(fraction, 1), _CARRIER))
-    fraction = (fraction << _FRACTION - lead) & _bits.low_mask(_FRACTION)
+    field, fraction = magnitude >> _FRACTION, magnitude & _bits.low_mask(_FRACTION)
+    lead = jnp.where(field > 0, _FRACTION, _bits.floor_log2(jnp.maximum(fraction, 1), _CARRIER))
+    fraction = (fraction << (_FRACTION - lead)) & _bits.low_mask(_FRACTION)
     s = lax.bitcast_convert_type(fraction | _BIAS << _FRACTION, jnp.float32)
-    e = jnp.maximum(biased, 1) - _BIAS - (_FRACTION - lead)
+    e = jnp.maximum(field, 1) - _BIAS - (_FRACTION - lead)
     s = jnp.where(magnitude == 0, np.float32(0), s * _power(jnp.minimum(e - emin, 0)))
     bits = lax.bitcast_convert_type(s, jnp.int32) | sign
-    s = jnp.where(biased == 2 * _BIAS + 1, x, lax.bitcast_convert_type(bits, jnp.float32))
+    s = jnp.where(field == 2 * _BIAS + 1, x, lax.bitcast_convert_type(bits, jnp.float32))
     return s, jnp.where(magnitude == 0, _NONE, jnp.maximum(e, emin))
 
 
 def merged(floats: list[Array], exponents: list[Array], unit: Unit) -> tuple[list[Array], list[Array]]:
     """The terms that are aligned: products, or sums of several under one scale."""
-    if unit.merged == 1:
+    if unit.merge_count == 1:
         return floats, exponents
-    starts = range(0, len(floats), unit.merged)
-    sums = [reduce(jnp.add, floats[i : i + unit.merged]) for i in starts]
+    starts = range(0, len(floats), unit.merge_count)
+    sums = [reduce(jnp.add, floats[i : i + unit.merge_count]) for i in starts]
     return sums, [jnp.where(v == 0, _NONE, exponents[i]) for v, i in zip(sums, starts, strict=True)]
 
 
@@ -131,13 +131,13 @@ def _terms(
     if not unit.exact_floats:
         parts = zip(x, y, exponents, floats, strict=True)
         return _added([_long(a, b, e, largest, unit, p) for a, b, e, p in parts])
-    scaled = [p * _power(e - (largest - unit.bits)) for p, e in zip(floats, exponents, strict=True)]
+    multiples = [p * _power(e - (largest - unit.bits)) for p, e in zip(floats, exponents, strict=True)]
     if unit.bits > WORD:
-        high = [(v * np.float32(2.0**-_LIMB)).astype(jnp.int32) for v in scaled]
-        pairs = zip(scaled, high, strict=True)
+        high = [(v * np.float32(2.0**-_LIMB)).astype(jnp.int32) for v in multiples]
+        pairs = zip(multiples, high, strict=True)
         low = [(v - h.astype(jnp.float32) * np.float32(2.0**_LIMB)).astype(jnp.int32) for v, h in pairs]
         return _added(list(zip(high, low, strict=True)))
-    words = [v.astype(jnp.int32) for v in scaled]
+    words = [v.astype(jnp.int32) for v in multiples]
     groups = [words[i : i + unit.group] for i in range(0, len(words), unit.group)]
     return _added([_of_word(sum(group)) for group in groups])  # type: ignore[arg-type]
 
@@ -157,9 +157,9 @@ def _long(x: Factors, y: Factors, e: Array, largest: Array, unit: Unit, product:
 def _accumulator(c: Array) -> tuple[Array, Array, Array]:
     """Whether c is negative, its significand as an integer, and its exponent."""
     sign, magnitude = _bits.split(c, _CARRIER)
-    biased = magnitude >> _FRACTION
-    count = magnitude & _bits.low_mask(_FRACTION) | jnp.where(biased > 0, 1 << _FRACTION, 0)
-    return sign != 0, count, jnp.maximum(biased, 1) - _BIAS
+    field = magnitude >> _FRACTION
+    count = magnitude & _bits.low_mask(_FRACTION) | jnp.where(field > 0, 1 << _FRACTION, 0)
+    return sign != 0, count, jnp.maximum(field, 1) - _BIAS
 
 
 def _exponent_of_sum(count: Array, exponent: Array, unit: Unit) -> Array:
@@ -172,7 +172,7 @@ def _exponent_of_sum(count: Array, exponent: Array, unit: Unit) -> Array:
 def _cut_sum(negative: Array, count: Array, down: Array, bits: int, floor: bool) -> _Limbs:
     """C in units of 2^(M - bits), `down` = M minus the exponent of c: toward zero, or downward."""
     up = max(bits - _FRACTION, 0)
-    high, low = (count >> _LIMB - up, count << up & _MASK) if up else (jnp.zeros_like(count), count)
+    high, low = (count >> (_LIMB - up), count << up & _MASK) if up else (jnp.zeros_like(count), count)
     if floor:
         high, low = _negated_if(negative, high, low)
         return _shifted(high, low, jnp.minimum(down + max(_FRACTION - bits, 0), 55))
@@ -220,9 +220,9 @@ def _together(
     largest = reduce(jnp.maximum, exponents, _exponent_of_sum(digits, own, unit))
     bits, unit_exponent = unit.bits, largest - unit.bits
     if unit.one_word:
-        scaled = [(p * _power(e - unit_exponent)).astype(jnp.int32) for p, e in zip(floats, exponents, strict=True)]
+        multiples = [(p * _power(e - unit_exponent)).astype(jnp.int32) for p, e in zip(floats, exponents, strict=True)]
         cut = digits << max(bits - _FRACTION, 0) >> jnp.minimum(largest - own + max(_FRACTION - bits, 0), 31)
-        return _exact_word(reduce(jnp.add, scaled, jnp.where(negative, -cut, cut)), unit_exponent, unit)
+        return _exact_word(reduce(jnp.add, multiples, jnp.where(negative, -cut, cut)), unit_exponent, unit)
     total = _terms(x, y, exponents, largest, unit, floats)
     return _exact(*_added([total, _cut_sum(negative, digits, largest - own, bits, False)]), unit_exponent, unit)
 
@@ -233,21 +233,21 @@ def _apart(
     negative, digits, own = c
     parts = []
     for half in range(unit.halves):
-        turns = slice(half, None, unit.halves)
-        most = reduce(jnp.maximum, exponents[turns], jnp.full_like(own, LEAST_PRODUCT))
-        parts.append((_terms(x[turns], y[turns], exponents[turns], most, unit, floats[turns]), most))
+        members = slice(half, None, unit.halves)
+        most = reduce(jnp.maximum, exponents[members], jnp.full_like(own, LEAST_PRODUCT))
+        parts.append((_terms(x[members], y[members], exponents[members], most, unit, floats[members]), most))
     largest = reduce(jnp.maximum, [most for _, most in parts])
     high, low = parts[0][0]
     if unit.halves > 1:
         high, low = _added([_shifted(v, w, jnp.minimum(largest - most, 55)) for (v, w), most in parts])
     both = jnp.maximum(largest, _exponent_of_sum(digits, own, unit))
     up = MORE
-    high, low = high << up | low >> _LIMB - up, low << up & _MASK
+    high, low = high << up | low >> (_LIMB - up), low << up & _MASK
     high, low = _shifted(high, low, jnp.minimum(both - largest, 55))
     more = _cut_sum(negative, digits, both - own, unit.bits, True)
     if unit.halves > 1:  # a far smaller c is dropped, also a negative one
         more = [jnp.where(both - _exponent_of_sum(digits, own, unit) > unit.bits + 1, 0, v) for v in more]
-    more = more[0] << up | more[1] >> _LIMB - up, more[1] << up & _MASK
+    more = more[0] << up | more[1] >> (_LIMB - up), more[1] << up & _MASK
     return _exact(*_added([(high, low), more]), both - (unit.bits + up), unit)
 
 
@@ -289,19 +289,19 @@ def _exact(high: Array, low: Array, exponent: Array, unit: Unit) -> Exact:
 
 def _normalized(negative: Array, zero: Array, top: Array, below: Array, exponent: Array, unit: Unit) -> Exact:
     """The number of the 64 bits top, below, whose first bit is set and counts 2^exponent; zero if `zero`."""
-    dropped = 31 - _FRACTION
-    biased = exponent + _BIAS
-    deep = jnp.clip(1 - biased, 0, 31).astype(jnp.uint32)  # of a subnormal number
-    kept = top >> deep
-    rest = jnp.where(deep > 0, top << (32 - deep) % 32, 0) | below >> deep
-    lost = (below << (32 - deep) % 32 != 0) & (deep > 0)
-    t = (kept >> dropped).astype(jnp.int32)
-    magnitude = jnp.where(biased > 0, (biased << _FRACTION) + (t - (1 << _FRACTION)), t)
-    word = kept << 32 - dropped | rest >> dropped
-    sticky = (rest & ((1 << dropped) - 1) != 0) | lost
-    deeper = jnp.clip(1 - biased - 31, 0, 31).astype(jnp.uint32)
-    word, sticky = word >> deeper, sticky | (word >> deeper << deeper != word)
-    beyond = (biased > 2 * _BIAS) & ~zero
+    drop = 31 - _FRACTION
+    field = exponent + _BIAS
+    depth = jnp.clip(1 - field, 0, 31).astype(jnp.uint32)  # of a subnormal number
+    head = top >> depth
+    rest = jnp.where(depth > 0, top << (32 - depth) % 32, 0) | below >> depth
+    has_tail = (below << (32 - depth) % 32 != 0) & (depth > 0)
+    t = (head >> drop).astype(jnp.int32)
+    magnitude = jnp.where(field > 0, (field << _FRACTION) + (t - (1 << _FRACTION)), t)
+    word = head << (32 - drop) | rest >> drop
+    sticky = (rest & ((1 << drop) - 1) != 0) | has_tail
+    rest_depth = jnp.clip(1 - field - 31, 0, 31).astype(jnp.uint32)
+    word, sticky = word >> rest_depth, sticky | (word >> rest_depth << rest_depth != word)
+    beyond = (field > 2 * _BIAS) & ~zero
     magnitude = jnp.where(beyond, _CARRIER.inf - 1, jnp.where(zero, 0, magnitude))
     word = jnp.where(beyond, np.uint32(0xFFFFFFFF), jnp.where(zero, np.uint32(0), word))
     sticky = (sticky | beyond) & ~zero

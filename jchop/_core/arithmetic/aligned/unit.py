@@ -53,7 +53,7 @@ class Unit:
         return self.spec.order.kind == "aligned_apart" and 2 * range_of(self.spec.operands, _CARRIER).top > _BIAS + 1
 
     @property
-    def merged(self) -> int:
+    def merge_count(self) -> int:
         """How many products are summed before they are aligned, by their scales alone."""
         return MERGED if self.spec.order.kind == "aligned_sums" else 1
 
@@ -89,8 +89,8 @@ class Unit:
     @property
     def most_units(self) -> int:
         """More than the sum of the magnitudes of all terms, in units of the grid of the sum."""
-        largest = 4 if self.merged == 1 else 4 << 2 * self._element.top
-        return (largest * self.length + 2) << self.bits + MORE * self.apart
+        largest = 4 if self.merge_count == 1 else 4 << 2 * self._element.top
+        return (largest * self.length + 2) << (self.bits + MORE * self.apart)
 
     @property
     def _element(self) -> Range:
@@ -113,9 +113,9 @@ def require_aligned(spec: MatmulSpec, carrier: Carrier) -> None:
     Raises:
         ValueError: names the field.
     """
-    scaled = spec.operands is not None and spec.operands.scaled is not None
-    own, held = carrier_range(carrier) if scaled else range_of(spec.operands, carrier), carrier_range(_CARRIER)
-    if own.precision > held.precision or own.quantum < held.quantum or own.top > held.top:
+    has_scales = spec.operands is not None and spec.operands.scaled is not None
+    own, whole = carrier_range(carrier) if has_scales else range_of(spec.operands, carrier), carrier_range(_CARRIER)
+    if own.precision > whole.precision or own.quantum < whole.quantum or own.top > whole.top:
         raise ValueError(
             f"operands={None if spec.operands is None else str(spec.operands)!r} of {carrier.name} may not be numbers "
             f"of float32, in which order={str(spec.order)!r} is computed; cast the operands to float32"
