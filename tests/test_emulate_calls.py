@@ -281,7 +281,7 @@ def test_another_context_is_another_program() -> None:
 
 def test_nothing_is_held(monkeypatch: pytest.MonkeyPatch) -> None:
     """Neither arguments by the function, nor the function by JAX's caches; and no more programs than a bound."""
-    monkeypatch.setattr(_trace, "_MOST_PROGRAMS", 3)
+    monkeypatch.setattr(_trace, "_MOST_TRACES", 3)
     x = jnp.ones(7)
     given = weakref.ref(x)
 

@@ -32,7 +32,7 @@ Array = jax.Array
 __all__ = ["Program", "Programs", "in_jax", "is_moved", "is_stored", "trace"]
 
 #: The most programs of a function that are kept.
-_MOST_PROGRAMS = 64
+_MOST_TRACES = 64
 
 
 @dataclass(frozen=True)
@@ -185,7 +185,7 @@ class Programs:
             self._functions.pop(key, None)
             if read is not None:
                 self._functions[key] = entry
-            while len(self._functions) > _MOST_PROGRAMS:
+            while len(self._functions) > _MOST_TRACES:
                 del self._functions[next(iter(self._functions))]
 
     def _program(
@@ -203,7 +203,7 @@ class Programs:
         if not has_plan and not any(isinstance(x, Tracer) for x in consts):
             with self._lock:
                 self._programs.insert(0, replace(new, plan=replace(new.plan, consts=())))
-                del self._programs[_MOST_PROGRAMS:]
+                del self._programs[_MOST_TRACES:]
         return replace(new, plan=replace(new.plan, consts=consts))
 
     def _widening(self, variables: Any, free: tuple[bool, ...]) -> Widening | None:

@@ -145,7 +145,7 @@ def thinned(qvalue: Codes, mask: Array, spec: Spec) -> tuple[Codes, Array]:
 
 
 def filled(qvalue: Codes, places: Codes, size: int, spec: Spec) -> tuple[Codes, Array]:
-    """The codes of all numbers, and which are kept: the inverse of `sparse_codes`. Codes of dropped numbers mean nothing."""
+    """The codes of all numbers, and which are kept, as the inverse of `sparse_codes`; codes of others mean nothing."""
     arrays = _filled(jnp.asarray(qvalue), jnp.asarray(places), size=size, spec=spec)
     return jax.tree.map(lambda v: _like(v, qvalue), arrays)
 

@@ -51,7 +51,7 @@ def shape_of(qvalue: Any, size: int | None, places: Any = None) -> tuple[int, ..
 
 
 def spec_of_part(spec: Spec, ndim: int) -> Spec:
-    """The spec of a stored array of `ndim` axes, without channels along axes that vmap or scan removed (`format_of_part`)."""
+    """The spec of a stored array of `ndim` axes, without channels along removed axes (`format_of_part`)."""
     fmt = None if spec.scaled is None else of_part(spec.scaled, ndim)
     return spec if fmt is None or fmt == spec.scaled else replace(spec, format=fmt)
 
