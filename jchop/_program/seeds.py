@@ -60,8 +60,8 @@ class Seeds:
 
     def of(self, *like: Any) -> tuple[Array, ...]:
         """The six words for a value that varies over the same axes as these arrays."""
-        varying_axes = {axis for x in like for axis in varying(x)}
-        axes = tuple(axis for axis in self.axes if axis in varying_axes)
+        value_axes = {axis for x in like for axis in varying(x)}
+        axes = tuple(axis for axis in self.axes if axis in value_axes)
         return _fold(self.six, np.uint32(_SHARDS), lax.axis_index(axes)) if axes else self.six
 
     def like(self, *avals: Any) -> Seeds:
