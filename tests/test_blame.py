@@ -835,7 +835,7 @@ class Replay(Beside):
     def errors_of(self, tape: Tape) -> None:
         self.errors: dict[Any, deque[list[Any]]] = {}
         for entry in tape.entries:
-            made = [node.made for node in entry.results]
+            made = [node.rounding_error for node in entry.results]
             if any(x is not None for x in made):
                 key = entry.step if isinstance(entry.step, str) else (id(entry.step), entry.turn)
                 self.errors.setdefault(key, deque()).append(made)
@@ -887,7 +887,7 @@ def test_recorded_errors_fed_back_give_the_emulated_result(name: str, spec: str)
     every = [*program.values, *program.plan.consts]
     tape, replay = Tape(Carrier(), 1000), Replay(Carrier(), 1000)
     pairs = [
-        tape.given(str(i), x, as_jax(whole))
+        tape.enter(str(i), x, as_jax(whole))
         for i, (x, whole) in enumerate(zip([*values, *constants], every, strict=True))
     ]
     tape.run(program.plan, None, pairs[: len(values)], pairs[len(values) :])

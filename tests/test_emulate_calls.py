@@ -201,7 +201,7 @@ def test_what_a_function_reads_may_change() -> None:
     assert float(low(1.0)) == 3 + 4 - 2
     holder.scale = 4.0
     assert float(low(1.0)) == 3 + 4 - 4
-    assert len(low.programs._planned) == 2  # the scale is a number of the program, the arrays are constants
+    assert len(low.programs._programs) == 2  # the scale is a number of the program, the arrays are constants
     one = lambda x, n: x * n  # noqa: E731
     low = jc.emulate(one, "e5m2")
     assert [float(low(1.0, n)) for n in (2, True, 3)] == [2, 1, 3]
@@ -238,8 +238,8 @@ def test_arrays_of_numpy_that_change_in_place(shape: tuple[int, ...], dtype: str
             np.testing.assert_array_equal(jnp.asarray(table), table)
     finally:
         gc.enable()
-    assert not low.programs._traced
-    assert len(low.programs._planned) <= 3
+    assert not low.programs._functions
+    assert len(low.programs._programs) <= 3
 
 
 def test_a_changed_constant_is_rounded() -> None:
@@ -281,7 +281,7 @@ def test_another_context_is_another_program() -> None:
 
 def test_nothing_is_held(monkeypatch: pytest.MonkeyPatch) -> None:
     """Neither arguments by the function, nor the function by JAX's caches; and no more programs than a bound."""
-    monkeypatch.setattr(_trace, "_MOST", 3)
+    monkeypatch.setattr(_trace, "_MOST_TRACES", 3)
     x = jnp.ones(7)
     given = weakref.ref(x)
 
@@ -300,7 +300,7 @@ def test_nothing_is_held(monkeypatch: pytest.MonkeyPatch) -> None:
     assert given() is None and fun() is not None
     for n in range(5):
         low.programs.of((np.ones(n, np.float32), n), {})
-    assert len(low.programs._planned) == len(low.programs._traced) == 3
+    assert len(low.programs._programs) == len(low.programs._functions) == 3
     del low
     gc.collect()
     assert fun() is None
@@ -315,7 +315,7 @@ def test_copies_and_threads() -> None:
     sizes = [np.ones(1 + n % 3, np.float32) for n in range(24)]
     with ThreadPoolExecutor(4) as pool:
         assert [len(x) for x in pool.map(many, sizes)] == [x.size for x in sizes]
-    assert len(many.programs._planned) >= 3
+    assert len(many.programs._programs) >= 3
 
 
 class Tagged:
@@ -371,7 +371,7 @@ def test_the_report_has_the_lines_of_this_call() -> None:
     low = jc.emulate(fun, "e5m2")
     low(1.0, True)
     low(1.0, False)
-    assert len(low.programs._planned) == 1
+    assert len(low.programs._programs) == 1
     lines = [jc.emulate.report(low, 1.0, first).rows[0].source.rpartition(":")[2] for first in (True, False)]
     assert [int(line) - fun.__code__.co_firstlineno for line in lines] == [2, 3]
 

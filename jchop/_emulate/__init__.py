@@ -13,7 +13,12 @@ from jchop._emulate._emulate import Emulated
 from jchop._emulate._emulate import emulate as _emulate
 from jchop._emulate._reports.blame import Blame, BlameRow, blame
 from jchop._emulate._reports.digits import Instability, SignificantDigits, significant_digits
-from jchop._emulate._reports.report import Event, Report, Row, report
+from jchop._emulate._reports.report import (
+    Event,
+    Report,
+    ReportRow,
+    report,
+)
 from jchop.formats import ElementFormat
 from jchop.spec import Spec
 
@@ -23,7 +28,7 @@ __all__ = [
     "Event",
     "Instability",
     "Report",
-    "Row",
+    "ReportRow",
     "SignificantDigits",
     "blame",
     "emulate",

@@ -37,16 +37,16 @@ def accumulated(step: Step, seeds: Seeds | None, args: list[Any]) -> list[Any]:
     how = step.choice.accumulate
     assert how is not None
     arrays = [jnp.asarray(x) for x in args]
-    known = step.known
+    facts = step.known
     if how.operands is not None:
         number = step.number + len(args)
         arrays = [
             _operand(x, k, how.operands, seeds, number + i) if is_number(x) else x
-            for i, (x, k) in enumerate(zip(arrays, known, strict=True))
+            for i, (x, k) in enumerate(zip(arrays, facts, strict=True))
         ]
-        known = (how.operands,) * len(arrays)
+        facts = (how.operands,) * len(arrays)
     plain = partial(_plain, step)
-    run = partial(_RUNS[step.name], step, replace(how, operands=_static(known)))
+    run = partial(_RUNS[step.name], step, replace(how, operands=_static(facts)))
     if step.name in _SUMMED:
         along = _SUMMED[step.name](step.eqn.params)
         ends = [(), *([axis - x.ndim for axis in axes] for x, axes in zip(arrays, along, strict=True))]
@@ -54,16 +54,16 @@ def accumulated(step: Step, seeds: Seeds | None, args: list[Any]) -> list[Any]:
     return [straight_through(lambda values, seeds: _stored(step, run(seeds, *values), seeds), plain, arrays, seeds)]
 
 
-def _operand(x: Array, known: Spec | None, spec: Spec, seeds: Seeds | None, number: int) -> Array:
-    if within(known, spec):
+def _operand(x: Array, fact: Spec | None, spec: Spec, seeds: Seeds | None, number: int) -> Array:
+    if within(fact, spec):
         return x
     word = seeds.words(x, number) if draws(spec) and seeds is not None else None
     return round_value(x, spec, word)
 
 
-def _static(known: Sequence[Spec | None]) -> Spec | None:
+def _static(facts: Sequence[Spec | None]) -> Spec | None:
     """The spec that holds all operands, if it is the same for all; else None."""
-    return known[0] if len(set(known)) == 1 else None
+    return facts[0] if len(set(facts)) == 1 else None
 
 
 def _plain(step: Step, *args: Array) -> Array:
@@ -117,10 +117,10 @@ def _reduce_sum(step: Step, how: MatmulSpec, seeds: Seeds | None, x: Array) -> A
 
 def _reduce_window_sum(step: Step, how: MatmulSpec, seeds: Seeds | None, x: Array) -> Array:
     p = step.eqn.params
-    padded = lax.pad(
+    padded_x = lax.pad(
         x, jnp.zeros((), x.dtype), [(*pad, d - 1) for pad, d in zip(p["padding"], p["base_dilation"], strict=True)]
     )
-    parts = _windows(padded, p["window_dimensions"], p["window_strides"], p["window_dilation"])
+    parts = _windows(padded_x, p["window_dimensions"], p["window_strides"], p["window_dilation"])
     twelve = _twelve(seeds, replace(how, product=None), step, x)
     axes = tuple(range(x.ndim, 2 * x.ndim))
     return sum_along(_wide(parts), axes, how, twelve, value_spec=how.operands, matmul=matmul_op)

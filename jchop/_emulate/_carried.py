@@ -106,8 +106,8 @@ def neighbour(step: Step, seeds: Seeds | None, args: list[Any]) -> list[Any]:
     def run(values: list[Array], extra: None) -> Array:
         del extra
         x, y = values
-        moved = lax.nextafter(x, y)
-        return jnp.where(below(y, x), toward(moved, spec, Rounding.DOWN), toward(moved, spec, Rounding.UP))
+        next_value = lax.nextafter(x, y)
+        return jnp.where(below(y, x), toward(next_value, spec, Rounding.DOWN), toward(next_value, spec, Rounding.UP))
 
     return [straight_through(run, lax.nextafter, list(jnp.broadcast_arrays(*args)), None)]
 

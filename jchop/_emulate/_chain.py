@@ -79,9 +79,9 @@ def parts_of(plan: Plan, parts: Sequence[Step | Turns]) -> Iterator[Step | Chain
     for kind, together in groupby(parts, _kind):
         steps: Any = tuple(together)
         end += len(steps)
-        wanted = [v for step in steps for v in step.results if last.get(id(v), -1) >= end]
-        if kind is not None and len(steps) >= _LEAST_LINKS and len(wanted) == 1:
-            yield _chain(steps, wanted[0])
+        results = [v for step in steps for v in step.results if last.get(id(v), -1) >= end]
+        if kind is not None and len(steps) >= _LEAST_LINKS and len(results) == 1:
+            yield _chain(steps, results[0])
         else:
             yield from steps
 
@@ -99,40 +99,40 @@ def _kind(step: Step | Turns) -> Any:
     if not fits or out.aval.dtype != jnp.float32 or few or not gains(spec):
         return None
     constants = [v for v in step.eqn.invars if isinstance(v, Literal)]
-    known = all(k is not None and within(k, spec) for k in step.known)
-    if not known or not all(is_in_safe_range(float(v.val), spec) for v in constants):
+    exact = all(k is not None and within(k, spec) for k in step.known)
+    if not exact or not all(is_in_safe_range(float(v.val), spec) for v in constants):
         return None
     return spec, out.aval.shape, varying(out.aval), step.eqn.ctx
 
 
 def _chain(steps: tuple[Step, ...], result: Any) -> Chain:
-    made = {id(step.eqn.outvars[0]) for step in steps}
-    operands = {id(v): v for step in steps for v in step.eqn.invars if id(v) not in made}
+    result_ids = {id(step.eqn.outvars[0]) for step in steps}
+    operands = {id(v): v for step in steps for v in step.eqn.invars if id(v) not in result_ids}
     return Chain(steps, tuple(operands.values()), result)
 
 
 def run_chain(chain: Chain, seeds: Seeds | None, operands: Sequence[Any]) -> Array:
     """The result of a chain, given its operands."""
-    made = [step.eqn.outvars[0] for step in chain.steps]
-    place = {id(v): i for i, v in enumerate((*chain.operands, *made))}
+    outvars = [step.eqn.outvars[0] for step in chain.steps]
+    place = {id(v): i for i, v in enumerate((*chain.operands, *outvars))}
     spec = chain.steps[0].choice.spec
     assert spec is not None
     tasks, links = [], []
     for step in chain.steps:
         params = tuple(sorted(step.eqn.params.items()))
         tasks.append(Task(step.eqn.primitive, params, step.kind, spec, step.known))
-        known = tuple(k for k in step.known if k is not None)
+        facts = tuple(k for k in step.known if k is not None)
         places = tuple(place[id(v)] for v in step.eqn.invars)
-        links.append((EXACT[step.name], places, known, step.result_number))
-    static = _Static(tuple(tasks), tuple(links), made[0].aval.shape, place[id(chain.result)], spec)
-    drawn: list[Any] = []
+        links.append((EXACT[step.name], places, facts, step.result_number))
+    static = _Static(tuple(tasks), tuple(links), outvars[0].aval.shape, place[id(chain.result)], spec)
+    seed_arrays: list[Any] = []
     if seeds is not None and draws(spec):
-        drawn = [*seeds.of(made[0].aval), jnp.uint32(0) if seeds.shift is None else seeds.shift]
-    return _run(static, [jnp.asarray(x) for x in operands], drawn)
+        seed_arrays = [*seeds.of(outvars[0].aval), jnp.uint32(0) if seeds.shift is None else seeds.shift]
+    return _run(static, [jnp.asarray(x) for x in operands], seed_arrays)
 
 
 @partial(compiled, static_argnums=0, inline=True)
-def _run(static: _Static, operands: list[Array], drawn: list[Array]) -> Array:
+def _run(static: _Static, operands: list[Array], seed_arrays: list[Array]) -> Array:
     count = len(operands)
 
     def run(arrays: list[Array], extra: None) -> Array:
@@ -144,7 +144,7 @@ def _run(static: _Static, operands: list[Array], drawn: list[Array]) -> Array:
         """The equations one by one, for the derivative, which is taken at every intermediate result."""
         return _one_by_one(static, arrays[:count], arrays[count:])
 
-    return straight_through(run, plain, [*operands, *drawn], None)
+    return straight_through(run, plain, [*operands, *seed_arrays], None)
 
 
 def _one_by_one(static: _Static, operands: Sequence[Array], seeds: Sequence[Array]) -> Array:

@@ -64,8 +64,8 @@ def summed_by_parts(step: Step, seeds: Seeds | None, args: list[Any]) -> list[An
         params["update_jaxpr"] = jax.make_jaxpr(_UPDATES[step.name])(zero, zero).jaxpr
 
     def total(part: int, *values: Array) -> Array:
-        closed = jax.make_jaxpr(partial(step.eqn.primitive.bind, **params))(*values)
-        one = replace(step, eqn=closed.jaxpr.eqns[0], kind="accumulating", number=0)
+        program = jax.make_jaxpr(partial(step.eqn.primitive.bind, **params))(*values)
+        one = replace(step, eqn=program.jaxpr.eqns[0], kind="accumulating", number=0)
         return accumulated(one, None if seeds is None else seeds.turn(step.number + 5, part), list(values))[0]
 
     def two(name: str, part: int, x: Array, y: Array) -> Array:

@@ -89,16 +89,16 @@ class Counts:
 
     Args:
         operands: the places of the operands that are counts, by the id of their equation.
-        made: the ids of the equations that compute counts.
+        equations: the ids of the equations that compute counts.
     """
 
     operands: dict[int, tuple[int, ...]] = field(default_factory=dict)
-    made: set[int] = field(default_factory=set)
-    _seen: dict[int, Any] = field(default_factory=dict)
+    equations: set[int] = field(default_factory=set)
+    _jaxprs: dict[int, Any] = field(default_factory=dict)
 
     def add(self, jaxpr: Any) -> None:
         """Finds the counts of a jaxpr and of the programs within it."""
-        if id(jaxpr) in self._seen:
+        if id(jaxpr) in self._jaxprs:
             return
         ops: list[_Op] = []
         self._flatten(jaxpr, [_Value() for _ in jaxpr.invars], ops, outermost=True)
@@ -111,10 +111,10 @@ class Counts:
             _read(op, own)
         self._keep(ops, places)
 
-    def _flatten(self, jaxpr: Any, given: Sequence[_Value], ops: list[_Op], outermost: bool = False) -> list[_Value]:
+    def _flatten(self, jaxpr: Any, args: Sequence[_Value], ops: list[_Op], outermost: bool = False) -> list[_Value]:
         """The results of a jaxpr; its equations and those of calls become operations."""
-        self._seen[id(jaxpr)] = jaxpr
-        env = {v: _of(v) for v in jaxpr.constvars} | dict(zip(jaxpr.invars, given, strict=True))
+        self._jaxprs[id(jaxpr)] = jaxpr
+        env = {v: _of(v) for v in jaxpr.constvars} | dict(zip(jaxpr.invars, args, strict=True))
 
         def read(v: Any) -> _Value:
             return _of(v) if isinstance(v, Literal) else env[v]
@@ -141,19 +141,19 @@ class Counts:
     def _keep(self, ops: Sequence[_Op], places: Sequence[Sequence[int]]) -> None:
         """A program that is called twice has counts where both calls have them."""
         operands: dict[int, list[set[int]]] = {}
-        made: dict[int, list[bool]] = {}
-        entered: dict[tuple[int, int], list[bool]] = {}
+        computing: dict[int, list[bool]] = {}
+        call_operands: dict[tuple[int, int], list[bool]] = {}
         for op, own in zip(ops, places, strict=True):
             if op.place is not None:
-                entered.setdefault((id(op.eqn), op.place), []).append(op.results[0].only_counts)
+                call_operands.setdefault((id(op.eqn), op.place), []).append(op.results[0].only_counts)
                 continue
-            made.setdefault(id(op.eqn), []).append(_makes_counts(op))
+            computing.setdefault(id(op.eqn), []).append(_makes_counts(op))
             operands.setdefault(id(op.eqn), []).append(set(own))
-        self.made |= {key for key, found in made.items() if all(found)}
-        every = {key: set.intersection(*found) for key, found in operands.items()}
-        for (key, place), found in entered.items():
-            every.setdefault(key, set()).update([place] if all(found) else [])
-        self.operands |= {key: tuple(sorted(found)) for key, found in every.items() if found}
+        self.equations |= {key for key, per_call in computing.items() if all(per_call)}
+        every = {key: set.intersection(*per_call) for key, per_call in operands.items()}
+        for (key, place), per_call in call_operands.items():
+            every.setdefault(key, set()).update([place] if all(per_call) else [])
+        self.operands |= {key: tuple(sorted(counts)) for key, counts in every.items() if counts}
 
 
 def _of(v: Any) -> _Value:
@@ -199,8 +199,8 @@ def _look_ahead(op: _Op) -> None:
     copies = frozenset().union(*(x.copies for x in op.results))
     if name == "broadcast_in_dim":
         (x, *_), params = op.eqn.invars, op.eqn.params
-        kept = {to for to, n in zip(params["broadcast_dimensions"], x.aval.shape, strict=True) if n != 1}
-        copies = _times(_products(n for axis, n in enumerate(params["shape"]) if axis not in kept), copies)
+        own_axes = {to for to, n in zip(params["broadcast_dimensions"], x.aval.shape, strict=True) if n != 1}
+        copies = _times(_products(n for axis, n in enumerate(params["shape"]) if axis not in own_axes), copies)
     elif name == "reduce_window_sum":
         copies = _times(_products(op.eqn.params["window_dimensions"]), copies)
     elif name not in _LINEAR and name not in _MOVES and name not in ("div", "reduce_sum"):
@@ -236,11 +236,11 @@ def _is_count(n: float, lengths: frozenset[int]) -> bool:
 
 def _read(op: _Op, places: Sequence[int]) -> None:
     """Notes what operands are read as."""
-    kept = _makes_counts(op)
+    makes_counts = _makes_counts(op)
     compares = not any(is_float(v.aval) for v in op.eqn.outvars) and op.place is None
     for i, x in enumerate(op.operands):
-        x.counts |= kept or i in places
-        x.other |= not (kept or compares or i in places)
+        x.counts |= makes_counts or i in places
+        x.other |= not (makes_counts or compares or i in places)
 
 
 def _makes_counts(op: _Op) -> bool:

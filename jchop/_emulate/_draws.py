@@ -42,19 +42,19 @@ def draws_of(jaxpr: Any) -> dict[int, Draw]:
         return {}
     home = str(getattr(jaxpr.debug_info, "func_src_info", "")).rpartition(":")[0]
     calls = [_call_of(eqn, home) for eqn in jaxpr.eqns]
-    made: dict[Hashable, set[Any]] = {}
-    taken: dict[Any, set[Hashable]] = {v: {None} for v in jaxpr.outvars if not isinstance(v, Literal)}
+    results_of: dict[Hashable, set[Any]] = {}
+    readers: dict[Any, set[Hashable]] = {v: {None} for v in jaxpr.outvars if not isinstance(v, Literal)}
     for eqn, call in zip(jaxpr.eqns, calls, strict=True):
-        made.setdefault(call, set()).update(eqn.outvars)
+        results_of.setdefault(call, set()).update(eqn.outvars)
         for v in eqn.invars:
             if not isinstance(v, Literal):
-                taken.setdefault(v, set()).add(call)
-    found = {}
+                readers.setdefault(v, set()).add(call)
+    draws = {}
     for eqn, call in zip(jaxpr.eqns, calls, strict=True):
         if call is not None:
-            leaves = tuple(bool(taken.get(v, set()) - {call}) for v in eqn.outvars)
-            found[id(eqn)] = Draw(frozenset(made[call]), leaves, eqn.primitive.name in PLAIN_CALLS)
-    return found
+            leaves = tuple(bool(readers.get(v, set()) - {call}) for v in eqn.outvars)
+            draws[id(eqn)] = Draw(frozenset(results_of[call]), leaves, eqn.primitive.name in PLAIN_CALLS)
+    return draws
 
 
 def _is_key(v: Any) -> bool:

@@ -255,10 +255,10 @@ def _takes_key(fun: Any, args: Any, kwargs: Any) -> bool:
 def run(program: Program, spec: Spec | None, seeds: Seeds | None) -> list[Any]:
     """The results of a program: arguments and constants rounded on entry, then every operation."""
     values, constants, inside = enter(program, spec, seeds)
-    traced = any(isinstance(x, Tracer) for x in jax.tree.leaves((values, constants, inside)))
-    runner = Emulation(program.runner.max_turns) if traced else program.runner
+    in_trace = any(isinstance(x, Tracer) for x in jax.tree.leaves((values, constants, inside)))
+    runner = Emulation(program.runner.max_turns) if in_trace else program.runner
     results = interpret(runner, program.plan, inside, values, constants)
-    if runner.max_turns is not None and not traced:
+    if runner.max_turns is not None and not in_trace:
         jax.effects_barrier()  # so that warnings come before the results
     return results
 
@@ -289,8 +289,8 @@ def enter(program: Program, spec: Spec | None, seeds: Seeds | None) -> tuple[lis
     entry, inside = (None, None) if seeds is None else (seeds.turn(0), seeds.turn(1))
     count = len(program.values)
     every = zip((*program.values, *program.plan.consts), program.rounds, strict=True)
-    entered = [_entered(x, i, spec if rounds else None, entry) for i, (x, rounds) in enumerate(every)]
-    return entered[:count], entered[count:], inside
+    values = [_entered(x, i, spec if rounds else None, entry) for i, (x, rounds) in enumerate(every)]
+    return values[:count], values[count:], inside
 
 
 def _entered(x: Any, number: int, spec: Spec | None, seeds: Seeds | None) -> Any:

@@ -47,7 +47,7 @@ class Emulation(Runner):
         """The steps, repeated ones as loops, and some as chains. A warning of `max_turns` names a line of each turn."""
         return parts_of(plan, plan.steps if self.max_turns is not None else with_turns(plan))
 
-    def taken(self, step: Step, seeds: Seeds | None, args: list[Any]) -> list[Any]:
+    def prepare_operands(self, step: Step, seeds: Seeds | None, args: list[Any]) -> list[Any]:
         """The operands of a step, with those rounded that the plan marks."""
         return with_rounded_operands(step, seeds, args)
 
@@ -76,7 +76,7 @@ class Eager(Emulation):
 
     def __init__(self, max_turns: int | None = None) -> None:
         super().__init__(max_turns)
-        self._compiled: dict[int, Callable[..., list[Any]]] = {}
+        self._step_functions: dict[int, Callable[..., list[Any]]] = {}
         self._parts: dict[int, list[Any]] = {}
 
     def parts(self, plan: Plan) -> Iterable[Any]:
@@ -98,9 +98,9 @@ class Eager(Emulation):
         return super().run(part, seeds, args)
 
     def _once(self, step: Step, run: Callable[..., list[Any]], seeds: Seeds | None, args: list[Any]) -> list[Any]:
-        if id(step) not in self._compiled:
-            self._compiled[id(step)] = jax.jit(partial(run, step))
-        return self._compiled[id(step)](seeds, args)
+        if id(step) not in self._step_functions:
+            self._step_functions[id(step)] = jax.jit(partial(run, step))
+        return self._step_functions[id(step)](seeds, args)
 
 
 #: The equations whose programs JAX compiles also outside of `jax.jit`.
@@ -148,8 +148,8 @@ def _performed(step: Step, seeds: Seeds | None, args: list[Any]) -> list[Any]:
     spec = step.choice.spec
     if spec is None:
         return _bound(step, seeds, args)
-    drawn = [] if seeds is None or not draws(spec) else _drawn(step, seeds)
-    return perform(step.task, [as_jax(x) for x in args], drawn)
+    words = [] if seeds is None or not draws(spec) else _drawn(step, seeds)
+    return perform(step.task, [as_jax(x) for x in args], words)
 
 
 def _drawn(step: Step, seeds: Seeds) -> list[Draw]:
@@ -163,10 +163,10 @@ def _drawn(step: Step, seeds: Seeds) -> list[Draw]:
 
 def _extremum(step: Step, seeds: Seeds | None, args: list[Any]) -> list[Any]:
     """The maximum or minimum. Values of a known format are compared by bits if the device could read them as zero."""
-    known = step.out[0]
-    if known is None:
+    fact = step.out[0]
+    if fact is None:
         return _bound(step, seeds, args)
-    task = Task(step.eqn.primitive, tuple(sorted(step.eqn.params.items())), "extremum", known, (known, known))
+    task = Task(step.eqn.primitive, tuple(sorted(step.eqn.params.items())), "extremum", fact, (fact, fact))
     return perform(task, [jnp.asarray(x) for x in args])
 
 

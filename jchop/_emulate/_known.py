@@ -48,13 +48,13 @@ def is_number(aval: Any) -> bool:
 
 
 @lru_cache(maxsize=4096)
-def within(known: Known, spec: Spec | None) -> bool:
-    """Whether rounding under `spec` changes no value of `known`."""
+def within(fact: Known, spec: Spec | None) -> bool:
+    """Whether rounding under `spec` changes no value of `fact`."""
     if spec is None:
         return True
-    if known is None or (spec.flush and not known.flush):
+    if fact is None or (spec.flush and not fact.flush):
         return False
-    return known.format == spec.format or _is_subset(known.format, spec.format)
+    return fact.format == spec.format or _is_subset(fact.format, spec.format)
 
 
 def _is_subset(small: ElementFormat, large: ElementFormat) -> bool:
@@ -69,10 +69,10 @@ def _is_subset(small: ElementFormat, large: ElementFormat) -> bool:
     return finer and small.exact_max <= large.exact_max
 
 
-def common(knowns: Iterable[Known]) -> Known:
+def common(facts: Iterable[Known]) -> Known:
     """The fact that holds for every one of several values: the spec that contains all their specs."""
-    found: list[Known] = list(knowns)
-    return next((k for k in found if k is not None and all(within(other, k) for other in found)), None)
+    every: list[Known] = list(facts)
+    return next((k for k in every if k is not None and all(within(other, k) for other in every)), None)
 
 
 def holds_all(spec: Spec | None, value: Any) -> bool:
@@ -102,8 +102,8 @@ def at_limits(value: Any, spec: Spec) -> Any:
         return value
     end, smallest = np.where(x < 0, *map(abs, ends_of(fmt))), float(fmt.smallest or 0)
     first = float(fmt.smallest_normal) if isinstance(fmt, FloatFormat) else smallest
-    found = [far & (size > end), normal & (size < first), least & (size < smallest)]
-    return np.copysign(np.select(found, [size / most * end, first, smallest], size), x).astype(value.dtype)
+    cases = [far & (size > end), normal & (size < first), least & (size < smallest)]
+    return np.copysign(np.select(cases, [size / most * end, first, smallest], size), x).astype(value.dtype)
 
 
 def ends_of(fmt: ElementFormat) -> tuple[float, float]:

@@ -70,11 +70,11 @@ def by_matrix(step: Step, arrays: Sequence[Array], steps_of: Callable[[Array, Ar
 
 def _triangular(params: dict[str, Any], steps: Steps, a: Array, b: Array) -> tuple[Array]:
     """Solves op(a) x = b, or x op(a) = b by its transpose."""
-    left, lower = params["left_side"], params["lower"]
-    flip = params["transpose_a"] == left
-    a, b = a.T if flip else a, b if left else b.T
+    on_left, lower = params["left_side"], params["lower"]
+    flip = params["transpose_a"] == on_left
+    a, b = a.T if flip else a, b if on_left else b.T
     x = substitute(steps, a, b, lower=lower != flip, unit=params["unit_diagonal"])
-    return (x if left else x.T,)
+    return (x if on_left else x.T,)
 
 
 def _cholesky(params: dict[str, Any], steps: Steps, a: Array) -> tuple[Array]:
@@ -84,8 +84,8 @@ def _cholesky(params: dict[str, Any], steps: Steps, a: Array) -> tuple[Array]:
 
 def _lu(params: dict[str, Any], steps: Steps, a: Array) -> tuple[Array, Array, Array]:
     del params
-    packed, permutation, pivots = eliminate(steps, a)
-    return packed, pivots, permutation
+    factors, permutation, pivots = eliminate(steps, a)
+    return factors, pivots, permutation
 
 
 def _qr(params: dict[str, Any], steps: Steps, a: Array) -> tuple[Array, Array]:

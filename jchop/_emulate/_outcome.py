@@ -23,16 +23,16 @@ from jchop.spec import Spec, as_spec
 __all__ = ["OUTCOMES", "errors_at"]
 
 
-def _results(step: Step, known: Known) -> tuple[Known, ...]:
-    return tuple(known if is_number(v.aval) else None for v in step.eqn.outvars)
+def _results(step: Step, fact: Known) -> tuple[Known, ...]:
+    return tuple(fact if is_number(v.aval) else None for v in step.eqn.outvars)
 
 
 def _rounded_operands(step: Step, spec: Spec | None) -> Step:
     numbers = [is_number(v.aval) for v in step.eqn.invars]
     rounds = [n and not within(k, spec) for n, k in zip(numbers, step.known, strict=True)]
     rounds = tuple(r and i not in step.counts for i, r in enumerate(rounds))
-    known = tuple(spec if r else k for r, k in zip(rounds, step.known, strict=True))
-    return replace(step, rounds=rounds, known=known)
+    facts = tuple(spec if r else k for r, k in zip(rounds, step.known, strict=True))
+    return replace(step, rounds=rounds, known=facts)
 
 
 def _operation(step: Step) -> Step:
@@ -83,8 +83,8 @@ def _factored(step: Step) -> Step:
 
 def _rounded_by_carrier(step: Step) -> Step:
     """Operands rounded, the carrier's results rounded once."""
-    kept = step.choice.spec is None and step.choice.function is None
-    return _operation(replace(step, kind="carrier" if kept else "carried"))
+    in_carrier = step.choice.spec is None and step.choice.function is None
+    return _operation(replace(step, kind="carrier" if in_carrier else "carried"))
 
 
 def _structural(step: Step) -> Step:
@@ -93,8 +93,8 @@ def _structural(step: Step) -> Step:
     step = _rounded_constants(step)
     if step.name in _BY_OPERAND:
         return replace(step, out=tuple(step.known[: len(step.eqn.outvars)]))
-    known = [k for k, v in zip(step.known, step.eqn.invars, strict=True) if is_number(v.aval)]
-    return replace(step, out=_results(step, common(known)))
+    facts = [k for k, v in zip(step.known, step.eqn.invars, strict=True) if is_number(v.aval)]
+    return replace(step, out=_results(step, common(facts)))
 
 
 def _computes(step: Step) -> bool:
@@ -119,8 +119,8 @@ def _rounded_constants(step: Step) -> Step:
     for v, r in zip(step.eqn.invars, rounds, strict=True):
         if r:
             _check(step, spec, v.aval, exact=False)
-    known = tuple(spec if r else k for r, k in zip(rounds, step.known, strict=True))
-    return replace(step, rounds=rounds, known=known)
+    facts = tuple(spec if r else k for r, k in zip(rounds, step.known, strict=True))
+    return replace(step, rounds=rounds, known=facts)
 
 
 #: Structural primitives whose result i has the numbers of operand i.
@@ -131,12 +131,12 @@ def _compared(step: Step) -> Step:
     """Operands are rounded, results are not numbers. Infinite constants are not rounded: they are bounds."""
     operands = _rounded_operands(step, step.choice.spec)
     bounds = (isinstance(v, Literal) and is_number(v.aval) and bool(np.isinf(v.val)) for v in step.eqn.invars)
-    rounds = tuple(r and not bound for r, bound in zip(operands.rounds, bounds, strict=True))
+    rounds = tuple(r and not infinite for r, infinite in zip(operands.rounds, bounds, strict=True))
     for v, r in zip(step.eqn.invars, rounds, strict=True):
         if r:
             _check(step, step.choice.spec, v.aval, exact=False)
-    known = tuple(new if r else k for r, new, k in zip(rounds, operands.known, step.known, strict=True))
-    return replace(step, rounds=rounds, known=known, out=(None,) * len(step.eqn.outvars))
+    facts = tuple(new if r else k for r, new, k in zip(rounds, operands.known, step.known, strict=True))
+    return replace(step, rounds=rounds, known=facts, out=(None,) * len(step.eqn.outvars))
 
 
 def _converted(step: Step) -> Step:
@@ -146,11 +146,11 @@ def _converted(step: Step) -> Step:
         _check(step, spec, target.aval, exact=not is_float(source.aval))
     except ValueError as error:
         raise ValueError(f"{error}; x is what the program casts to {target.aval.dtype} there") from None
-    known = step.known[0]
+    fact = step.known[0]
     if is_complex(target.aval):  # a part that is zero, or a wider dtype
-        return replace(step, kind="structural", out=step.known) if known is not None else _rounded_by_carrier(step)
-    if is_float(source.aval) and known is not None and within(known, _OF_DTYPE.get(target.aval.dtype.name)):
-        return replace(step, kind="structural", out=(known,))
+        return replace(step, kind="structural", out=step.known) if fact is not None else _rounded_by_carrier(step)
+    if is_float(source.aval) and fact is not None and within(fact, _OF_DTYPE.get(target.aval.dtype.name)):
+        return replace(step, kind="structural", out=(fact,))
     return replace(step, out=(spec,))
 
 
@@ -168,10 +168,10 @@ def _drawn(step: Step) -> Step:
     draw, spec, eqn = step.draw, step.choice.spec, step.eqn
     if draw is None:  # a primitive that draws
         return _operation(step)
-    given = (draw.calls if isinstance(v, Literal) else v not in draw.inner for v in eqn.invars)
+    from_user = (draw.calls if isinstance(v, Literal) else v not in draw.inner for v in eqn.invars)
     operands = _rounded_operands(step, spec)
-    rounds = tuple(r and g for r, g in zip(operands.rounds, given, strict=True))
-    known = tuple(new if r else k for r, new, k in zip(rounds, operands.known, step.known, strict=True))
+    rounds = tuple(r and g for r, g in zip(operands.rounds, from_user, strict=True))
+    facts = tuple(new if r else k for r, new, k in zip(rounds, operands.known, step.known, strict=True))
     out = tuple(
         spec if leaves and is_number(v.aval) else None for v, leaves in zip(eqn.outvars, draw.leaves, strict=True)
     )
@@ -181,7 +181,7 @@ def _drawn(step: Step) -> Step:
         kind = "draw" if spec is not None else "carrier"
     else:
         kind = "own"
-    return replace(step, kind=kind, rounds=rounds, known=known, out=out)
+    return replace(step, kind=kind, rounds=rounds, known=facts, out=out)
 
 
 OUTCOMES = {
@@ -239,8 +239,8 @@ _HELD = frozenset(("bitcast_convert_type", "ceil", "floor", "iota", "reduce_prec
 
 def _check_rounded_again(step: Step) -> None:
     """Refuses a format with values that the carrier's results, which are rounded once more, cannot have."""
-    named = step.kind in ("accumulating", "complex sum") and step.choice.accumulate is not None
-    if step.kind not in _ROUNDED_AGAIN or step.name in _HELD or named:
+    has_order = step.kind in ("accumulating", "complex sum") and step.choice.accumulate is not None
+    if step.kind not in _ROUNDED_AGAIN or step.name in _HELD or has_order:
         return
     for v in step.eqn.outvars:
         if is_number(v.aval):

@@ -64,37 +64,37 @@ class Task:
         out = bind(self.primitive, dict(self.params), *args)
         return out if self.primitive.multiple_results else out[0]
 
-    def run(self, args: Sequence[Array], drawn: Sequence[Array]) -> Any:
-        return _RUNS[self.kind](self, args, list(drawn))
+    def run(self, args: Sequence[Array], words: Sequence[Array]) -> Any:
+        return _RUNS[self.kind](self, args, list(words))
 
 
-def perform(task: Task, args: Sequence[Array], drawn: Sequence[Array | Draw] = ()) -> list[Any]:
+def perform(task: Task, args: Sequence[Array], words: Sequence[Array | Draw] = ()) -> list[Any]:
     """The results of a task, given a draw for each rounding that draws, or its words."""
-    out = _perform(task, list(args), list(drawn))
+    out = _perform(task, list(args), list(words))
     return list(out) if task.primitive.multiple_results else [out]
 
 
 @partial(compiled, static_argnums=0)
-def _perform(task: Task, args: list[Array], drawn: list[Any]) -> Any:
-    run = _run_apart if _is_apart(task, args, drawn) else _run
-    return straight_through(partial(run, task), task.plain, args, drawn)
+def _perform(task: Task, args: list[Array], words: list[Any]) -> Any:
+    run = _run_apart if _is_apart(task, args, words) else _run
+    return straight_through(partial(run, task), task.plain, args, words)
 
 
-def _is_apart(task: Task, args: Sequence[Array], drawn: Sequence[Any]) -> bool:
+def _is_apart(task: Task, args: Sequence[Array], words: Sequence[Any]) -> bool:
     if task.kind == "elementary":  # without draws it is an operation by itself
-        return bool(drawn) and _is_rounded(task, args)
+        return bool(words) and _is_rounded(task, args)
     return task.kind == "exact" and (task.apart or any(if_known(lambda x=x: x.size >= LEAST_APART) for x in args))
 
 
-def _run(task: Task, args: Sequence[Array], drawn: Sequence[Any]) -> Any:
-    return task.run(args, [one.words() if isinstance(one, Draw) else one for one in drawn])
+def _run(task: Task, args: Sequence[Array], words: Sequence[Any]) -> Any:
+    return task.run(args, [one.words() if isinstance(one, Draw) else one for one in words])
 
 
-def _run_apart(task: Task, args: Sequence[Array], drawn: Sequence[Any]) -> Array:
+def _run_apart(task: Task, args: Sequence[Array], words: Sequence[Any]) -> Array:
     if task.kind == "elementary":
-        leaves, tree = jax.tree.flatten((_stretched(args), list(drawn)))
+        leaves, tree = jax.tree.flatten((_stretched(args), list(words)))
         return _elementary_op(*leaves, task=task, tree=tree)
-    leaves, tree = jax.tree.flatten((list(args), list(drawn)))
+    leaves, tree = jax.tree.flatten((list(args), list(words)))
     return _operation_op(*leaves, task=task, tree=tree)
 
 
@@ -108,28 +108,28 @@ _operation_op = make_op("jchop_operation", _body, apart=True)
 _elementary_op = make_op("jchop_elementary", _body, like_first=True, apart=True)
 
 
-def _exact(task: Task, args: Sequence[Array], drawn: list[Array]) -> Array:
+def _exact(task: Task, args: Sequence[Array], words: list[Array]) -> Array:
     name = EXACT[task.primitive.name]
-    return operation_on_device(name, args, task.spec, drawn[0] if drawn else None, ranges=_ranges(task, args))
+    return operation_on_device(name, args, task.spec, words[0] if words else None, ranges=_ranges(task, args))
 
 
 def _ranges(task: Task, args: Sequence[Array]) -> tuple[Range, ...]:
     carrier = operation_carrier(args[0].dtype)
-    return tuple(range_of(known, carrier) for known in task.known)
+    return tuple(range_of(fact, carrier) for fact in task.known)
 
 
-def _extremum(task: Task, args: Sequence[Array], drawn: list[Array]) -> Array:
-    del drawn
+def _extremum(task: Task, args: Sequence[Array], words: list[Array]) -> Array:
+    del words
     return operation(task.primitive.name, args, task.spec, ranges=_ranges(task, args))
 
 
-def _power(task: Task, args: Sequence[Array], drawn: list[Array]) -> Array:
+def _power(task: Task, args: Sequence[Array], words: list[Array]) -> Array:
     """x^n by squaring, as in the carrier. Every product is rounded, and for n < 0 the quotient."""
     (x,), spec, exponent = args, task.spec, dict(task.params)["y"]
-    taken = iter(drawn)
+    word_iter = iter(words)
 
     def op(name: str, *operands: Array) -> Array:
-        return operation(name, operands, spec, next(taken) if draws(spec) else None)
+        return operation(name, operands, spec, next(word_iter) if draws(spec) else None)
 
     total, square, n = None, x, abs(exponent)
     while n:
@@ -144,7 +144,7 @@ def _power(task: Task, args: Sequence[Array], drawn: list[Array]) -> Array:
     if exponent > 0:
         return total
     carrier = operation_carrier(x.dtype)
-    word = next(taken) if draws(spec) else None
+    word = next(word_iter) if draws(spec) else None
     return operation("div", [one, total], spec, word, ranges=(range_of(None, carrier), range_of(spec, carrier)))
 
 
@@ -153,12 +153,12 @@ def power_draws(exponent: int) -> int:
     return 2 * abs(exponent).bit_length() + 1
 
 
-def _elementary(task: Task, args: Sequence[Array], drawn: list[Array]) -> Any:
+def _elementary(task: Task, args: Sequence[Array], words: list[Array]) -> Any:
     """The exact value if `rounds` has the function and format, else the carrier's result; rounded once."""
     if _is_rounded(task, args):
-        run = elementary if drawn else elementary_op  # with draws it is compiled apart already
-        return run(*_stretched(args), *drawn[:1], name=task.primitive.name, spec=task.spec)
-    return _made(task, args, drawn)
+        run = elementary if words else elementary_op  # with draws it is compiled apart already
+        return run(*_stretched(args), *words[:1], name=task.primitive.name, spec=task.spec)
+    return _made(task, args, words)
 
 
 def _is_rounded(task: Task, args: Sequence[Array]) -> bool:
@@ -170,26 +170,26 @@ def _stretched(args: Sequence[Array]) -> list[Array]:
     return list(jnp.broadcast_arrays(*args))
 
 
-def _made(task: Task, args: Sequence[Array], drawn: list[Array]) -> Any:
+def _made(task: Task, args: Sequence[Array], words: list[Array]) -> Any:
     out = bind(task.primitive, dict(task.params), *args)
-    taken = iter(drawn)
-    out = [_round(x, task.spec, next(taken) if draws(task.spec) else None) if is_float(x) else x for x in out]
+    word_iter = iter(words)
+    out = [_round(x, task.spec, next(word_iter) if draws(task.spec) else None) if is_float(x) else x for x in out]
     return out if task.primitive.multiple_results else out[0]
 
 
-def _summed(task: Task, args: Sequence[Array], drawn: list[Array]) -> Any:
+def _summed(task: Task, args: Sequence[Array], words: list[Array]) -> Any:
     """The carrier's own sum, in full precision, rounded once."""
     params = dict(task.params)
     if "precision" in params:
         params["precision"] = (lax.Precision.HIGHEST, lax.Precision.HIGHEST)
     out = bind(task.primitive, params, *args)[0]
-    return _round(out, task.spec, drawn[0] if drawn else None)
+    return _round(out, task.spec, words[0] if words else None)
 
 
-def _converted(task: Task, args: Sequence[Array], drawn: list[Array]) -> Array:
+def _converted(task: Task, args: Sequence[Array], words: list[Array]) -> Array:
     """A conversion. An integer that the carrier does not hold is the sum of two parts, rounded once."""
     (x,), dtype = args, dict(task.params)["new_dtype"]
-    word = drawn[0] if drawn else None
+    word = words[0] if words else None
     carrier = operation_carrier(dtype)
     integer = jnp.issubdtype(x.dtype, jnp.integer) and x.dtype.itemsize * 8 > carrier.fraction + 1
     if integer and x.dtype.itemsize == 4:

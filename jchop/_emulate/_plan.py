@@ -57,10 +57,10 @@ class Planner(planner.Planner):
         """The plan of a jaxpr; its calls of `jax.random` are found first."""
         if self._apart is None:
             self._apart = count_equations(closed) >= _MANY
-        computed = _with_computed_results(closed)
-        self._draws |= draws_of(computed.jaxpr)
+        program = _with_computed_results(closed)
+        self._draws |= draws_of(program.jaxpr)
         self._counts.add(jaxpr_of(closed)[0])
-        return super().plan(computed, known, scope, constants)
+        return super().plan(program, known, scope, constants)
 
     def read(self, v: Any, env: dict[Any, Known]) -> Known:
         """The spec that holds a variable's numbers, or a literal, if known."""
@@ -73,28 +73,28 @@ class Planner(planner.Planner):
     def step(self, eqn: Any, env: dict[Any, Known], scope: str, number: int) -> Step:
         """The step of one equation."""
         name, nothing = eqn.primitive.name, (None,) * len(eqn.outvars)
-        untouched = (False,) * len(eqn.invars)
-        made = partial(Step, eqn=eqn, scope=scope, number=number, rounds=untouched, apart=bool(self._apart))
+        no_rounding = (False,) * len(eqn.invars)
+        make_step = partial(Step, eqn=eqn, scope=scope, number=number, rounds=no_rounding, apart=bool(self._apart))
         if is_own_result(eqn, scope):
             choice = self.settings.choose(name, scope, self.used)
-            return OUTCOMES["result"](made(kind="result", choice=choice, known=(None,)))
-        own = made(kind="own", choice=Choice(None, None), known=(None,) * len(eqn.invars), out=nothing)
+            return OUTCOMES["result"](make_step(kind="result", choice=choice, known=(None,)))
+        own = make_step(kind="own", choice=Choice(None, None), known=(None,) * len(eqn.invars), out=nothing)
         if is_own(scope):
             return own
         draw = self._draws.get(id(eqn))
         if draw is not None:
             scope = scope_of(scope, "", eqn.params.get("name"))
-            made = partial(made, scope=scope)
+            make_step = partial(make_step, scope=scope)
         choice = self.settings.choose(name, scope, self.used)
-        if id(eqn) in self._counts.made and choice.function is None:
+        if id(eqn) in self._counts.equations and choice.function is None:
             return own
-        made = partial(made, counts=self._counts.operands.get(id(eqn), ()))
+        make_step = partial(make_step, counts=self._counts.operands.get(id(eqn), ()))
         eqn = _at_limits(eqn, choice.spec)
-        known = tuple(_known_of(v, env, choice.spec) for v in eqn.invars)
-        made = partial(made, eqn=eqn, choice=choice, known=known)
+        facts = tuple(_known_of(v, env, choice.spec) for v in eqn.invars)
+        make_step = partial(make_step, eqn=eqn, choice=choice, known=facts)
         if draw is not None:
-            return OUTCOMES["draw"](made(kind="draw", draw=draw))
-        step = made(kind=kind_of(eqn.primitive))
+            return OUTCOMES["draw"](make_step(kind="draw", draw=draw))
+        step = make_step(kind=kind_of(eqn.primitive))
         if choice.function is not None:
             return OUTCOMES["carried"](replace(step, kind="carried"))
         if step.kind == "alone":
@@ -111,19 +111,19 @@ class Planner(planner.Planner):
         _check_wrapping(step)
         return step
 
-    def later(self, closed: Any, known: Sequence[Known], scope: str) -> Plan:
+    def later(self, program: Any, facts: Sequence[Known], scope: str) -> Plan:
         """The plan of a program that is traced in a run, by a new planner: this one knows equations by their ids."""
         new = Planner(self.settings, self.widening)
         new._apart = self._apart
-        return new.plan(self._widened(closed, scope, inner=True), known, scope)
+        return new.plan(self._widen(program, scope, inner=True), facts, scope)
 
-    def opened(self, eqn: Any) -> Any:
+    def implementation(self, eqn: Any) -> Any:
         """The program of a primitive of another package; None if there is none."""
-        found = super().opened(eqn)
-        return None if found is None else self._widened(found, scope_of("", eqn.source_info.name_stack))
+        program = super().implementation(eqn)
+        return None if program is None else self._widen(program, scope_of("", eqn.source_info.name_stack))
 
-    def _widened(self, closed: Any, scope: str, inner: bool = False) -> Any:
-        return closed if self.widening is None else self.widening.program(closed, scope, inner=inner)
+    def _widen(self, program: Any, scope: str, inner: bool = False) -> Any:
+        return program if self.widening is None else self.widening.program(program, scope, inner=inner)
 
     def draws(self, step: Step) -> int:
         """The most random draws of a step: of operands, results, and the products of a power."""
@@ -139,7 +139,8 @@ class Planner(planner.Planner):
         gives_numbers = any(is_number(v.aval) for v in step.eqn.outvars)
         # A primitive that computes nothing, such as a check of its package, may refuse transformations; so it is left
         # out.
-        if self.opened(step.eqn) is not None and (gives_numbers or not self.opened(step.eqn).jaxpr.eqns):
+        program = self.implementation(step.eqn)
+        if program is not None and (gives_numbers or not program.jaxpr.eqns):
             return replace(step, kind="control")
         if not gives_numbers:
             return replace(step, kind="compared")
@@ -201,9 +202,9 @@ class _Closed(NamedTuple):
     consts: tuple[Any, ...]
 
 
-def _with_computed_results(closed: Any) -> _Closed:
+def _with_computed_results(program: Any) -> _Closed:
     """A jaxpr whose results are variables: constant results are copied, so that they are rounded like others."""
-    jaxpr, consts = jaxpr_of(closed)
+    jaxpr, consts = jaxpr_of(program)
     copies = [_copy(v) if isinstance(v, Literal) and is_number(v.aval) else None for v in jaxpr.outvars]
     if not any(copies):
         return _Closed(jaxpr, consts)
@@ -222,11 +223,11 @@ def _at_limits(eqn: Any, spec: Spec | None) -> Any:
     literals = [isinstance(v, Literal) and is_float(v.aval) for v in eqn.invars]
     if spec is None or not any(literals):
         return eqn
-    pairs = [(v, constant_of(v) if found else None) for v, found in zip(eqn.invars, literals, strict=True)]
-    moved = [(v, x, None if x is None else at_limits(x, spec)) for v, x in pairs]
-    if all(old is new for _, old, new in moved):
+    pairs = [(v, constant_of(v) if literal else None) for v, literal in zip(eqn.invars, literals, strict=True)]
+    changes = [(v, x, None if x is None else at_limits(x, spec)) for v, x in pairs]
+    if all(old is new for _, old, new in changes):
         return eqn
-    return eqn.replace(invars=[v if old is new else Literal(new, v.aval) for v, old, new in moved])
+    return eqn.replace(invars=[v if old is new else Literal(new, v.aval) for v, old, new in changes])
 
 
 def _known_of(v: Any, env: dict[Any, Known], spec: Spec | None) -> Known:

@@ -148,12 +148,12 @@ class Settings:
         """The arithmetic of a primitive in a scope; `used` collects the rules that matched."""
         spec, accumulate = self.spec, self.accumulate
         function: Function | None = None
-        found: set[type] = set()
+        kinds: set[type] = set()
         for pattern, value in self.rules:
             kind = type(value) if isinstance(value, MatmulSpec | Function) else Spec
-            if kind in found or not matches_path(pattern, primitive if kind is Function else f"{scope}/{primitive}"):
+            if kind in kinds or not matches_path(pattern, primitive if kind is Function else f"{scope}/{primitive}"):
                 continue
-            found.add(kind)
+            kinds.add(kind)
             if used is not None and (kind is not MatmulSpec or KINDS.get(primitive) == "accumulating"):
                 used.add(pattern)
             if isinstance(value, MatmulSpec):
@@ -163,7 +163,7 @@ class Settings:
             else:
                 spec = value
                 # A part in the carrier also sums in the carrier, unless a rule has a MatmulSpec for it.
-                accumulate = None if value is None and MatmulSpec not in found else accumulate
+                accumulate = None if value is None and MatmulSpec not in kinds else accumulate
         return Choice(spec, accumulate, function)
 
     @property
@@ -199,11 +199,11 @@ def make_settings(
         max_turns = check_int("max_turns", max_turns, 1, (1 << 32) - 1)
     if stop_at is not None:
         check_choice("stop_at", stop_at, EVENTS)
-    coerced = []
+    pairs = []
     for pattern, value in (rules or {}).items():
         check_pattern("rules: key", pattern, "'softmax', or the name of a primitive")
-        coerced.append((pattern, _rule(value, f"rules[{pattern!r}]")))
-    return Settings(_plain(spec, "spec"), tuple(coerced), accumulate, unknown, max_turns, stop_at, narrow)
+        pairs.append((pattern, _rule(value, f"rules[{pattern!r}]")))
+    return Settings(_plain(spec, "spec"), tuple(pairs), accumulate, unknown, max_turns, stop_at, narrow)
 
 
 def _rule(value: Any, argument: str) -> Spec | MatmulSpec | Function | None:

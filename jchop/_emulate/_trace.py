@@ -32,7 +32,7 @@ Array = jax.Array
 __all__ = ["Program", "Programs", "in_jax", "is_moved", "is_stored", "trace"]
 
 #: The most programs of a function that are kept.
-_MOST = 64
+_MOST_TRACES = 64
 
 
 @dataclass(frozen=True)
@@ -92,7 +92,7 @@ class _Traced:
 
     Args:
         function: the function; it empties `read` when it is traced.
-        read: the result of `captured` after that.
+        read: the result of `reachable_objects` after that.
     """
 
     function: Callable[..., Any]
@@ -110,8 +110,8 @@ class Programs:
 
     fun: Callable[..., Any]
     settings: Settings
-    _traced: dict[Any, _Traced] = field(default_factory=dict)
-    _planned: list[Program] = field(default_factory=list)
+    _functions: dict[Any, _Traced] = field(default_factory=dict)
+    _programs: list[Program] = field(default_factory=list)
     _lock: Any = field(default_factory=Lock)
 
     def __reduce__(self) -> Any:
@@ -124,40 +124,42 @@ class Programs:
         Arrays and Python floats are its variables; other arguments are passed unchanged.
         """
         leaves, tree = jax.tree.flatten((args, kwargs))
-        moved = tuple(map(is_moved, leaves))
-        values = tuple(leaf for leaf, m in zip(leaves, moved, strict=True) if m)
-        others = tuple(None if m else leaf for leaf, m in zip(leaves, moved, strict=True))
+        is_variable = tuple(map(is_moved, leaves))
+        values = tuple(leaf for leaf, m in zip(leaves, is_variable, strict=True) if m)
+        others = tuple(None if m else leaf for leaf, m in zip(leaves, is_variable, strict=True))
         if any(map(is_tensor, others)):
             _refuse_tensors(args, kwargs)
-        key, traced = self._traced_with(tree, moved, others)
+        key, entry = self._function_of_variables(tree, is_variable, others)
         with jax.disable_jit(False):  # loops, branches and the names of calls are parts of the program
-            closed, shapes = jax.make_jaxpr(traced.function, return_shape=True)(*values)
-        read = list(traced.read)  # other threads may trace it, too
+            source, shapes = jax.make_jaxpr(entry.function, return_shape=True)(*values)
+        read = list(entry.read)  # other threads may trace it, too
         if not read:  # after the trace: objects that it changes itself are not a change
-            traced.read[:] = read = [captured(self.fun, others)]
-            self._keep(key, traced, read[0])
-        jaxpr, consts = jaxpr_of(closed)
+            entry.read[:] = read = [captured(self.fun, others)]
+            self._keep(key, entry, read[0])
+        jaxpr, consts = jaxpr_of(source)
         if read[0] is None:  # it may have arrays of NumPy, which may change
-            jaxpr = jaxpr_of(with_own_constants(closed, (None,) * len(consts)))[0]
+            jaxpr = jaxpr_of(with_own_constants(source, (None,) * len(consts)))[0]
         units = jax.tree.leaves((args, kwargs), is_leaf=is_stored)
-        stored = [is_stored(unit) for unit in units for _ in jax.tree.leaves(unit)]
-        rounds = tuple(not s for s, m in zip(stored, moved, strict=True) if m)
-        traced = any(isinstance(x, Tracer) for x in (*values, *consts))
-        program = self._program(jaxpr, consts, rounds, jax.tree.structure(shapes), traced)
+        are_codes = [is_stored(unit) for unit in units for _ in jax.tree.leaves(unit)]
+        rounds = tuple(not s for s, m in zip(are_codes, is_variable, strict=True) if m)
+        in_trace = any(isinstance(x, Tracer) for x in (*values, *consts))
+        program = self._program(jaxpr, consts, rounds, jax.tree.structure(shapes), in_trace)
         return replace(program, values=values, plan=replace(program.plan, consts=self._entering(program)))
 
     def _entering(self, program: Program) -> tuple[Any, ...]:
         """The constants; those that are rounded on entry with the format's limits in place of the carrier's."""
         consts = program.plan.consts
         rounds = program.rounds[len(program.rounds) - len(consts) :]
-        known = [r and is_float(x) and not isinstance(x, Tracer) for r, x in zip(rounds, consts, strict=True)]
-        return tuple(_at_limits(x, self.settings.spec) if k else x for k, x in zip(known, consts, strict=True))
+        floats = [r and is_float(x) and not isinstance(x, Tracer) for r, x in zip(rounds, consts, strict=True)]
+        return tuple(_at_limits(x, self.settings.spec) if k else x for k, x in zip(floats, consts, strict=True))
 
-    def _traced_with(self, tree: Any, moved: tuple[bool, ...], others: tuple[Any, ...]) -> tuple[Any, _Traced]:
-        """A key and the function of the moved leaves; the earlier one if it read nothing that has changed."""
-        key = (tree, moved, tuple(x if isinstance(x, int | str | bool) else None for x in others))
+    def _function_of_variables(
+        self, tree: Any, is_variable: tuple[bool, ...], others: tuple[Any, ...]
+    ) -> tuple[Any, _Traced]:
+        """A key and the function of the variables; the earlier one if it read nothing that has changed."""
+        key = (tree, is_variable, tuple(x if isinstance(x, int | str | bool) else None for x in others))
         try:
-            old = self._traced.get(key)
+            old = self._functions.get(key)
         except Exception:  # a tree may hold objects that cannot be hashed or compared
             key = old = None
         before = None if old is None else next(iter(old.read), None)
@@ -167,39 +169,41 @@ class Programs:
 
         def flat(*values: Any) -> Any:
             read.clear()
-            taken = iter(values)
-            every = [next(taken) if m else x for m, x in zip(moved, others, strict=True)]
+            variables = iter(values)
+            every = [next(variables) if m else x for m, x in zip(is_variable, others, strict=True)]
             args, kwargs = jax.tree.unflatten(tree, every)
             return fun(*args, **kwargs)
 
         flat.__wrapped__ = fun  # type: ignore[attr-defined] # JAX's errors name it
         return key, _Traced(flat, read)
 
-    def _keep(self, key: Any, traced: _Traced, read: tuple[Any, ...] | None) -> None:
+    def _keep(self, key: Any, entry: _Traced, read: tuple[Any, ...] | None) -> None:
         """Keeps a function that may be used again: one that has read nothing that may change unseen."""
         if key is None:
             return
         with self._lock:
-            self._traced.pop(key, None)
+            self._functions.pop(key, None)
             if read is not None:
-                self._traced[key] = traced
-            while len(self._traced) > _MOST:
-                del self._traced[next(iter(self._traced))]
+                self._functions[key] = entry
+            while len(self._functions) > _MOST_TRACES:
+                del self._functions[next(iter(self._functions))]
 
-    def _program(self, jaxpr: Any, consts: tuple[Any, ...], free: tuple[bool, ...], tree: Any, traced: bool) -> Program:
+    def _program(
+        self, jaxpr: Any, consts: tuple[Any, ...], free: tuple[bool, ...], tree: Any, in_trace: bool
+    ) -> Program:
         widening = self._widening(jaxpr.invars, free)
-        rounds, known = self._rounds(jaxpr.invars, free, widening), False
-        for old in tuple(self._planned):
+        rounds, has_plan = self._rounds(jaxpr.invars, free, widening), False
+        for old in tuple(self._programs):
             same = old.rounds[: len(free)] == rounds and same_program(old.source, jaxpr, rules=False)
             if same and _is_equal(old.tree, tree):
-                if not traced or same_program(old.source, jaxpr):
+                if not in_trace or same_program(old.source, jaxpr):
                     return replace(old, plan=replace(old.plan, consts=consts))
-                known = True  # with other derivative rules; the old plan has compiled programs
+                has_plan = True  # with other derivative rules; the old plan has compiled programs
         new = self._make(jaxpr, free, tree, widening)
-        if not known and not any(isinstance(x, Tracer) for x in consts):
+        if not has_plan and not any(isinstance(x, Tracer) for x in consts):
             with self._lock:
-                self._planned.insert(0, replace(new, plan=replace(new.plan, consts=())))
-                del self._planned[_MOST:]
+                self._programs.insert(0, replace(new, plan=replace(new.plan, consts=())))
+                del self._programs[_MOST_TRACES:]
         return replace(new, plan=replace(new.plan, consts=consts))
 
     def _widening(self, variables: Any, free: tuple[bool, ...]) -> Widening | None:
@@ -223,9 +227,9 @@ class Programs:
         others = taken_by_others(jaxpr)
         entering = (*free, *(v in others for v in jaxpr.constvars))
         rounds = self._rounds((*jaxpr.invars, *jaxpr.constvars), entering, widening)
-        known = tuple(self.settings.spec if r else None for r in rounds)
+        facts = tuple(self.settings.spec if r else None for r in rounds)
         wide = jaxpr if widening is None else widening.program(jaxpr)
-        plan = planner.plan(wide, known[: len(free)], constants=known[len(free) :])
+        plan = planner.plan(wide, facts[: len(free)], constants=facts[len(free) :])
         _check_rules(self.settings, planner.used, plan)
         return Program(plan, (), rounds, tree, Eager(self.settings.max_turns), jaxpr)
 
@@ -246,9 +250,9 @@ def _is_equal(one: Any, other: Any) -> bool:
 
 def _check_rules(settings: Settings, used: set[str], plan: Plan) -> None:
     steps = [step for step in plan.walk() if step.kind != "own"]
-    unused = [f"{rule[0]!r} {_why_unused(*rule, steps)}" for rule in settings.rules if rule[0] not in used]
-    if unused:
-        raise ValueError(f"rules: {'; '.join(unused)}. emulate.report shows all paths")
+    idle = [f"{rule[0]!r} {_why_unused(*rule, steps)}" for rule in settings.rules if rule[0] not in used]
+    if idle:
+        raise ValueError(f"rules: {'; '.join(idle)}. emulate.report shows all paths")
 
 
 def _why_unused(pattern: str, value: Any, steps: list[Any]) -> str:

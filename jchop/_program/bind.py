@@ -47,8 +47,8 @@ def straight_through(run: Callable[..., Any], plain: Callable[..., Any], args: S
         return run(*jax.tree.unflatten(tree, values))
 
     def rule(primals: list[Any], tangents: list[Any]) -> tuple[None, list[Any]]:
-        found = jax.tree.leaves(moved_by(plain, primals[:count], tangents[:count]))
-        return None, [None if t.dtype == jax.dtypes.float0 else t for t in found]
+        out_tangents = jax.tree.leaves(moved_by(plain, primals[:count], tangents[:count]))
+        return None, [None if t.dtype == jax.dtypes.float0 else t for t in out_tangents]
 
     return with_rule(flat, values, rule)
 

@@ -102,18 +102,18 @@ class _Walk:
     """A walk over objects; each object is entered once."""
 
     def __init__(self) -> None:
-        self.seen: dict[int, Any] = {}  # keeps the objects, so that no id is used again
+        self.objects: dict[int, Any] = {}  # keeps the objects, so that no id is used again
 
     def of_all(self, values: Iterable[Any]) -> Iterator[Any]:
         for value in values:
             yield from self.of(value)
 
     def of(self, value: Any) -> Iterator[Any]:
-        if type(value) in _SCALARS or isinstance(value, _STILL) or id(value) in self.seen:
+        if type(value) in _SCALARS or isinstance(value, _STILL) or id(value) in self.objects:
             yield value
             return
-        self.seen[id(value)] = value
-        if len(self.seen) > _MOST or isinstance(value, Tracer):
+        self.objects[id(value)] = value
+        if len(self.objects) > _MOST or isinstance(value, Tracer):
             raise _MayChangeError
         parts = self.parts(value)
         yield from (type(value), len(parts)) if parts else (value,)
@@ -169,9 +169,9 @@ def _is_still(value: Any) -> bool:
 
 def _parts_of_builtin(function: Any) -> Sequence[Any]:
     """The object that a builtin method is bound to; the method itself is made anew at each access."""
-    bound = function.__self__
-    if bound is not None and not isinstance(bound, types.ModuleType):
-        return (function.__name__, bound)
+    owner = function.__self__
+    if owner is not None and not isinstance(owner, types.ModuleType):
+        return (function.__name__, owner)
     if function in _READERS or _has_state(function.__module__ or ""):
         raise _MayChangeError
     return ()
@@ -254,22 +254,22 @@ def _reads(code: types.CodeType) -> tuple[_Read, ...]:
 def _reads_with(code: types.CodeType, outer: dict[str, list[_Read]]) -> Iterator[_Read]:
     """The reads of code within functions that have bound modules to variables by imports."""
     steps = [step for step in dis.get_instructions(code) if step.opname != "EXTENDED_ARG"]
-    bound = {name: list(reads) for name, reads in outer.items() if name in code.co_freevars}
-    yield from _imports(steps, bound)
+    variables = {name: list(reads) for name, reads in outer.items() if name in code.co_freevars}
+    yield from _imports(steps, variables)
     if "__globals__" in code.co_names:
         yield _Read("globals")
     cells = {*code.co_cellvars, *code.co_freevars}
     for at, step in enumerate(steps):
         names = _loaded(step)
-        for left, name in enumerate(names, 1 - len(names)):
+        for offset, name in enumerate(names, 1 - len(names)):
             if name in cells and "LOAD_FAST" in step.opname:
                 continue  # the cell, for a function within
-            taken = () if left else _attributes_at(steps, at + 1)
-            for read in (*([_Read(name)] if step.opname in _GLOBAL else ()), *bound.get(name, ())):
-                yield read._replace(attributes=(*read.attributes, *taken))
+            attributes = () if offset else _attributes_at(steps, at + 1)
+            for read in (*([_Read(name)] if step.opname in _GLOBAL else ()), *variables.get(name, ())):
+                yield read._replace(attributes=(*read.attributes, *attributes))
     for constant in code.co_consts:
         if isinstance(constant, types.CodeType):
-            yield from _reads_with(constant, bound)
+            yield from _reads_with(constant, variables)
 
 
 def _loaded(step: dis.Instruction) -> tuple[str, ...]:
@@ -284,12 +284,12 @@ def _loaded(step: dis.Instruction) -> tuple[str, ...]:
 
 def _attributes_at(steps: Sequence[dis.Instruction], at: int) -> tuple[str, ...]:
     """The attributes that instructions take of the object loaded before them."""
-    taken = itertools.takewhile(lambda step: step.opname in ("LOAD_ATTR", "LOAD_METHOD"), steps[at:])
-    return tuple(step.argval for step in taken)
+    loads = itertools.takewhile(lambda step: step.opname in ("LOAD_ATTR", "LOAD_METHOD"), steps[at:])
+    return tuple(step.argval for step in loads)
 
 
-def _imports(steps: Sequence[dis.Instruction], bound: dict[str, list[_Read]]) -> Iterator[_Read]:
-    """Adds the variables of imports to `bound`; gives the imports to globals and to attributes of classes."""
+def _imports(steps: Sequence[dis.Instruction], variables: dict[str, list[_Read]]) -> Iterator[_Read]:
+    """Adds the variables of imports to `variables`; gives the imports to globals and to attributes of classes."""
     module = last = None
     for at, step in enumerate(steps):
         if step.opname == "IMPORT_NAME":
@@ -301,7 +301,7 @@ def _imports(steps: Sequence[dis.Instruction], bound: dict[str, list[_Read]]) ->
             last = module._replace(attributes=(step.argval,)) if names else module
         elif step.opname.startswith("STORE_") and last is not None:
             name = step.argval[0] if isinstance(step.argval, tuple) else step.argval
-            bound.setdefault(name, []).append(last)
+            variables.setdefault(name, []).append(last)
             if step.opname in ("STORE_GLOBAL", "STORE_NAME"):  # other functions may read it
                 yield last
             last = None

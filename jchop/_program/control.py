@@ -101,8 +101,8 @@ def run_opened(step: Step, seeds: Seeds | None, args: list[Any], interpret: Inte
         return _with_rule(step, interpret, lambda seeds, args: _custom(step, seeds, args, interpret), seeds, args)
 
     # The derivative outside: JAX has none in reverse mode for a function with a rule for batches.
-    def inner(plan: Plan, *given: Any) -> list[Any]:
-        return _with_rule(step, interpret, partial(interpret, plan), *given)
+    def inner(plan: Plan, *seeds_and_args: Any) -> list[Any]:
+        return _with_rule(step, interpret, partial(interpret, plan), *seeds_and_args)
 
     return _custom(step, seeds, args, inner)
 
@@ -116,39 +116,41 @@ def _with_rule(
     def alone(*leaves: Any) -> list[Any]:
         return run(*jax.tree.unflatten(tree, leaves))
 
-    def batch(size: int, batched: Sequence[bool], *leaves: Any) -> tuple[list[Any], list[bool]]:
-        if any(batched) and not any(batched[len(leaves) - len(args) :]):  # the seeds alone
-            return jax.vmap(alone, [0 if b else None for b in batched])(*leaves), [True] * len(step.eqn.outvars)
-        return _batch(step, interpret, size, *(jax.tree.unflatten(tree, each) for each in (batched, leaves)))
+    def batch(size: int, flags: Sequence[bool], *leaves: Any) -> tuple[list[Any], list[bool]]:
+        if any(flags) and not any(flags[len(leaves) - len(args) :]):  # the seeds alone
+            return jax.vmap(alone, [0 if b else None for b in flags])(*leaves), [True] * len(step.eqn.outvars)
+        return _batch(step, interpret, size, *(jax.tree.unflatten(tree, each) for each in (flags, leaves)))
 
     call = jax.custom_batching.custom_vmap(alone)  # of leaves, as JAX's derivative of it does not take None
     call.def_vmap(batch)
     return call(*leaves)
 
 
-def _batch(step: Step, interpret: Interpret, size: int, batched: Any, given: Any) -> tuple[list[Any], list[bool]]:
+def _batch(
+    step: Step, interpret: Interpret, size: int, batch_flags: Any, seeds_and_args: Any
+) -> tuple[list[Any], list[bool]]:
     """The results of a function's own rule for batches, which is run as the function is, and which are batched."""
-    (rows, flags), (seeds, args), kept = batched, given, list[bool]()
+    (rows, flags), (seeds, args), out_flags = batch_flags, seeds_and_args, list[bool]()
     seeds = jax.tree.map(lambda x, b: x[0] if b else x, seeds, rows)  # one program rounds the whole batch
 
     def rule(*values: Any) -> list[Any]:
         if step.name not in BATCHED_CALLS:
-            kept[:] = [True] * len(step.eqn.outvars)
+            out_flags[:] = [True] * len(step.eqn.outvars)
             return jax.vmap(partial(bind, step.eqn.primitive, step.eqn.params), [0 if b else None for b in flags])(
                 *values
             )
         trees = (list(jax.tree.unflatten(step.eqn.params["in_tree"], each)) for each in (flags, values))
-        out, kept[:] = map(jax.tree.leaves, step.eqn.params["rule"](size, next(trees), *next(trees)))
+        out, out_flags[:] = map(jax.tree.leaves, step.eqn.params["rule"](size, next(trees), *next(trees)))
         return out
 
     assert step.later is not None
-    closed = jax.make_jaxpr(rule)(*args)
-    plan = step.later(closed)
+    program = jax.make_jaxpr(rule)(*args)
+    plan = step.later(program)
 
     def run(values: list[Any], seeds: Seeds | None) -> list[Any]:
         return interpret(plan, seeds, values)
 
-    return with_derivative_of(jaxpr_as_fun(closed), run, strong(args), _folded(seeds, step.number)), kept
+    return with_derivative_of(jaxpr_as_fun(program), run, strong(args), _folded(seeds, step.number)), out_flags
 
 
 def _solve(step: Step, seeds: Seeds | None, args: list[Any], interpret: Interpret) -> list[Any]:
@@ -174,20 +176,20 @@ def _cond(step: Step, seeds: Seeds | None, args: list[Any], interpret: Interpret
 
 def _scan(step: Step, seeds: Seeds | None, args: list[Any], interpret: Interpret) -> list[Any]:
     params = step.eqn.params
-    consts, carried = carry_count(params)
-    fixed, start, xs = args[:consts], args[consts : consts + carried], args[consts + carried :]
+    consts, carry_size = carry_count(params)
+    fixed, start, xs = args[:consts], args[consts : consts + carry_size], args[consts + carry_size :]
 
     leaves, structure = jax.tree.flatten(xs)
     apart = [bool(params["length"]) and is_short_float(x) and x.dtype.itemsize == 1 for x in leaves]
 
-    def turn(carry: tuple[list[Any], Array], scanned: list[Any]) -> tuple[tuple[list[Any], Array], list[Any]]:
+    def turn(carry: tuple[list[Any], Array], entries: list[Any]) -> tuple[tuple[list[Any], Array], list[Any]]:
         values, count = carry
         place = jnp.uint32(params["length"] - 1) - count if params["reverse"] else count
-        rest = iter(scanned)
-        taken = [entry_of(x, place) if own else next(rest) for x, own in zip(leaves, apart, strict=True)]
-        x = jax.tree.unflatten(structure, taken)
+        rest = iter(entries)
+        row = [entry_of(x, place) if own else next(rest) for x, own in zip(leaves, apart, strict=True)]
+        x = jax.tree.unflatten(structure, row)
         out = strong(interpret(step.inner[0], _folded(seeds, step.number, count), [*fixed, *values, *x]))
-        return (out[:carried], count + jnp.uint32(1)), out[carried:]
+        return (out[:carry_size], count + jnp.uint32(1)), out[carry_size:]
 
     (last, _), ys = lax.scan(
         turn,
@@ -215,7 +217,7 @@ class Bound:
 
 
 def _while(
-    step: Step, seeds: Seeds | None, args: list[Any], interpret: Interpret, bound: Bound | None = None
+    step: Step, seeds: Seeds | None, args: list[Any], interpret: Interpret, limit: Bound | None = None
 ) -> list[Any]:
     test, body = step.eqn.params["cond_nconsts"], step.eqn.params["body_nconsts"]
     first, fixed, start = args[:test], args[test : test + body], args[test + body :]
@@ -233,11 +235,11 @@ def _while(
             return next_of(*carry), carry[1] + jnp.uint32(1)
 
         def goes_on(carry: tuple[list[Any], Array]) -> Any:
-            return go_on(*carry) if bound is None else go_on(*carry) & (carry[1] < bound.most)
+            return go_on(*carry) if limit is None else go_on(*carry) & (carry[1] < limit.most)
 
         last, count = lax.while_loop(goes_on, turn, (start, zero))
-        if bound is not None:
-            _warn(step, _folded(seeds, step.number, count), [*first, *last], bound, count)
+        if limit is not None:
+            _warn(step, _folded(seeds, step.number, count), [*first, *last], limit, count)
         return last
 
     def turn_some(carry: tuple[list[Any], Array, Array]) -> tuple[list[Any], Array, Array]:
@@ -248,31 +250,31 @@ def _while(
 
     # A batch of loops: the values of a finished loop stay the same until the last loop ends.
     def some_go_on(carry: tuple[list[Any], Array, Array]) -> Any:
-        return jnp.any(carry[2]) if bound is None else jnp.any(carry[2]) & (carry[1] < bound.most)
+        return jnp.any(carry[2]) if limit is None else jnp.any(carry[2]) & (carry[1] < limit.most)
 
     last, count, _ = lax.while_loop(some_go_on, turn_some, (start, zero, go_on(start, zero)))
-    if bound is not None:
-        _warn(step, _folded(seeds, step.number, count), [*first, *last], bound, count)
+    if limit is not None:
+        _warn(step, _folded(seeds, step.number, count), [*first, *last], limit, count)
     return last
 
 
-def _warn(step: Step, seeds: Seeds | None, args: list[Any], bound: Bound, count: Array) -> None:
+def _warn(step: Step, seeds: Seeds | None, args: list[Any], limit: Bound, count: Array) -> None:
     """A warning, when the program runs, if a condition still holds after the last turn."""
 
     def look() -> None:
-        compared, goes_on = bound.watch(step.inner[0], seeds, args)
-        say = partial(warn_of_stop, step, [one for one, _ in compared], bound.most)
-        jax.debug.callback(say, *lax.stop_gradient((goes_on, [operands for _, operands in compared])))
+        comparisons, goes_on = limit.watch(step.inner[0], seeds, args)
+        say = partial(warn_of_stop, step, [one for one, _ in comparisons], limit.most)
+        jax.debug.callback(say, *lax.stop_gradient((goes_on, [operands for _, operands in comparisons])))
 
-    lax.cond(count >= bound.most, look, lambda: None)
+    lax.cond(count >= limit.most, look, lambda: None)
 
 
 def where_active(active: Array, new: Any, old: Any) -> Any:
     """The new values of the loops of a batch that still run; the batch comes first."""
     if not active.ndim:
         return new
-    chosen = lax.broadcast_in_dim(active, jnp.shape(new), tuple(range(active.ndim)))
-    return lax.select(chosen, new, as_jax(old))
+    mask = lax.broadcast_in_dim(active, jnp.shape(new), tuple(range(active.ndim)))
+    return lax.select(mask, new, as_jax(old))
 
 
 def _shard_map(step: Step, seeds: Seeds | None, args: list[Any], interpret: Interpret) -> list[Any]:
@@ -280,11 +282,11 @@ def _shard_map(step: Step, seeds: Seeds | None, args: list[Any], interpret: Inte
     params = step.eqn.params
     axes = tuple(sorted(params.get("newly_manual_axes", params.get("manual_axes"))))
     own, tree = jax.tree.flatten(_folded(seeds, step.number))
-    typed = params["check_vma"]
+    check_vma = params["check_vma"]
 
     def shard(own: list[Array], *values: Any) -> tuple[Any, ...]:
         inside = jax.tree.unflatten(tree, own)
-        return tuple(interpret(step.inner[0], None if inside is None else inside.within(axes, typed), list(values)))
+        return tuple(interpret(step.inner[0], None if inside is None else inside.within(axes, check_vma), list(values)))
 
     return list(
         jax.shard_map(
@@ -293,7 +295,7 @@ def _shard_map(step: Step, seeds: Seeds | None, args: list[Any], interpret: Inte
             in_specs=([PartitionSpec()] * len(own), *params["in_specs"]),
             out_specs=tuple(params["out_specs"]),
             axis_names=set(axes),
-            check_vma=typed,
+            check_vma=check_vma,
         )(own, *args)
     )
 

@@ -24,12 +24,12 @@ def program_of(eqn: Any) -> Any:
     params = primitive.get_bind_params(eqn.params)
     for function in _implementations(primitive):
         try:
-            closed = jax.make_jaxpr(lambda *args, f=function: f(*args, **params))(*(v.aval for v in eqn.invars))
+            program = jax.make_jaxpr(lambda *args, f=function: f(*args, **params))(*(v.aval for v in eqn.invars))
         except Exception:  # any error of another package that needs numbers
             continue
-        same = [v.aval.shape for v in closed.jaxpr.outvars] == [v.aval.shape for v in eqn.outvars]
-        if same and all(one.primitive is not primitive for one in closed.jaxpr.eqns):
-            return closed
+        same = [v.aval.shape for v in program.jaxpr.outvars] == [v.aval.shape for v in eqn.outvars]
+        if same and all(one.primitive is not primitive for one in program.jaxpr.eqns):
+            return program
     return None
 
 

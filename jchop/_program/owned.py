@@ -22,11 +22,11 @@ __all__ = ["with_own_constants"]
 _STILL = (jax.Array, np.generic, bool, int, float, complex)
 
 
-def with_own_constants(closed: Any, consts: Sequence[Any] | None = None) -> Any:
+def with_own_constants(program: Any, consts: Sequence[Any] | None = None) -> Any:
     """A jaxpr with copies of its constants and literals that are NumPy arrays; itself if there are none.
 
     Args:
-        closed: the jaxpr, with or without its constants.
+        program: the jaxpr, with or without its constants.
         consts: replace its own constants. Default: copies of them.
 
     Example:
@@ -38,16 +38,16 @@ def with_own_constants(closed: Any, consts: Sequence[Any] | None = None) -> Any:
         >>> [float(one.eqns[-1].invars[1].val) for one in (own, new)]
         [2.0, 7.0]
     """
-    jaxpr, before = jaxpr_of(closed)
+    jaxpr, before = jaxpr_of(program)
     after = [_own(x) for x in before] if consts is None else consts
     eqns, results = list(map(_eqn, jaxpr.eqns)), list(map(_atom, jaxpr.outvars))
     changes = {
         name: new for name, new in (("eqns", eqns), ("outvars", results)) if not _same(new, getattr(jaxpr, name))
     }
     new = jaxpr.replace(**changes) if changes else jaxpr
-    if closed is jaxpr and not before:
+    if program is jaxpr and not before:
         return new
-    return closed if new is jaxpr and _same(after, before) else closed.replace(jaxpr=new, consts=list(after))
+    return program if new is jaxpr and _same(after, before) else program.replace(jaxpr=new, consts=list(after))
 
 
 def _same(new: Sequence[Any], old: Sequence[Any]) -> bool:

@@ -25,7 +25,7 @@ class Planner:
     """Makes plans. A table of rules is a subclass; it defines the facts about values. `None` means no facts."""
 
     def __init__(self) -> None:
-        self._opened_programs: dict[int, Any] = {}
+        self._implementation_programs: dict[int, Any] = {}
 
     def plan(self, closed: Any, known: Sequence[Any], scope: str = "", constants: Sequence[Any] | None = None) -> Plan:
         """The plan of a jaxpr, from the facts about its arguments (`known`) and constants."""
@@ -36,7 +36,7 @@ class Planner:
         for eqn in jaxpr.eqns:
             step = self.step(eqn, env, scope_of(scope, eqn.source_info.name_stack), number)
             if step.kind == "control":
-                step = _CONTROL.get(step.name, Planner._opened)(self, step)
+                step = _CONTROL.get(step.name, Planner._plan_implementation)(self, step)
             number += len(step.inner) + 1 if step.inner else self.draws(step)
             env.update(zip(eqn.outvars, step.out, strict=True))
             steps.append(step)
@@ -60,7 +60,7 @@ class Planner:
         """The facts that hold for every one of several values."""
         raise NotImplementedError
 
-    def later(self, closed: Any, known: Sequence[Any], scope: str) -> Plan:
+    def later(self, program: Any, facts: Sequence[Any], scope: str) -> Plan:
         """The plan of a program that is traced in a run, after the plan of the whole."""
         raise NotImplementedError
 
@@ -72,11 +72,11 @@ class Planner:
         """The facts about the results of a scan's turns, stacked along a first axis."""
         return known
 
-    def opened(self, eqn: Any) -> Any:
+    def implementation(self, eqn: Any) -> Any:
         """The program of a primitive of another package; None if there is none. It is traced once."""
-        if id(eqn) not in self._opened_programs:
-            self._opened_programs[id(eqn)] = (eqn, program_of(eqn))  # keeps the equation and its id
-        return self._opened_programs[id(eqn)][1]
+        if id(eqn) not in self._implementation_programs:
+            self._implementation_programs[id(eqn)] = (eqn, program_of(eqn))  # keeps the equation and its id
+        return self._implementation_programs[id(eqn)][1]
 
     # -- equations that hold programs ----------------------------------------------------------------------------------
 
@@ -90,25 +90,25 @@ class Planner:
     def _high_call(self, step: Any) -> Any:
         (primitive,) = step.eqn.params.values()
 
-        def expanded(*values: Any) -> Any:
+        def expand_call(*values: Any) -> Any:
             return jax.tree.leaves(primitive.expand(*jax.tree.unflatten(primitive.in_tree, values)))
 
         avals = [jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in step.eqn.invars]
-        inner = self.plan(jax.make_jaxpr(expanded)(*avals), step.known, step.scope)
+        inner = self.plan(jax.make_jaxpr(expand_call)(*avals), step.known, step.scope)
         return replace(step, inner=(inner,), out=inner.out)
 
-    def _opened(self, step: Any) -> Any:
-        inner = self.plan(self.opened(step.eqn), step.known, step.scope)
+    def _plan_implementation(self, step: Any) -> Any:
+        inner = self.plan(self.implementation(step.eqn), step.known, step.scope)
         keeps = step.name in BATCHED_CALLS or has_batches(step.eqn.primitive, inner)
-        later = partial(self.later, known=step.known, scope=step.scope) if keeps else None
+        later = partial(self.later, facts=step.known, scope=step.scope) if keeps else None
         return replace(step, inner=(inner,), out=inner.out, later=later)
 
     def _solve(self, step: Any) -> Any:
         params = step.eqn.params
         lengths = params["const_lengths"]
         first = lengths.matvec + lengths.vecmat
-        known = (*step.known[first : first + lengths.solve], *step.known[sum(lengths) :])
-        inner = self.plan(params["jaxprs"].solve, known, step.scope)
+        facts = (*step.known[first : first + lengths.solve], *step.known[sum(lengths) :])
+        inner = self.plan(params["jaxprs"].solve, facts, step.scope)
         return replace(step, inner=(inner,), out=inner.out)
 
     def _cond(self, step: Any) -> Any:
@@ -117,27 +117,27 @@ class Planner:
 
     def _scan(self, step: Any) -> Any:
         consts, carry = carry_count(step.eqn.params)
-        known = (*step.known[: consts + carry], *map(self.one_turn, step.known[consts + carry :]))
+        facts = (*step.known[: consts + carry], *map(self.one_turn, step.known[consts + carry :]))
         while True:
-            inner = self.plan(step.eqn.params["jaxpr"], known, step.scope)
-            kept = self._kept(known[consts : consts + carry], inner.out[:carry])
-            if kept == known[consts : consts + carry]:
-                return replace(step, inner=(inner,), out=(*kept, *map(self.all_turns, inner.out[carry:])))
-            known = (*known[:consts], *kept, *known[consts + carry :])
+            inner = self.plan(step.eqn.params["jaxpr"], facts, step.scope)
+            carry_facts = self._common_facts(facts[consts : consts + carry], inner.out[:carry])
+            if carry_facts == facts[consts : consts + carry]:
+                return replace(step, inner=(inner,), out=(*carry_facts, *map(self.all_turns, inner.out[carry:])))
+            facts = (*facts[:consts], *carry_facts, *facts[consts + carry :])
 
     def _while(self, step: Any) -> Any:
         params = step.eqn.params
         test, body = params["cond_nconsts"], params["body_nconsts"]
-        first, consts, known = step.known[:test], step.known[test : test + body], step.known[test + body :]
+        first, consts, carry_facts = step.known[:test], step.known[test : test + body], step.known[test + body :]
         while True:
-            inner = self.plan(params["body_jaxpr"], (*consts, *known), step.scope)
-            kept = self._kept(known, inner.out)
-            if kept == known:
-                plans = (self.plan(params["cond_jaxpr"], (*first, *known), step.scope), inner)
-                return replace(step, inner=plans, out=kept)
-            known = kept
+            inner = self.plan(params["body_jaxpr"], (*consts, *carry_facts), step.scope)
+            next_facts = self._common_facts(carry_facts, inner.out)
+            if next_facts == carry_facts:
+                plans = (self.plan(params["cond_jaxpr"], (*first, *carry_facts), step.scope), inner)
+                return replace(step, inner=plans, out=next_facts)
+            carry_facts = next_facts
 
-    def _kept(self, before: Sequence[Any], after: Sequence[Any]) -> tuple[Any, ...]:
+    def _common_facts(self, before: Sequence[Any], after: Sequence[Any]) -> tuple[Any, ...]:
         """The facts about carried values that hold in this turn and the next."""
         return tuple(self.common(pair) for pair in zip(before, after, strict=True))
 

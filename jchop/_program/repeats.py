@@ -56,7 +56,7 @@ class Turns:
         fixed: the operands that are the same in every turn.
         start: the carried values before turn 0; None for a value that no turn reads.
         columns: for each operand that differs between turns, one for each turn.
-        carried: for each carried value, the variable of its result in the last turn.
+        carry: for each carried value, the variable of its result in the last turn.
         stacks: for each stacked result, its variables in all turns.
         results: the variables that are read after the loop.
         eqn: the first equation.
@@ -68,7 +68,7 @@ class Turns:
     fixed: tuple[Any, ...]
     start: tuple[Any, ...]
     columns: tuple[tuple[Any, ...], ...]
-    carried: tuple[Any, ...]
+    carry: tuple[Any, ...]
     stacks: tuple[tuple[Any, ...], ...]
     results: tuple[Any, ...]
     eqn: Any
@@ -83,23 +83,23 @@ def run_turns(
     part: Turns, seeds: Seeds | None, args: Sequence[Any], interpret: Callable[[Plan, Any, list[Any]], list[Any]]
 ) -> list[Any]:
     """The results of a loop, given its operands; `interpret` runs the body."""
-    taken = iter(args)
-    fixed = [next(taken) for _ in part.fixed]
-    start = [_zeros(v) if at is None else next(taken) for at, v in zip(part.start, part.carried, strict=True)]
-    columns = [jnp.stack([as_jax(next(taken)) for _ in row]) for row in part.columns]
+    operands = iter(args)
+    fixed = [next(operands) for _ in part.fixed]
+    start = [_zeros(v) if at is None else next(operands) for at, v in zip(part.start, part.carry, strict=True)]
+    columns = [jnp.stack([as_jax(next(operands)) for _ in row]) for row in part.columns]
 
     def turn(carry: tuple[list[Any], Array], row: list[Any]) -> tuple[tuple[list[Any], Array], list[Any]]:
         values, count = carry
         # The steps have the numbers of turn 1; the difference is taken modulo 2^32.
-        own = None if seeds is None else seeds.moved((count - jnp.uint32(1)) * jnp.uint32(part.stride))
+        own = None if seeds is None else seeds.with_shift((count - jnp.uint32(1)) * jnp.uint32(part.stride))
         out = strong(interpret(part.body, own, [*fixed, *values, *row]))
         return (out[: len(values)], count + jnp.uint32(1)), out[len(values) :]
 
     (last, _), stacks = lax.scan(turn, (strong(start), jnp.uint32(0)), columns, length=part.length)
-    wanted, found = set(part.results), dict(zip(part.carried, last, strict=True))
+    variables, value_of = set(part.results), dict(zip(part.carry, last, strict=True))
     for row, stack in zip(part.stacks, stacks, strict=True):
-        found |= {v: stack[t] for t, v in enumerate(row) if v in wanted and v not in found}
-    return [found[v] for v in part.results]
+        value_of |= {v: stack[t] for t, v in enumerate(row) if v in variables and v not in value_of}
+    return [value_of[v] for v in part.results]
 
 
 def _zeros(v: Any) -> Array:
@@ -113,10 +113,10 @@ def with_turns(plan: Plan) -> list[Any]:
     """The steps of a plan, and in place of repeated ones `Turns`."""
     if sum(1 for _ in plan.walk()) < _LEAST_SAVED + _LEAST_TURN:
         return list(plan.steps)
-    ordered = replace(plan, steps=_ordered(plan))
-    sizes = [1 + sum(1 for inner in step.inner for _ in inner.walk()) for step in ordered.steps]
-    kinds, total = np.asarray(_kinds(ordered.steps)), np.concatenate([[0], np.cumsum(sizes)])
-    parts = _search(ordered, kinds, total, 0, len(kinds))
+    new_plan = replace(plan, steps=_ordered(plan))
+    sizes = [1 + sum(1 for inner in step.inner for _ in inner.walk()) for step in new_plan.steps]
+    kinds, total = np.asarray(_kinds(new_plan.steps)), np.concatenate([[0], np.cumsum(sizes)])
+    parts = _search(new_plan, kinds, total, 0, len(kinds))
     return parts if any(isinstance(part, Turns) for part in parts) else list(plan.steps)
 
 
@@ -152,26 +152,26 @@ def _search(plan: Plan, kinds: np.ndarray, total: np.ndarray, begin: int, end: i
 
 def _candidates(kinds: np.ndarray, total: np.ndarray, begin: int, end: int) -> list[tuple[int, int, int]]:
     """The first step of a loop, the steps of a turn, and the turns; those first that save most."""
-    found = []
+    candidates = []
     for size in range(1, min((end - begin) // 2, _LONGEST) + 1):
         equal = np.concatenate([[False], kinds[begin : end - size] == kinds[begin + size : end], [False]])
         edges = np.flatnonzero(equal[1:] != equal[:-1])
         for first, last in zip(edges[::2] + begin, edges[1::2] + begin, strict=True):
-            for skipped in (0, size, *range(1, min(size, _TRIES))):
-                place, length = int(first + skipped), int(last - first - skipped) // size + 1
+            for skip in (0, size, *range(1, min(size, _TRIES))):
+                place, length = int(first + skip), int(last - first - skip) // size + 1
                 turn = total[place + size] - total[place] if length > 1 else 0
-                saved = total[place + size * length] - total[place + size] if length > 1 else 0
-                if turn >= _LEAST_TURN and saved >= _LEAST_SAVED:
-                    found.append((-saved, size, place, length))
-    return [(place, size, length) for _, size, place, length in sorted(found)[: 4 * _TRIES]]
+                saving = total[place + size * length] - total[place + size] if length > 1 else 0
+                if turn >= _LEAST_TURN and saving >= _LEAST_SAVED:
+                    candidates.append((-saving, size, place, length))
+    return [(place, size, length) for _, size, place, length in sorted(candidates)[: 4 * _TRIES]]
 
 
 def _kinds(steps: Sequence[Step]) -> list[int]:
     """A number for each step; steps with one number are the same step on other variables."""
-    seen: dict[Any, list[tuple[Step, int]]] = {}
+    classes: dict[Any, list[tuple[Step, int]]] = {}
     numbers = []
     for i, step in enumerate(steps):
-        alike = seen.setdefault((step.name, step.kind, *(str(v.aval) for v in step.results)), [])
+        alike = classes.setdefault((step.name, step.kind, *(str(v.aval) for v in step.results)), [])
         number = next((number for other, number in alike if _same_step(step, other)), None)
         if number is None:
             number = i
@@ -229,26 +229,26 @@ def _turns(plan: Plan, first: int, size: int, length: int) -> Turns | None:
         return None
     after = {v for step in plan.steps[end:] for v in step.operands if not isinstance(v, Literal)}
     after |= {v for v in plan.jaxpr.outvars if not isinstance(v, Literal)}
-    read = {v: at for v, at in flow.made.items() if v in after}
+    read = {v: at for v, at in flow.origins.items() if v in after}
     # Results of earlier turns are stacked; those of the last one are carried, if the carry can begin as zeros.
-    stacked = {
-        at[1:] for v, at in read.items() if at[0] < length - 1 or (at[1:] not in flow.carried and not _is_plain(v))
+    stack_keys = {
+        at[1:] for v, at in read.items() if at[0] < length - 1 or (at[1:] not in flow.carry and not _is_plain(v))
     }
-    last = {at[1:] for at in read.values()} - stacked
-    carried = [*flow.carried, *sorted(last - flow.carried.keys())]
-    if any(_is_short(turns[0][j].results[k]) for j, k in stacked):
+    last = {at[1:] for at in read.values()} - stack_keys
+    carry_keys = [*flow.carry, *sorted(last - flow.carry.keys())]
+    if any(_is_short(turns[0][j].results[k]) for j, k in stack_keys):
         return None
-    results = [turns[1][j].results[k] for j, k in (*carried, *sorted(stacked))]
-    arguments = [*flow.fixed, *(turns[0][j].results[k] for j, k in carried), *(v for v, _ in flow.columns)]
+    results = [turns[1][j].results[k] for j, k in (*carry_keys, *sorted(stack_keys))]
+    arguments = [*flow.fixed, *(turns[0][j].results[k] for j, k in carry_keys), *(v for v, _ in flow.columns)]
     return Turns(
         body=Plan(_Program((), tuple(arguments), tuple(results)), (), tuple(steps), (None,) * len(results)),
         length=length,
         stride=stride,
         fixed=tuple(flow.fixed),
-        start=tuple(flow.carried.get(at) for at in carried),
+        start=tuple(flow.carry.get(at) for at in carry_keys),
         columns=tuple(row for _, row in flow.columns),
-        carried=tuple(turns[-1][j].results[k] for j, k in carried),
-        stacks=tuple(tuple(turn[j].results[k] for turn in turns) for j, k in sorted(stacked)),
+        carry=tuple(turns[-1][j].results[k] for j, k in carry_keys),
+        stacks=tuple(tuple(turn[j].results[k] for turn in turns) for j, k in sorted(stack_keys)),
         results=tuple(read),
         eqn=turns[0][0].eqn,
     )
@@ -262,7 +262,7 @@ class _Flow:
 
     def __init__(self, turns: Sequence[Sequence[Step]]) -> None:
         #: The turn, the step and the result of each variable.
-        self.made = {
+        self.origins = {
             v: (t, j, k)
             for t, turn in enumerate(turns)
             for j, step in enumerate(turn)
@@ -270,7 +270,7 @@ class _Flow:
         }
         self.fixed: list[Any] = []
         #: The operand of turn 0 for each carried value, by the step and the result that the next turn reads.
-        self.carried: dict[tuple[int, ...], Any] = {}
+        self.carry: dict[tuple[int, ...], Any] = {}
         #: Variables of the body, each with the operands of all turns.
         self.columns: list[tuple[Any, tuple[Any, ...]]] = []
         self._rows: dict[Any, tuple[Any, ...]] = {}
@@ -290,29 +290,29 @@ class _Flow:
 
     def _operand(self, row: tuple[Any, ...]) -> Any:
         """The operand of the body, for the operands of all turns; None if a loop cannot have it."""
-        places: list[Any] = [None if isinstance(v, Literal) else self.made.get(v) for v in row]
+        places: list[Any] = [None if isinstance(v, Literal) else self.origins.get(v) for v in row]
         if _one_place(places):
             return row[1]
-        known = row[1] in self._rows if not isinstance(row[1], Literal) else False
+        has_row = row[1] in self._rows if not isinstance(row[1], Literal) else False
         if places[0] is None and _one_place(places[1:]):
-            self.carried[places[1][1:]] = row[0]
-            return self._taken(row)
+            self.carry[places[1][1:]] = row[0]
+            return self._variable_of_row(row)
         if any(at is not None for at in places):
             return None
         if all(_same_operand(v, row[0]) for v in row):
             if isinstance(row[0], Literal):
                 return row[0]
-            self.fixed += [] if known else [row[0]]
-            return self._taken(row)
+            self.fixed += [] if has_row else [row[0]]
+            return self._variable_of_row(row)
         if any(_is_short(v) for v in row):
             return None
         if isinstance(row[1], Literal):
             self.columns.append((_variable(row[1].aval), row))
             return self.columns[-1][0]
-        self.columns += [] if known else [(row[1], row)]
-        return self._taken(row)
+        self.columns += [] if has_row else [(row[1], row)]
+        return self._variable_of_row(row)
 
-    def _taken(self, row: tuple[Any, ...]) -> Any:
+    def _variable_of_row(self, row: tuple[Any, ...]) -> Any:
         """The variable of turn 1, if it stands for no other operands."""
         other = self._rows.setdefault(row[1], row)
         return row[1] if all(map(_same_operand, row, other)) else None
@@ -336,8 +336,8 @@ def _variable(aval: Any) -> Any:
 def _is_plain(v: Any) -> bool:
     """Whether zeros of its shape and dtype have its type: it is no key, and no axis has an explicit sharding."""
     sharding = getattr(v.aval, "sharding", None)
-    sharded = sharding is not None and any(part is not None for part in sharding.spec)
-    return not sharded and not jnp.issubdtype(v.aval.dtype, jax.dtypes.extended)
+    has_sharding = sharding is not None and any(part is not None for part in sharding.spec)
+    return not has_sharding and not jnp.issubdtype(v.aval.dtype, jax.dtypes.extended)
 
 
 def _is_short(v: Any) -> bool:

@@ -33,7 +33,7 @@ class Runner:
         """A result of a program."""
         return value
 
-    def taken(self, step: Any, seeds: Any, args: list[Any]) -> list[Any]:
+    def prepare_operands(self, step: Any, seeds: Any, args: list[Any]) -> list[Any]:
         """The operands of a step in the form that it takes."""
         return args
 
@@ -53,7 +53,7 @@ class Runner:
         """The results of a step that holds programs, which `inner` carries out."""
         run = RUNS.get(step.name, run_opened)
         if step.name == "while" and self.max_turns is not None:
-            run = partial(run, bound=Bound(self.max_turns, partial(watch, self)))
+            run = partial(run, limit=Bound(self.max_turns, partial(watch, self)))
         return run(step, seeds, args, inner)
 
 
@@ -89,12 +89,12 @@ class _Watching(Runner):
 
     def __init__(self, runner: Runner) -> None:
         self.runner = runner
-        self.compared: list[tuple[Any, list[Any]]] = []
+        self.comparisons: list[tuple[Any, list[Any]]] = []
 
     def run(self, part: Any, seeds: Any, args: list[Any]) -> list[Any]:
         """The results of a step."""
         if part.name in COMPARISONS:
-            self.compared.append((part, self.runner.taken(part, seeds, args)))
+            self.comparisons.append((part, self.runner.prepare_operands(part, seeds, args)))
         return self.runner.run(part, seeds, args)
 
     def control(self, step: Any, seeds: Any, args: list[Any]) -> list[Any]:
@@ -106,4 +106,4 @@ def watch(runner: Runner, plan: Plan, seeds: Any, args: Sequence[Any]) -> tuple[
     """The comparisons of a condition's plan, each a step and its operands, and the condition's value."""
     watching = _Watching(runner)
     (result,) = interpret(watching, plan, seeds, args)
-    return watching.compared, result
+    return watching.comparisons, result

@@ -70,13 +70,13 @@ def same_constant(a: Any, b: Any) -> bool:
 
 
 def _same_eqn(place: dict[Any, Any], a: Any, b: Any, rules: bool) -> bool:
-    kept = [n for n, x in a.params.items() if rules or a.primitive.name not in _RULED or _is_program(x)]
+    names = [n for n, x in a.params.items() if rules or a.primitive.name not in _RULED or _is_program(x)]
     return (
         a.primitive is b.primitive
         and _read(place, a.invars, b.invars)
         and str(a.source_info.name_stack) == str(b.source_info.name_stack)
         and a.params.keys() == b.params.keys()
-        and all(same_param(a.params[name], b.params[name], rules) for name in kept)
+        and all(same_param(a.params[name], b.params[name], rules) for name in names)
         and a.ctx == b.ctx
         and a.effects == b.effects
         and _bound(place, a.outvars, b.outvars)

@@ -40,7 +40,7 @@ class Seeds:
     axes: tuple[str, ...] = ()
     shift: Array | None = None
 
-    def moved(self, shift: Array) -> Seeds:
+    def with_shift(self, shift: Array) -> Seeds:
         """The seeds whose draws have larger numbers."""
         return replace(self, shift=shift if self.shift is None else self.shift + shift)
 
@@ -52,16 +52,16 @@ class Seeds:
         """The seeds of turn `step` of the program with the number."""
         return Seeds(_fold(self.six, self._at(number), _word(step)), self.axes)
 
-    def within(self, axes: tuple[str, ...], typed: bool) -> Seeds:
-        """The seeds of a shard. If types do not show variation (`typed` is False), all values draw by shard."""
-        if typed:
+    def within(self, axes: tuple[str, ...], check_vma: bool) -> Seeds:
+        """The seeds of a shard. If types do not show variation (`check_vma` is False), all values draw by shard."""
+        if check_vma:
             return replace(self, axes=(*self.axes, *axes))
         return self.turn(0, lax.axis_index(axes))
 
     def of(self, *like: Any) -> tuple[Array, ...]:
         """The six words for a value that varies over the same axes as these arrays."""
-        found = {axis for x in like for axis in varying(x)}
-        axes = tuple(axis for axis in self.axes if axis in found)
+        value_axes = {axis for x in like for axis in varying(x)}
+        axes = tuple(axis for axis in self.axes if axis in value_axes)
         return _fold(self.six, np.uint32(_SHARDS), lax.axis_index(axes)) if axes else self.six
 
     def like(self, *avals: Any) -> Seeds:
@@ -70,8 +70,8 @@ class Seeds:
 
     def draw(self, aval: Any, number: int) -> Draw:
         """The draw of a word for each element of an array of this type."""
-        traced = isinstance(self.six[0], Tracer)
-        return Draw(self.of(aval), hidden(number) if traced else _word(number), self.shift, aval.shape, aval.dtype)
+        in_trace = isinstance(self.six[0], Tracer)
+        return Draw(self.of(aval), hidden(number) if in_trace else _word(number), self.shift, aval.shape, aval.dtype)
 
     def words(self, like: Any, number: int) -> Array:
         """A word for each element of an array, or of an array with the shape and type of `like`."""

@@ -121,9 +121,9 @@ def jaxpr_of(value: Any) -> tuple[Any, tuple[Any, ...]]:
     return getattr(value, "jaxpr", value), tuple(getattr(value, "consts", ()))
 
 
-def count_equations(closed: Any) -> int:
+def count_equations(program: Any) -> int:
     """The number of equations of a jaxpr, including the equations of programs that they hold."""
-    eqns = jaxpr_of(closed)[0].eqns
+    eqns = jaxpr_of(program)[0].eqns
     return len(eqns) + sum(count_equations(inner) for eqn in eqns for inner in programs_of(eqn))
 
 

@@ -29,38 +29,38 @@ _MOST_PAIRS = 3
 
 
 def warn_of_stop(
-    step: Step, compared: Sequence[Step], turns: int, goes_on: Any, operands: Sequence[Sequence[Any]]
+    step: Step, comparisons: Sequence[Step], turns: int, goes_on: Any, operands: Sequence[Sequence[Any]]
 ) -> None:
     """Warn that a loop was stopped, if its condition still holds anywhere; the warning points to the condition."""
     if np.any(goes_on):
-        text = text_of_stop(step, compared, f"after max_turns={turns} turns", goes_on, operands)
-        file, _, line = _source_of_condition(step, compared).rpartition(":")
+        text = text_of_stop(step, comparisons, f"after max_turns={turns} turns", goes_on, operands)
+        file, _, line = _source_of_condition(step, comparisons).rpartition(":")
         registry = globals().setdefault("__warningregistry__", {})  # Python's own, so that its filters work
         warnings.warn_explicit(text, RuntimeWarning, file, int(line or 1), registry=registry)
 
 
 def text_of_stop(
-    step: Step, compared: Sequence[Step], when: str, goes_on: Any, operands: Sequence[Sequence[Any]]
+    step: Step, comparisons: Sequence[Step], when: str, goes_on: Any, operands: Sequence[Sequence[Any]]
 ) -> str:
     """A sentence about a stopped loop: the line of its condition, and the numbers that the condition compares.
 
     Args:
         step: the loop.
-        compared: the comparisons of its condition.
+        comparisons: the comparisons of its condition.
         when: the number of turns, and the cause.
         goes_on: the condition, for every loop of a batch.
         operands: the operands of each comparison.
     """
-    source = _source_of_condition(step, compared)
-    values = [_values(one, goes_on, *map(np.asarray, pair)) for one, pair in zip(compared, operands, strict=True)]
-    said = "; ".join(dict.fromkeys(values))
+    source = _source_of_condition(step, comparisons)
+    values = [_values(one, goes_on, *map(np.asarray, pair)) for one, pair in zip(comparisons, operands, strict=True)]
+    pairs = "; ".join(dict.fromkeys(values))
     place = f" at {source}{_code(source)}" if source else f" (scope {step.scope!r})" if step.scope else ""
-    return f"a while loop was stopped {when}; its condition{place} still holds" + (f": {said}" if said else "")
+    return f"a while loop was stopped {when}; its condition{place} still holds" + (f": {pairs}" if pairs else "")
 
 
-def _source_of_condition(step: Step, compared: Sequence[Step]) -> str:
+def _source_of_condition(step: Step, comparisons: Sequence[Step]) -> str:
     outer = source_of(step.eqn.source_info)
-    inside = (source_of(one.eqn.source_info, outer) for one in (*compared, *step.inner[0].steps))
+    inside = (source_of(one.eqn.source_info, outer) for one in (*comparisons, *step.inner[0].steps))
     return next((line for line in inside if line), outer)
 
 
@@ -80,7 +80,7 @@ def _values(step: Step, goes_on: Any, a: np.ndarray, b: np.ndarray) -> str:
     else:
         going = np.ones(a.shape, bool)
     true = bool(np.any(holds & going))
-    chosen = np.argwhere(holds & going if true else going)
-    pairs = ", ".join(f"{a[tuple(i)]} {sign} {b[tuple(i)]}" for i in chosen[:_MOST_PAIRS])
-    more = f", and {len(chosen) - _MOST_PAIRS} more" if len(chosen) > _MOST_PAIRS else ""
+    places = np.argwhere(holds & going if true else going)
+    pairs = ", ".join(f"{a[tuple(i)]} {sign} {b[tuple(i)]}" for i in places[:_MOST_PAIRS])
+    more = f", and {len(places) - _MOST_PAIRS} more" if len(places) > _MOST_PAIRS else ""
     return pairs + more + ("" if true else " is false")

@@ -39,8 +39,8 @@ def carrier_of(variables: Sequence[Any]) -> Any:
 
 def _is_number(aval: Any) -> bool:
     """Whether a value has a real dtype of 16 bits or more, or a complex one."""
-    found = not is_reference(aval) and hasattr(aval, "dtype") and jnp.issubdtype(aval.dtype, jnp.inexact)
-    return found and jnp.finfo(aval.dtype).bits >= 16
+    inexact = not is_reference(aval) and hasattr(aval, "dtype") and jnp.issubdtype(aval.dtype, jnp.inexact)
+    return inexact and jnp.finfo(aval.dtype).bits >= 16
 
 
 @dataclass(frozen=True)
@@ -49,13 +49,13 @@ class Widening:
 
     Args:
         carrier: the dtype.
-        known: the names of primitives that take other dtypes.
+        primitives: the names of primitives that take other dtypes.
         constant: what a real constant becomes, of its value in its own dtype, and of the primitive and the scope that
             take it.
     """
 
     carrier: Any
-    known: Collection[str]
+    primitives: Collection[str]
     constant: Callable[[Any, str, str], Any]
 
     def is_narrower(self, aval: Any) -> bool:
@@ -69,11 +69,11 @@ class Widening:
         parts = jnp.issubdtype(aval.dtype, jnp.complexfloating)
         return aval.update(dtype=np.result_type(self.carrier, np.complex64) if parts else self.carrier)
 
-    def program(self, closed: Any, scope: str = "", *, inner: bool = False) -> Any:
+    def program(self, program: Any, scope: str = "", *, inner: bool = False) -> Any:
         """The program of a jaxpr; an inner program also takes and gives wide numbers."""
-        jaxpr, consts = jaxpr_of(closed)
+        jaxpr, consts = jaxpr_of(program)
         if not self._has_narrow(jaxpr):
-            return closed
+            return program
         level = _Level(self, scope)
         invars, constvars = ([level.new(v) if inner else v for v in each] for each in (jaxpr.invars, jaxpr.constvars))
         for eqn in jaxpr.eqns:
@@ -81,11 +81,11 @@ class Widening:
         outvars = [level.read(v, None if inner else v.aval) for v in jaxpr.outvars]
         new = jaxpr.replace(invars=invars, eqns=level.eqns, outvars=outvars)
         if not inner or not consts:
-            return new if closed is jaxpr else closed.replace(jaxpr=new)
-        given = [
+            return new if program is jaxpr else program.replace(jaxpr=new)
+        wide_consts = [
             as_jax(x).astype(v.aval.dtype) if _is_number(v.aval) else x for x, v in zip(consts, constvars, strict=True)
         ]
-        return closed.replace(jaxpr=new.replace(constvars=constvars), consts=given)
+        return program.replace(jaxpr=new.replace(constvars=constvars), consts=wide_consts)
 
     def _has_narrow(self, jaxpr: Any) -> bool:
         variables = (v for eqn in jaxpr.eqns for v in (*eqn.invars, *eqn.outvars))
@@ -133,9 +133,9 @@ class _Level:
             (cast,) = jax.make_jaxpr(lambda x: lax.convert_element_type(x, aval.dtype))(
                 np.zeros((), now.aval.dtype)
             ).eqns
-            made = type(cast.outvars[0])(now.aval.update(dtype=aval.dtype))
-            self.eqns.append(cast.replace(invars=[now], outvars=[made], **self._place(cast)))
-            self._cast[now, aval.dtype] = made
+            result = type(cast.outvars[0])(now.aval.update(dtype=aval.dtype))
+            self.eqns.append(cast.replace(invars=[now], outvars=[result], **self._place(cast)))
+            self._cast[now, aval.dtype] = result
         return self._cast[now, aval.dtype]
 
     def _place(self, eqn: Any) -> dict[str, Any]:
@@ -168,12 +168,12 @@ class _Level:
 
     def _has_wide(self, eqn: Any, params: dict[str, Any]) -> bool:
         """Whether a primitive takes and gives wide numbers; those without a rule are asked."""
-        name, changed = eqn.primitive.name, any(self.to.is_narrower(v.aval) for v in (*eqn.invars, *eqn.outvars))
-        if not changed or name in self.to.known or name in BATCHED_CALLS:
+        name, narrow = eqn.primitive.name, any(self.to.is_narrower(v.aval) for v in (*eqn.invars, *eqn.outvars))
+        if not narrow or name in self.to.primitives or name in BATCHED_CALLS:
             return True
         try:
-            given = [self.to.wide(v.aval) for v in eqn.invars]
-            out = jax.make_jaxpr(lambda *args: bind(eqn.primitive, params, *args))(*given).out_avals
+            avals = [self.to.wide(v.aval) for v in eqn.invars]
+            out = jax.make_jaxpr(lambda *args: bind(eqn.primitive, params, *args))(*avals).out_avals
         except Exception:  # any error of another package
             return False
         return not any(map(self.to.is_narrower, out))
@@ -187,8 +187,10 @@ class _Level:
             return
 
         def own(*args: Any) -> list[Any]:
-            given = [x.astype(v.aval.dtype) if _is_number(v.aval) else x for x, v in zip(args, eqn.invars, strict=True)]
-            out = bind(eqn.primitive, eqn.params, *given)
+            own_args = [
+                x.astype(v.aval.dtype) if _is_number(v.aval) else x for x, v in zip(args, eqn.invars, strict=True)
+            ]
+            out = bind(eqn.primitive, eqn.params, *own_args)
             return [x.astype(self.to.wide(v.aval).dtype) for x, v in zip(out, eqn.outvars, strict=True)]
 
         def run(args: Any, extra: None) -> list[Any]:
@@ -196,6 +198,6 @@ class _Level:
             return jaxpr_as_fun(inner)(*args)
 
         operands = list(map(self.read, eqn.invars))
-        made = jax.make_jaxpr(lambda *args: with_derivative_of(own, run, args, None))(*(v.aval for v in operands))
-        (call,) = made.jaxpr.eqns
+        call_jaxpr = jax.make_jaxpr(lambda *args: with_derivative_of(own, run, args, None))(*(v.aval for v in operands))
+        (call,) = call_jaxpr.jaxpr.eqns
         self.eqns.append(call.replace(invars=operands, outvars=list(map(self.new, eqn.outvars)), **self._place(call)))

@@ -14,7 +14,12 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-    from jchop._emulate import Blame, BlameRow, Report, Row
+    from jchop._emulate import (
+        Blame,
+        BlameRow,
+        Report,
+        ReportRow,
+    )
 
 
 def report(seen: Report, *, title: str = "Where the digits go") -> Figure:
@@ -57,15 +62,15 @@ def report(seen: Report, *, title: str = "Where the digits go") -> Figure:
     return figure
 
 
-def _operation(row: Row | BlameRow, spec: str) -> str:
+def _operation(row: ReportRow | BlameRow, spec: str) -> str:
     return "\n".join((f"{row.scope} {row.primitive}".strip(), spec, row.place))
 
 
-def _arithmetic(row: Row) -> str:
+def _arithmetic(row: ReportRow) -> str:
     return row.spec + (f", sums {row.sums}" if row.sums else "")
 
 
-def _draw_errors(axes: Axes, rows: Sequence[Row]) -> None:
+def _draw_errors(axes: Axes, rows: Sequence[ReportRow]) -> None:
     from matplotlib.ticker import NullFormatter
 
     bars = {"of the operation": [row.error for row in rows], "of the program so far": [row.deviation for row in rows]}
@@ -83,7 +88,7 @@ def _draw_errors(axes: Axes, rows: Sequence[Row]) -> None:
     draw_legend(axes)
 
 
-def _draw_losses(axes: Axes, rows: Sequence[Row]) -> None:
+def _draw_losses(axes: Axes, rows: Sequence[ReportRow]) -> None:
     names = {"overflows": "overflowed", "underflows": "became zero", "infinities": "infinite", "nans": "NaN"}
     bars = {name: [getattr(row, field) for row in rows] for field, name in names.items()}
     draw_bars(axes, bars, 0.0, lambda value: f" {value:.0f}")

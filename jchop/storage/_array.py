@@ -126,8 +126,8 @@ class QArray:
             names = ("qvalue", "scale", "zero_point", *(() if self.places is None else ("places",)))
             parts = ", ".join(f"{name}={getattr(self, name)!r}" for name in names)
             return f"QArray({parts}, {facts})"
-        traced = any(isinstance(leaf, jax.core.Tracer) for leaf in leaves)
-        if traced or self.size > _MOST_SHOWN:
+        in_trace = any(isinstance(leaf, jax.core.Tracer) for leaf in leaves)
+        if in_trace or self.size > _MOST_SHOWN:
             return f"QArray(shape={self.shape}, {facts})"
         with jax.enable_x64(True):
             values = np.asarray(self.__jax_array__())
@@ -178,7 +178,7 @@ class QArray:
         return self.__jax_array__() @ other
 
     def form(self, dtype: Any = None) -> Form:
-        """The static data of `decode`, for results in `dtype` (default: the dtype of the array)."""
+        """The static data of `decode_qarray`, for results in `dtype` (default: the dtype of the array)."""
         return Form(
             spec_of_part(self.spec, self.ndim), self.length, np.dtype(self.dtype if dtype is None else dtype).name
         )
@@ -200,22 +200,22 @@ class QArray:
         Raises:
             ValueError: if `axes` is not a permutation, or would move axes that vmap added before a tensor scale.
         """
-        given = axes[0] if len(axes) == 1 and not isinstance(axes[0], int) else axes
-        order = list(range(self.ndim))[::-1] if not given else [_axis(axis, self.ndim) for axis in given]  # type: ignore[arg-type]
+        argument = axes[0] if len(axes) == 1 and not isinstance(axes[0], int) else axes
+        order = list(range(self.ndim))[::-1] if not argument else [_axis(axis, self.ndim) for axis in argument]  # type: ignore[arg-type]
         if sorted(order) != list(range(self.ndim)):
-            raise ValueError(f"axes={given} must name each of the {self.ndim} axes once")
+            raise ValueError(f"axes={argument} must name each of the {self.ndim} axes once")
         if order == list(range(self.ndim)):
             return self
         if self.places is not None:
-            dense, kept, axis = self._whole()
-            return dense.transpose(order).thinned(kept.transpose(order), self.spec, order.index(axis))
+            dense, mask, axis = self._whole()
+            return dense.transpose(order).thinned(mask.transpose(order), self.spec, order.index(axis))
         kinds, lead = self._kinds()
         if order[:lead] != list(range(lead)):
-            raise ValueError(f"axes={given}: each of the first {lead} axes has a tensor scale; they cannot be moved")
-        moved = self.qvalue.transpose(order) if order[-1] == self.ndim - 1 else self._entries().transpose(order)
+            raise ValueError(f"axes={argument}: each of the first {lead} axes has a tensor scale; they cannot be moved")
+        qvalue = self.qvalue.transpose(order) if order[-1] == self.ndim - 1 else self._entries().transpose(order)
         zero_point = None if self.zero_point is None else self.zero_point.transpose(order)
         return self._with(
-            moved if order[-1] == self.ndim - 1 else self._codes(moved),
+            qvalue if order[-1] == self.ndim - 1 else self._codes(qvalue),
             self.shape[order[-1]],
             [kinds[axis] for axis in order][lead:],
             self._map_scale(lambda part: part.transpose(order), lambda inner: inner.transpose(order)),
@@ -234,18 +234,19 @@ class QArray:
         Raises:
             ValueError: for another number of elements, or if a group would be split, or lie along several axes.
         """
-        given: Any = shape[0] if len(shape) == 1 and not isinstance(shape[0], int) else shape
-        new = _complete(tuple(given), self.shape)
+        argument: Any = shape[0] if len(shape) == 1 and not isinstance(shape[0], int) else shape
+        new = _complete(tuple(argument), self.shape)
         if new == self.shape:
             return self
         if self.places is not None:
-            dense, kept, axis = self._whole()
+            dense, mask, axis = self._whole()
             units = [self._unit if i == axis else OWN for i in range(self.ndim)]
-            found = [] if (moved := reshaped(units, self.shape, new)) is None else [isinstance(v, int) for v in moved]
-            if not any(found):
+            groupings = reshaped(units, self.shape, new)
+            sparse_flags = [isinstance(v, int) for v in groupings or ()]
+            if not any(sparse_flags):
                 raise ValueError(f"shape={new} would split groups of {self._unit} along axis {axis} of which "
                                  f"{self.spec.format} keeps some; dequantize, reshape and quantize")  # fmt: skip
-            return dense.reshape(new).thinned(reshape(kept, new), self.spec, found.index(True))
+            return dense.reshape(new).thinned(reshape(mask, new), self.spec, sparse_flags.index(True))
         kinds, lead = self._kinds()
         core = reshaped(kinds[lead:], self.shape[lead:], new[lead:]) if new[:lead] == self.shape[:lead] else None
         if core is None or not new:
@@ -286,23 +287,23 @@ class QArray:
         )
         if all(entry == slice(None) for entry in entries):
             return self
-        kept = [axis for axis, entry in enumerate(entries) for _ in range(_axes_left(entry))]
+        axes = [axis for axis, entry in enumerate(entries) for _ in range(_axes_left(entry))]
         if self.places is not None:
             dense, which, axis = self._whole()
             scale_entry(axis, entries[axis], self._unit, self.shape[axis])
-            return dense[tuple(entries)].thinned(which[tuple(entries)], self.spec, kept.index(axis))
+            return dense[tuple(entries)].thinned(which[tuple(entries)], self.spec, axes.index(axis))
         if self.length is None or (entries and isinstance(entries[-1], slice) and entries[-1] == slice(None)):
             qvalue, size = self.qvalue[tuple(entries[:-1])], self.length
         else:
             cut = self._entries()[tuple(entries)]
-            size = cut.shape[-1] if kept else None
-            qvalue = self._codes(cut if kept else cut.reshape(1))
+            size = cut.shape[-1] if axes else None
+            qvalue = self._codes(cut if axes else cut.reshape(1))
         tensor = scales[:lead]
         scale = self._map_scale(
             lambda part: part[scales], lambda inner: inner[scales], lambda part: part[tensor] if tensor else part
         )
         zero_point = None if self.zero_point is None else self.zero_point[scales]
-        return self._with(qvalue, size, [kinds[axis] for axis in kept if axis >= lead], scale, zero_point)
+        return self._with(qvalue, size, [kinds[axis] for axis in axes if axis >= lead], scale, zero_point)
 
     def thinned(self, kept: Any, spec: Spec, axis: int) -> QArray:
         """This array, of a format without `sparse`, with the codes of some numbers alone.
@@ -339,9 +340,9 @@ class QArray:
     def _whole(self) -> tuple[QArray, Any, int]:
         """The array with codes of all numbers, which of them are kept, and the axis along which these are counted."""
         assert self.spec.scaled is not None and self.length is not None
-        codes, kept = filled(self.qvalue, self.places, self.length, self.spec)
+        codes, mask = filled(self.qvalue, self.places, self.length, self.spec)
         spec = replace(self.spec, format=self.spec.scaled.dense)
-        return replace(self, qvalue=codes, places=None, spec=spec), kept, self.spec.scaled.axis_of_sparse % self.ndim
+        return replace(self, qvalue=codes, places=None, spec=spec), mask, self.spec.scaled.axis_of_sparse % self.ndim
 
     def _entries(self) -> Any:
         """The codes, one entry for each element, in the shape of the array."""
@@ -413,14 +414,14 @@ class Rearranged(ABC):
 
 
 def check_qarray(
-    name: str, value: Any, allowed: Any = QArray, what: str = "QArray, as returned by jchop.quantize"
+    name: str, value: Any, classes: Any = QArray, what: str = "QArray, as returned by jchop.quantize"
 ) -> None:
-    """Refuses a value of another class than QArray, or than those that are `allowed`.
+    """Refuses a value of another class than QArray, or than those that are `classes`.
 
     Raises:
         TypeError: that has the value in one line, and of an array its dtype and shape.
     """
-    if not isinstance(value, allowed):
+    if not isinstance(value, classes):
         refuse_parts(name, value)
         if hasattr(value, "dtype") and hasattr(value, "shape"):
             raise TypeError(f"{name} is {type(value).__name__} {value.dtype}{list(value.shape)}; it must be a {what}")
@@ -472,9 +473,9 @@ def _axis(axis: int, ndim: int) -> int:
 def _complete(new: tuple[int, ...], old: tuple[int, ...]) -> tuple[int, ...]:
     """A shape with its -1, if any, replaced by a length."""
     new = tuple(check_int("shape", n, -1) for n in new)
-    total, known = math.prod(old), math.prod(n for n in new if n != -1)
-    if new.count(-1) == 1 and known and total % known == 0:
-        new = tuple(total // known if n == -1 else n for n in new)
+    total, product = math.prod(old), math.prod(n for n in new if n != -1)
+    if new.count(-1) == 1 and product and total % product == 0:
+        new = tuple(total // product if n == -1 else n for n in new)
     if math.prod(new) != total or -1 in new:
         raise ValueError(f"shape={new} does not have the {total} elements of an array of shape {old}")
     return new

@@ -63,13 +63,13 @@ def plan_cut(shape: Sequence[int], itemsize: int, fmt: ScaledFormat | None, chun
     if not shape:
         return Cut(None, 1, (), False)
     kinds = kinds_of(fmt, len(shape)) if fmt is not None else (OWN,) * len(shape)
-    units, torn = _units(kinds, fmt, len(shape))
+    units, indivisible = _units(kinds, fmt, len(shape))
     if fmt is not None and fmt.sparse is not None and math.prod(shape) and _shares(kinds, fmt):
         return Cut(0, shape[0], kinds, False)  # the ends of a chunk are not those of its kept numbers
     for axis, size in enumerate(shape):
         inner = math.prod(shape[axis + 1 :]) * itemsize
         unit = units[axis]
-        if size > 1 and torn[axis]:
+        if size > 1 and indivisible[axis]:
             step = size
         elif unit * inner <= chunk_bytes or axis == len(shape) - 1 or unit > 1:
             step = max(1, chunk_bytes // max(unit * inner, 1)) * unit
@@ -79,9 +79,9 @@ def plan_cut(shape: Sequence[int], itemsize: int, fmt: ScaledFormat | None, chun
     else:
         raise AssertionError("the last axis ends the search")
     parts = [*(n > 1 for n in shape[:axis]), step < shape[axis]]
-    shared = any(several and kinds[i] == WHOLE for i, several in enumerate(parts))
+    share_scale = any(several and kinds[i] == WHOLE for i, several in enumerate(parts))
     of_tensor = fmt is not None and fmt.scale_rule.tensor_scale
-    return Cut(axis, min(step, max(shape[axis], 1)), kinds, shared or (of_tensor and any(parts)))
+    return Cut(axis, min(step, max(shape[axis], 1)), kinds, share_scale or (of_tensor and any(parts)))
 
 
 def _shares(kinds: Sequence[Kind], fmt: ScaledFormat) -> bool:
@@ -94,18 +94,18 @@ def _units(kinds: Sequence[Kind], fmt: ScaledFormat | None, ndim: int) -> tuple[
     units = [kind if isinstance(kind, int) else 1 for kind in kinds]
     if fmt is not None and fmt.sparse is not None:
         units[fmt.axis_of_sparse] = math.lcm(units[fmt.axis_of_sparse], fmt.sparse[1])
-    torn = [False] * ndim
+    indivisible = [False] * ndim
     if fmt is not None and isinstance(fmt.scale, ScaledFormat):
-        torn, scale = [kind == WHOLE for kind in kinds], fmt.scale
+        indivisible, scale = [kind == WHOLE for kind in kinds], fmt.scale
         while isinstance(scale, ScaledFormat):
             inner = kinds_of(scale, ndim)
             units = [unit * (kind if isinstance(kind, int) else 1) for unit, kind in zip(units, inner, strict=True)]
-            torn = [whole or kind == WHOLE for whole, kind in zip(torn, inner, strict=True)]
+            indivisible = [whole or kind == WHOLE for whole, kind in zip(indivisible, inner, strict=True)]
             scale = scale.scale
     elif fmt is not None and (fmt.scale_rule.tensor_scale or not fmt.scale_rule.by_extremes):
-        torn = [kind == WHOLE for kind in kinds]
+        indivisible = [kind == WHOLE for kind in kinds]
     units[-1] *= _BYTES
-    return units, torn
+    return units, indivisible
 
 
 def chunks(shape: Sequence[int], cut: Cut) -> Iterator[Chunk]:
@@ -133,7 +133,7 @@ class Extremes:
 
     axis: int  # along which they are prepended to a chunk
     count: int  # number of prepended entries
-    shared: tuple[bool, ...]  # for each axis, whether scales are shared along it
+    shares_axis: tuple[bool, ...]  # for each axis, whether scales are shared along it
     low: np.ndarray
     high: np.ndarray
 
@@ -142,20 +142,20 @@ class Extremes:
         """The state before the first piece."""
         assert cut.axis is not None
         everywhere = fmt.scale_rule.tensor_scale
-        shared = tuple(everywhere or kind == WHOLE for kind in cut.kinds)
+        shares_axis = tuple(everywhere or kind == WHOLE for kind in cut.kinds)
         axis = cut.axis if everywhere else cut.kinds.index(WHOLE)
         kind = cut.kinds[axis]
-        bounds = tuple(1 if all_of else n for all_of, n in zip(shared, shape, strict=True))
+        bounds = tuple(1 if all_of else n for all_of, n in zip(shares_axis, shape, strict=True))
         unit = kind if isinstance(kind, int) else 1
-        return cls(axis, unit * _BYTES, shared, np.full(bounds, np.inf), np.full(bounds, -np.inf))
+        return cls(axis, unit * _BYTES, shares_axis, np.full(bounds, np.inf), np.full(bounds, -np.inf))
 
     def _place(self, chunk: Chunk) -> tuple[slice, ...]:
-        spans = zip(self.shared, chunk.starts, chunk.shape, strict=True)
-        return tuple(slice(None) if shared else slice(at, at + n) for shared, at, n in spans)
+        spans = zip(self.shares_axis, chunk.starts, chunk.shape, strict=True)
+        return tuple(slice(None) if shares else slice(at, at + n) for shares, at, n in spans)
 
     def see(self, x: np.ndarray, chunk: Chunk) -> None:
         """Updates the extremes with a chunk."""
-        axes = tuple(axis for axis, shared in enumerate(self.shared) if shared)
+        axes = tuple(axis for axis, shares in enumerate(self.shares_axis) if shares)
         place, finite = self._place(chunk), np.isfinite(x)
         wide = x.astype(np.float64)
         low = np.min(wide, axis=axes, keepdims=True, initial=np.inf, where=finite)

@@ -80,40 +80,40 @@ def is_packed(fmt: ElementFormat) -> bool:
 
 
 def hold(codes: Codes, fmt: ElementFormat) -> Codes:
-    """Unsigned codes, packed if they have fewer than 8 bits, in the stored dtype; `raw` is the inverse."""
+    """Unsigned codes, packed if they have fewer than 8 bits, in the stored dtype; `load_codes` is the inverse."""
     return _bits_as(codes, code_dtype(fmt))
 
 
-def raw(stored: Codes, fmt: ElementFormat) -> Codes:
+def raw(codes: Codes, fmt: ElementFormat) -> Codes:
     """Stored codes as unsigned integers, still packed."""
-    check_dtype(stored, fmt)
-    return _bits_as(stored, np.dtype(f"u{code_dtype(fmt).itemsize}"))
+    check_dtype(codes, fmt)
+    return _bits_as(codes, np.dtype(f"u{code_dtype(fmt).itemsize}"))
 
 
-def check_dtype(stored: Codes, fmt: ElementFormat) -> None:
+def check_dtype(codes: Codes, fmt: ElementFormat) -> None:
     """Refuses numbers in the place of codes, as arithmetic on the leaves of a QArray makes them.
 
     Raises:
         ValueError: for a dtype of another size than that of codes.
     """
     own = code_dtype(fmt)
-    if stored.dtype == jax.dtypes.float0:
+    if codes.dtype == jax.dtypes.float0:
         raise ValueError("the QArray is a gradient, in which integer codes have none (float0): only its scales, and "
                          "float zero points, have numbers")  # fmt: skip
-    if stored.dtype.itemsize != own.itemsize:
+    if codes.dtype.itemsize != own.itemsize:
         raise ValueError(
-            f"qvalue is {stored.dtype}, and the codes of its spec are {own}: arithmetic on the leaves of a QArray does "
+            f"qvalue is {codes.dtype}, and the codes of its spec are {own}: arithmetic on the leaves of a QArray does "
             "not compute with its numbers; jc.storage.dequantize_params has them, and jc.optim.apply_updates packs sums"
         )
 
 
-def spread(stored: Codes, fmt: ElementFormat, count: int) -> Codes:
+def spread(codes: Codes, fmt: ElementFormat, count: int) -> Codes:
     """Stored codes, unpacked to one entry for each element, so that any axis can be cut or moved."""
-    return _like(_unpack(stored, fmt.bits, count), stored) if is_packed(fmt) else stored
+    return _like(_unpack(codes, fmt.bits, count), codes) if is_packed(fmt) else codes
 
 
 def gather(entries: Codes, fmt: ElementFormat) -> Codes:
-    """The inverse of `spread`."""
+    """The inverse of `unpack_entries`."""
     return _like(_pack(entries, fmt.bits), entries) if is_packed(fmt) else entries
 
 
@@ -125,47 +125,47 @@ def _bits_as(codes: Codes, dtype: np.dtype) -> Codes:
     return codes.view(dtype) if isinstance(codes, np.ndarray) else lax.bitcast_convert_type(codes, dtype)
 
 
-def _like(result: Array, given: Codes) -> Codes:
-    """A result as NumPy if `given` is NumPy."""
-    return np.asarray(result) if isinstance(given, np.ndarray) else result
+def _like(result: Array, codes: Codes) -> Codes:
+    """A result as NumPy if `codes` is NumPy."""
+    return np.asarray(result) if isinstance(codes, np.ndarray) else result
 
 
 # -- n of every m numbers ----------------------------------------------------------------------------------------------
 
 
-def thinned(qvalue: Codes, kept: Array, spec: Spec) -> tuple[Codes, Array]:
+def thinned(qvalue: Codes, mask: Array, spec: Spec) -> tuple[Codes, Array]:
     """The codes of the kept numbers, and one bit for each number, from the codes of all; both as they are stored.
 
     Args:
         qvalue: stored codes.
-        kept: which numbers are kept.
+        mask: which numbers are kept.
         spec: with `sparse`, and axes counted from the end.
     """
-    return jax.tree.map(lambda v: _like(v, qvalue), _thinned(jnp.asarray(qvalue), jnp.asarray(kept), spec=spec))
+    return jax.tree.map(lambda v: _like(v, qvalue), _thinned(jnp.asarray(qvalue), jnp.asarray(mask), spec=spec))
 
 
 def filled(qvalue: Codes, places: Codes, size: int, spec: Spec) -> tuple[Codes, Array]:
-    """The codes of all numbers, and which are kept: the inverse of `thinned`. Codes of dropped numbers mean nothing."""
-    found = _filled(jnp.asarray(qvalue), jnp.asarray(places), size=size, spec=spec)
-    return jax.tree.map(lambda v: _like(v, qvalue), found)
+    """The codes of all numbers, and which are kept, as the inverse of `sparse_codes`; codes of others mean nothing."""
+    arrays = _filled(jnp.asarray(qvalue), jnp.asarray(places), size=size, spec=spec)
+    return jax.tree.map(lambda v: _like(v, qvalue), arrays)
 
 
 @partial(compiled, static_argnames="spec", inline=True)
-def _thinned(qvalue: Array, kept: Array, *, spec: Spec) -> tuple[Array, Array]:
+def _thinned(qvalue: Array, mask: Array, *, spec: Spec) -> tuple[Array, Array]:
     fmt, element = spec.scaled, spec.element
     assert fmt is not None and fmt.sparse is not None
-    codes = spread(raw(qvalue, element), element, kept.shape[-1])
-    found = thin(codes, kept, fmt.sparse, fmt.axis_of_sparse % kept.ndim)
-    return hold(gather(found, element), element), pack(kept, 1)
+    codes = spread(raw(qvalue, element), element, mask.shape[-1])
+    sparse = thin(codes, mask, fmt.sparse, fmt.axis_of_sparse % mask.ndim)
+    return hold(gather(sparse, element), element), pack(mask, 1)
 
 
 @partial(compiled, static_argnames=("size", "spec"), inline=True)
 def _filled(qvalue: Array, places: Array, *, size: int, spec: Spec) -> tuple[Array, Array]:
     fmt, element = spec.scaled, spec.element
     assert fmt is not None and fmt.sparse is not None
-    kept = unpack(places, 1, size) != 0
-    codes = spread(qvalue, element, fmt.kept_shape(kept.shape)[-1])
-    return gather(spread_kept(codes, kept, fmt.sparse, fmt.axis_of_sparse % kept.ndim), element), kept
+    mask = unpack(places, 1, size) != 0
+    codes = spread(qvalue, element, fmt.kept_shape(mask.shape)[-1])
+    return gather(spread_kept(codes, mask, fmt.sparse, fmt.axis_of_sparse % mask.ndim), element), mask
 
 
 # -- formats without a scale -------------------------------------------------------------------------------------------
@@ -190,10 +190,10 @@ def needs_float64(fmt: ElementFormat) -> bool:
     return fmt == binary64 or (isinstance(fmt, TaperedFormat) and not holds(Spec(fmt), CARRIERS["float32"]))
 
 
-def decode_plain(stored: Array, fmt: ElementFormat, count: int, carrier: Carrier) -> Array:
+def decode_plain(codes: Array, fmt: ElementFormat, count: int, carrier: Carrier) -> Array:
     """The values of stored codes, rounded to nearest if `carrier` does not hold them."""
     compute = CARRIERS["float64"] if needs_float64(fmt) else _compute(carrier)
-    values = decode_elements(spread(raw(stored, fmt), fmt, count), fmt, compute)
+    values = decode_elements(spread(raw(codes, fmt), fmt, count), fmt, compute)
     if compute.width == carrier.width:
         return values
     values = round_elements(values, Spec(_CARRIER_FORMATS[carrier.name]), compute)

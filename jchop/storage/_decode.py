@@ -51,7 +51,7 @@ def shape_of(qvalue: Any, size: int | None, places: Any = None) -> tuple[int, ..
 
 
 def spec_of_part(spec: Spec, ndim: int) -> Spec:
-    """The spec of a stored array of `ndim` axes, without channels along axes that vmap or scan removed (`of_part`)."""
+    """The spec of a stored array of `ndim` axes, without channels along removed axes (`format_of_part`)."""
     fmt = None if spec.scaled is None else of_part(spec.scaled, ndim)
     return spec if fmt is None or fmt == spec.scaled else replace(spec, format=fmt)
 
@@ -62,17 +62,17 @@ def batch_axes(spec: Spec, shape: Sequence[int], scale: Scale) -> int:
     Raises:
         ValueError: if the shape of the scales does not fit the array.
     """
-    found, fitting = [tuple(part.shape) for part in _parts(scale)], spec_of_part(spec, len(shape))
+    shapes, fitting = [tuple(part.shape) for part in _parts(scale)], spec_of_part(spec, len(shape))
     for batch in range(len(shape) + 1):
         front, core = tuple(shape[:batch]), tuple(shape[batch:])
         try:
-            wanted = jax.tree.leaves(stored_shapes(fitting, core)[1])
+            parts = jax.tree.leaves(stored_shapes(fitting, core)[1])
         except ValueError:  # an array with so few axes lacks an axis of the format
             break
-        if found == [(*front, *part.shape) for part in wanted]:
+        if shapes == [(*front, *part.shape) for part in parts]:
             return batch
     raise ValueError(
-        f"scale has the shape {' and '.join(map(str, found))}, which does not fit an array of shape {tuple(shape)} "
+        f"scale has the shape {' and '.join(map(str, shapes))}, which does not fit an array of shape {tuple(shape)} "
         f"quantized to {spec}"
     )
 
@@ -88,26 +88,28 @@ def check_parts(q: Any) -> None:
     if not rows.shape or (q.length is None and len(rows.shape) != 1):
         raise ValueError(f"{'qvalue' if q.places is None else 'places'} of shape {list(rows.shape)} does not fit "
                          f"length={q.length}")  # fmt: skip
-    kept = shape or (1,)
+    code_shape = shape or (1,)
     if (q.places is not None) != bool(spec.scaled and spec.scaled.sparse):
         raise ValueError(f"{spec} has {'no places' if q.places is not None else 'places, which are missing'}")
     if spec.scaled is not None and q.places is not None:
         if spec.scaled.axis_of_sparse >= 0:
             raise ValueError(f"the axes of {spec} are not counted from the end")
-        kept = spec.scaled.kept_shape(shape)
-    count = packed_size(kept[-1], spec.element.bits) if is_packed(spec.element) else kept[-1]
-    wanted = [((*kept[:-1], count), code_dtype(spec.element))]
+        code_shape = spec.scaled.kept_shape(shape)
+    count = packed_size(code_shape[-1], spec.element.bits) if is_packed(spec.element) else code_shape[-1]
+    spec_leaves = [((*code_shape[:-1], count), code_dtype(spec.element))]
     if spec.scaled is not None:
         batch = batch_axes(spec, shape, q.scale)
         if from_end(spec.scaled, len(shape) - batch) != spec.scaled:
             raise ValueError(f"the axes of {spec} are not counted from the end")
         parts = jax.tree.leaves(stored_shapes(spec, shape[batch:])[1:])
-        wanted += [((*shape[:batch], *part.shape), part.dtype) for part in parts]
+        spec_leaves += [((*shape[:batch], *part.shape), part.dtype) for part in parts]
     if q.places is not None:
-        wanted += [((*shape[:-1], packed_size(shape[-1], 1)), np.dtype(np.uint8))]
-    found = [(tuple(leaf.shape), leaf.dtype) for leaf in jax.tree.leaves(q)]
-    if found != wanted:
-        texts = (" and ".join(f"{dtype}{list(shape)}" for shape, dtype in leaves) for leaves in (found, wanted))
+        spec_leaves += [((*shape[:-1], packed_size(shape[-1], 1)), np.dtype(np.uint8))]
+    own_leaves = [(tuple(leaf.shape), leaf.dtype) for leaf in jax.tree.leaves(q)]
+    if own_leaves != spec_leaves:
+        texts = (
+            " and ".join(f"{dtype}{list(shape)}" for shape, dtype in leaves) for leaves in (own_leaves, spec_leaves)
+        )
         raise ValueError("the leaves are {}, and its spec has {}".format(*texts))
 
 
@@ -121,9 +123,9 @@ def decode(form: Form, qvalue: Array, scale: Scale, zero_point: Array | None, pl
         return _decode(form, qvalue, scale, zero_point)
     assert form.spec.scaled is not None and form.size is not None
     check_dtype(qvalue, form.spec.element)
-    codes, kept = filled(qvalue, places, form.size, form.spec)
+    codes, mask = filled(qvalue, places, form.size, form.spec)
     dense = replace(form, spec=replace(form.spec, format=form.spec.scaled.dense))
-    return jnp.where(kept, _decode(dense, codes, scale, zero_point), 0)
+    return jnp.where(mask, _decode(dense, codes, scale, zero_point), 0)
 
 
 @partial(CustomJvp, nondiff_argnums=(0,))
@@ -153,24 +155,24 @@ def _jvp(form: Form, primals: tuple, tangents: tuple) -> tuple[Array, Array]:
         tangent += ones * tangents[0].astype(result.dtype).reshape(result.shape)
     if scale is None:
         return result, tangent
-    added = form.spec.scaled is not None and form.spec.scaled.zero_point == "float"
-    nothing = jax.tree.map(jnp.zeros_like, zero_point) if added else zero_point
-    for i, moved in enumerate(_parts(tangents[1])):
-        if not _moves(moved):
+    has_summand = form.spec.scaled is not None and form.spec.scaled.zero_point == "float"
+    nothing = jax.tree.map(jnp.zeros_like, zero_point) if has_summand else zero_point
+    for i, part_tangent in enumerate(_parts(tangents[1])):
+        if not _moves(part_tangent):
             continue
         with_one = tuple(map(partial(_with_one, i), range(len(_parts(scale))), _parts(scale)))
         factor = _decode(form, qvalue, with_one if isinstance(scale, tuple) else with_one[0], nothing)
-        tangent += factor * _over_elements(form.spec, moved.astype(result.dtype), i, scale, result.shape)
-    if added and _moves(tangents[2]):
+        tangent += factor * _over_elements(form.spec, part_tangent.astype(result.dtype), i, scale, result.shape)
+    if has_summand and _moves(tangents[2]):
         tangent += _over_elements(form.spec, tangents[2].astype(result.dtype), 0, scale, result.shape)
     return result, tangent
 
 
-def _with_one(chosen: int, part: int, value: Array) -> Array:
+def _with_one(which: int, part: int, value: Array) -> Array:
     """A part of the scales: 1 if it is the chosen one; 0 for the other summand of scales s e + z (parts 1 and 2)."""
-    if part == chosen:
+    if part == which:
         return jnp.ones_like(value)
-    return jnp.zeros_like(value) if part and chosen else value
+    return jnp.zeros_like(value) if part and which else value
 
 
 _decode.defjvp(_jvp, symbolic_zeros=True)

@@ -51,8 +51,8 @@ def _entries(q: Any) -> np.ndarray:
     """The codes, one unsigned integer for each element, in the shape of the array."""
     fmt = q.spec.element
     count = 1 if q.length is None else q.length
-    stored = q.qvalue if q.places is None else filled(q.qvalue, q.places, count, q.spec)[0]
-    return spread(raw(np.asarray(stored), fmt), fmt, count).reshape(q.shape)
+    codes = q.qvalue if q.places is None else filled(q.qvalue, q.places, count, q.spec)[0]
+    return spread(raw(np.asarray(codes), fmt), fmt, count).reshape(q.shape)
 
 
 def _kept(q: Any) -> Any:
@@ -77,11 +77,11 @@ def clipped(q: Any, x: np.ndarray) -> np.ndarray | None:
     entries = _entries(q)
     inner = ends[1][entries].astype(entries.dtype)
     codes = inner.reshape(1) if q.length is None else inner
-    packed = hold(gather(codes, fmt), fmt)
+    inner_qvalue = hold(gather(codes, fmt), fmt)
     with jax.enable_x64(True):
         form = q.form(np.float64)
         y = np.asarray(decode(form, q.qvalue, q.scale, q.zero_point, q.places))
-        nearer = np.asarray(decode(form, packed, q.scale, q.zero_point))
+        nearer = np.asarray(decode(form, inner_qvalue, q.scale, q.zero_point))
     with np.errstate(invalid="ignore"):
         beyond = (x - y) * np.sign(y - nearer)
         return _kept(q) & (beyond > np.abs(y - nearer) / 2)  # of a code at no end, y is `nearer`

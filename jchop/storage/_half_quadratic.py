@@ -124,15 +124,15 @@ def check_search(iterations: Any, norm: Any, weight: Any, growth: Any, whole_sta
 
 def _between(name: str, value: Any, most: float) -> float:
     """A number above 0 and below `most`."""
-    allowed = "a finite number above 0" if most == math.inf else f"a number between 0 and {most:g}, both excluded"
+    requirement = "a finite number above 0" if most == math.inf else f"a number between 0 and {most:g}, both excluded"
     try:
         if isinstance(value, bool | str):
             raise TypeError
         number = float(value)
     except TypeError:
-        raise TypeError(f"{name}={value!r} must be {allowed}") from None
+        raise TypeError(f"{name}={value!r} must be {requirement}") from None
     if not 0 < number < most:
-        raise ValueError(f"{name}={value!r} must be {allowed}")
+        raise ValueError(f"{name}={value!r} must be {requirement}")
     return number
 
 
@@ -170,9 +170,9 @@ def _search(x: Array, scale: Array, zero: Array, settings: tuple[float, ...], *,
         better = error < state.error
         power = weight * growth ** state.turn.astype(wide)
         sparse = jnp.sign(rest) * jnp.maximum(size - size ** (norm - 1) / power, 0)
-        moved = total(jnp.where(finite, numbers - sparse - whole, 0)) / count
+        means = total(jnp.where(finite, numbers - sparse - whole, 0)) / count
         best = jnp.where(better, state.zero, state.best)
-        following = groups.squeeze(moved).astype(zero.dtype)
+        following = groups.squeeze(means).astype(zero.dtype)
         return _State(state.turn + 1, following, best, jnp.minimum(error, state.error), better)
 
     first = _State(jnp.zeros((), jnp.int32), zero, zero, jnp.full((), jnp.inf, wide), jnp.ones((), bool))

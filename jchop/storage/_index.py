@@ -25,16 +25,16 @@ def normalized(index: Any, shape: Sequence[int]) -> list[Index]:
         IndexError: for too many entries, or a known integer out of range.
         TypeError: for an entry of another kind.
     """
-    given = list(index) if isinstance(index, tuple) else [index]
-    dots = [i for i, entry in enumerate(given) if entry is Ellipsis]
+    items = list(index) if isinstance(index, tuple) else [index]
+    dots = [i for i, entry in enumerate(items) if entry is Ellipsis]
     if len(dots) > 1:
         raise IndexError("an index can hold one ellipsis")
-    missing = len(shape) - len(given) + len(dots)
+    missing = len(shape) - len(items) + len(dots)
     if missing < 0:
-        raise IndexError(f"{len(given) - len(dots)} indexes for an array of {len(shape)} axes")
-    at = dots[0] if dots else len(given)
-    given[at : at + len(dots)] = [slice(None)] * missing
-    entries = [_entry(axis, entry, n) for axis, (entry, n) in enumerate(zip(given, shape, strict=True))]
+        raise IndexError(f"{len(items) - len(dots)} indexes for an array of {len(shape)} axes")
+    at = dots[0] if dots else len(items)
+    items[at : at + len(dots)] = [slice(None)] * missing
+    entries = [_entry(axis, entry, n) for axis, (entry, n) in enumerate(zip(items, shape, strict=True))]
     arrays = [entry for entry in entries if not isinstance(entry, slice) and np.ndim(entry)]
     if arrays and sum(not isinstance(entry, slice) for entry in entries) > 1:
         raise TypeError("an index of a QArray can hold one array with axes, and beside it slices only")

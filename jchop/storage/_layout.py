@@ -27,7 +27,7 @@ def kinds_of(fmt: ScaledFormat, ndim: int, batch: int = 0) -> tuple[Kind, ...]:
     """The grouping of each of `ndim` axes, of which the leading `batch` were added after quantization.
 
     Raises:
-        ValueError: for an axis of the format that the array does not have; `of_part` takes removed ones away.
+        ValueError: for an axis of the format that the array does not have; `format_of_part` takes removed ones away.
     """
     core = ndim - batch
     _check_named(fmt, core)
@@ -47,8 +47,8 @@ def of_part(fmt: ScaledFormat, ndim: int) -> ScaledFormat:
     if fmt.channel is None:
         return fmt
     axes = _as_tuple(fmt.channel)
-    left = tuple(axis for axis in axes if axis >= -ndim)
-    return fmt if left == axes else fmt(channel=_single(left) if left else None)
+    remaining = tuple(axis for axis in axes if axis >= -ndim)
+    return fmt if remaining == axes else fmt(channel=_single(remaining) if remaining else None)
 
 
 def from_end(fmt: ScaledFormat, ndim: int) -> ScaledFormat:
@@ -64,15 +64,15 @@ def from_end(fmt: ScaledFormat, ndim: int) -> ScaledFormat:
         fmt = fmt if inner == fmt.scale else fmt(scale=inner)
     axes = tuple(axis for axis, _ in _named(fmt))
     if not all(axis < 0 for axis in axes):
-        moved = _single(tuple(axis % ndim - ndim for axis in axes))
-        fmt = fmt(channel=moved) if fmt.channel is not None else fmt(axis=moved)
+        negative = _single(tuple(axis % ndim - ndim for axis in axes))
+        fmt = fmt(channel=negative) if fmt.channel is not None else fmt(axis=negative)
     return fmt if sparse is None else with_sparse_axis(fmt, sparse)
 
 
 def with_sparse_axis(fmt: ScaledFormat, axis: int) -> ScaledFormat:
     """`fmt`, with `sparse` counted along this axis, which has no name where the groups say it."""
-    found = fmt if fmt.sparse_axis is None else fmt(sparse_axis=None)
-    return found if found.axis_of_sparse == axis else fmt(sparse_axis=axis)
+    default = fmt if fmt.sparse_axis is None else fmt(sparse_axis=None)
+    return default if default.axis_of_sparse == axis else fmt(sparse_axis=axis)
 
 
 def with_kinds(fmt: ScaledFormat, kinds: Sequence[Kind]) -> ScaledFormat:
@@ -80,10 +80,10 @@ def with_kinds(fmt: ScaledFormat, kinds: Sequence[Kind]) -> ScaledFormat:
     ndim = len(kinds)
     if all(-ndim <= axis < 0 for axis, _ in _named(fmt)) and kinds_of(fmt, ndim) == tuple(kinds):
         return fmt
-    shared = tuple(i - ndim for i, kind in enumerate(kinds) if kind != OWN)
+    group_axes = tuple(i - ndim for i, kind in enumerate(kinds) if kind != OWN)
     sizes = tuple("all" if kind == WHOLE else kind for kind in kinds if kind != OWN)
-    if any(isinstance(kind, int) for kind in kinds) or (fmt.group is not None and len(shared) == 1):
-        return fmt(group=_single(sizes), axis=_single(shared))
+    if any(isinstance(kind, int) for kind in kinds) or (fmt.group is not None and len(group_axes) == 1):
+        return fmt(group=_single(sizes), axis=_single(group_axes))
     own = tuple(i - ndim for i, kind in enumerate(kinds) if kind == OWN)
     return fmt(group=None, axis=-1, channel=_single(own) if own else None)
 

@@ -49,16 +49,16 @@ def paths_in(file: TensorFile, names: Iterable[str]) -> dict[str, list[Step]]:
             "arrays by name, or pass like="
         )
     try:
-        found = read_object(file.metadata.get(TREE, "{}"), lambda _: small)
-        if set(found) != names:
-            raise ValueError(f"it is of other arrays: {shown(sorted(set(found) ^ names))}")
-        for name, path in found.items():
+        record = read_object(file.metadata.get(TREE, "{}"), lambda _: small)
+        if set(record) != names:
+            raise ValueError(f"it is of other arrays: {shown(sorted(set(record) ^ names))}")
+        for name, path in record.items():
             if not isinstance(path, list) or ".".join(map(_text, path)) != name:
                 raise ValueError(f"{shown(path)} does not lead to {shown(name)}")
-        nest([(path, None) for path in found.values()])
+        nest([(path, None) for path in record.values()])
     except ValueError as error:
         raise ValueError(f"{file.path}: bad metadata {TREE!r} ({error})") from None
-    return found
+    return record
 
 
 def nest(leaves: Sequence[tuple[Sequence[Step], Any]], depth: int = 0) -> Any:
@@ -77,12 +77,12 @@ def nest(leaves: Sequence[tuple[Sequence[Step], Any]], depth: int = 0) -> Any:
             raise ValueError(f"{shown(path)} leads to an array and to a container")
         _text(step := path[depth])
         groups.setdefault((type(step), step[0] if isinstance(step, list) else step), []).append((path, leaf))
-    nested = {key: nest(group, depth + 1) for key, group in groups.items()}
-    if all(kind is not int for kind, _ in nested):
-        return {key: value for (_, key), value in nested.items()}
-    if set(nested) != {(int, index) for index in range(len(nested))}:
-        raise ValueError(f"a list has the entries {shown([key for _, key in nested])}")
-    return [nested[int, index] for index in range(len(nested))]
+    children = {key: nest(group, depth + 1) for key, group in groups.items()}
+    if all(kind is not int for kind, _ in children):
+        return {key: value for (_, key), value in children.items()}
+    if set(children) != {(int, index) for index in range(len(children))}:
+        raise ValueError(f"a list has the entries {shown([key for _, key in children])}")
+    return [children[int, index] for index in range(len(children))]
 
 
 def _step(key: Any) -> Any:

@@ -84,20 +84,20 @@ def quantize(
     carrier_of(array.dtype, complex_too=False)
     if spec.scaled is not None:
         spec = replace(spec, format=from_end(spec.scaled, array.ndim))
-    drawn = checked_keys(spec, key)[0]
+    draw_key = checked_keys(spec, key)[0]
     with types_for(array.dtype), jax.named_scope(OWN_SCOPE):
         if not isinstance(spec.format, ElementFormat):
             place, starts = stream_offset(offset, array.shape)
             how = _How(spec, place, impl)
-            given = _given(array, spec, scale, zero_point)
-            *parts, places = _quantize(array, drawn, starts, *given, how=how)
-            parts = (*(parts if scale is None else (parts[0], *given)), places)
+            own_scales = _given(array, spec, scale, zero_point)
+            *parts, places = _quantize(array, draw_key, starts, *own_scales, how=how)
+            parts = (*(parts if scale is None else (parts[0], *own_scales)), places)
         else:
             if scale is not None or zero_point is not None:
                 raise ValueError(f"spec={str(spec)!r} is of a plain format, which has no scale and no zero_point")
             code_dtype(spec.format)
-            rounded = round_to_format(jnp.asarray(lax.stop_gradient(array)), spec, drawn, offset=offset, impl=impl)
-            parts = (_encode(rounded, fmt=spec.format), None, None, None)
+            values = round_to_format(jnp.asarray(lax.stop_gradient(array)), spec, draw_key, offset=offset, impl=impl)
+            parts = (_encode(values, fmt=spec.format), None, None, None)
         qvalue, scale, zero_point, places = jax.tree.map(_to_numpy, parts) if numpy else parts
     size = array.shape[-1] if array.ndim else None
     return QArray(qvalue, scale, zero_point, spec, size, np.dtype(array.dtype), places)
@@ -197,8 +197,8 @@ def fit_scale(x: Any, spec: _Spec) -> tuple[Scale, Any]:
     carrier_of(array.dtype, complex_too=False)
     spec = replace(spec, format=from_end(spec.scaled, array.ndim), gradient=Gradient())
     with types_for(array.dtype), jax.named_scope(OWN_SCOPE):
-        fitted = _fit(array, spec=spec)
-        return jax.tree.map(_to_numpy, fitted) if numpy else fitted
+        scales = _fit(array, spec=spec)
+        return jax.tree.map(_to_numpy, scales) if numpy else scales
 
 
 # -- the traced part ---------------------------------------------------------------------------------------------------
@@ -215,22 +215,22 @@ class _How:
 
 @partial(compiled, static_argnames="how", inline=True)
 def _quantize(x: Any, key: Array | None, starts: tuple, scale: Scale, zero_point: Any, *, how: _How) -> tuple:
-    drawn = () if key is None else (*seed_words(key), *starts)
+    words = () if key is None else (*seed_words(key), *starts)
     x, scale = lax.stop_gradient((jnp.asarray(x), scale))
     assert how.spec.scaled is not None
     more = {"place": how.place, "impl": how.impl, "as_dtype": code_dtype(how.spec.scaled.element)}
-    dense, x, kept = dense_of(how.spec, x)
-    codes, *stored = quantize_scaled(x, *drawn, spec=dense, scale=scale, zero_point=zero_point, **more)
+    dense, x, mask = dense_of(how.spec, x)
+    codes, *scales = quantize_scaled(x, *words, spec=dense, scale=scale, zero_point=zero_point, **more)
     if how.spec.scaled.sparse is None:
-        return codes, *stored, None
-    kept = jnp.ones(x.shape, bool) if kept is None else kept  # of no numbers
-    codes, places = thinned(codes, kept, how.spec)
-    return codes, *stored, places
+        return codes, *scales, None
+    mask = jnp.ones(x.shape, bool) if mask is None else mask  # of no numbers
+    codes, places = thinned(codes, mask, how.spec)
+    return codes, *scales, places
 
 
 @partial(compiled, static_argnames="fmt", inline=True)
-def _encode(rounded: Array, *, fmt: ElementFormat) -> Array:
-    return encode_plain(rounded.reshape(rounded.shape or (1,)), fmt)
+def _encode(values: Array, *, fmt: ElementFormat) -> Array:
+    return encode_plain(values.reshape(values.shape or (1,)), fmt)
 
 
 @partial(compiled, static_argnames="spec", inline=True)
@@ -254,12 +254,12 @@ def _given(x: Any, spec: Spec, scale: Scale, zero_point: Any) -> tuple[Scale, An
         return None, None
     if scale is None:
         raise ValueError("zero_point without scale; pass both, as returned by fit_scale")
-    _, *expected = stored_shapes(spec, x.shape)
-    for name, value, wanted in zip(("scale", "zero_point"), (scale, zero_point), expected, strict=True):
-        if _described(value) != _described(wanted):
+    _, *own_leaves = stored_shapes(spec, x.shape)
+    for name, value, own_leaf in zip(("scale", "zero_point"), (scale, zero_point), own_leaves, strict=True):
+        if _described(value) != _described(own_leaf):
             raise ValueError(
                 f"{name} is {_described(value)}; for x of shape {x.shape} and spec={str(spec)!r} it must be "
-                f"{_described(wanted)}"
+                f"{_described(own_leaf)}"
             )
     _check_scale(scale, spec, x.shape)
     _check_zero_point(zero_point, spec)
@@ -278,12 +278,12 @@ def _check_scale(scale: Scale, spec: Spec, shape: tuple[int, ...]) -> None:
         scale, zero = unflat(rest, fmt.scale)
         shape = fmt.scale_shape(shape)
         size = shape[-1] if shape else None
-        stored = QArray(hold(codes, fmt.scale.element), scale, zero, Spec(fmt.scale), size, np.dtype("f4"))
-        values.append(dequantize(stored))
+        q = QArray(hold(codes, fmt.scale.element), scale, zero, Spec(fmt.scale), size, np.dtype("f4"))
+        values.append(dequantize(q))
         fmt = fmt.scale
-    for kept in [*values, *flat(scale, None)]:
+    for part in [*values, *flat(scale, None)]:
         assert isinstance(fmt.scale, ElementFormat)
-        numbers = _values(kept, fmt.scale)
+        numbers = _values(part, fmt.scale)
         wrong = numbers[~(np.isfinite(numbers) & (numbers > 0))]
         if wrong.size:
             raise ValueError(f"scale has {wrong[0]}; for spec={str(spec)!r} scales must be finite and above zero")
@@ -311,10 +311,10 @@ def _check_zero_point(zero_point: Any, spec: Spec) -> None:
         )
 
 
-def _values(stored: Any, fmt: ElementFormat) -> np.ndarray:
+def _values(scales: Any, fmt: ElementFormat) -> np.ndarray:
     """The distinct values of stored scales: the numbers themselves if of a float dtype, else the decoded codes."""
-    distinct = np.unique(np.asarray(stored).astype(np.float64))
-    if jnp.issubdtype(stored.dtype, jnp.floating):
+    distinct = np.unique(np.asarray(scales).astype(np.float64))
+    if jnp.issubdtype(scales.dtype, jnp.floating):
         return distinct
     values = (fmt.value_of(int(code) % (1 << fmt.bits)) for code in distinct)
     return np.array([math.nan if value is None else float(value) for value in values])

@@ -83,9 +83,9 @@ def to_qwix(q: QArray) -> Any:
         scale = jnp.asarray(q.scale)
         if scale.dtype.name not in _SCALES:
             scale = decode_elements(scale, fmt.scale, CARRIERS["float32"])
-        held = jnp.promote_types(scale.dtype, q.dtype)
+        carrier = jnp.promote_types(scale.dtype, q.dtype)
         zero_point = None if q.zero_point is None else jnp.asarray(q.zero_point).astype(qvalue.dtype)
-        return qwix.QArray(qvalue, scale.astype(held), zero_point, qtype)
+        return qwix.QArray(qvalue, scale.astype(carrier), zero_point, qtype)
 
 
 def from_qwix(q: Any) -> QArray:
@@ -117,9 +117,9 @@ def from_qwix(q: Any) -> QArray:
     fmt = with_kinds(fmt if WHOLE in kinds else fmt(group=1), kinds)
     with types_for(dtype):
         codes = _codes(q.qvalue, element)
-        stored = hold(gather(codes.reshape(codes.shape or (1,)), element), element)
+        qvalue = hold(gather(codes.reshape(codes.shape or (1,)), element), element)
         zero_point = None if q.zero_point is None else q.zero_point.astype(jnp.int32)
-    return QArray(stored, q.scale, zero_point, Spec(fmt), q.shape[-1] if q.shape else None, dtype)
+    return QArray(qvalue, q.scale, zero_point, Spec(fmt), q.shape[-1] if q.shape else None, dtype)
 
 
 def _qwix() -> Any:
@@ -157,12 +157,12 @@ def _element_of(qtype: Any) -> ElementFormat:
     text = {"mxfp8": "float8_e4m3fn", "mxfp4": "float4_e2m1fn", "nvfp4": "float4_e2m1fn"}.get(text, text)
     if text == _NF4:
         return nf4.element
-    known: dict[str, ElementFormat] = {name: fmt for fmt, name in _float_names().items()}
-    known |= {f"int{bits}": IntegerFormat(bits) for bits in range(2, 9)}
-    known |= {f"uint{bits}": IntegerFormat(bits, signed=False) for bits in (4, 8)}
-    if text not in known:
-        raise ValueError(f"q has qtype={qtype!r}; allowed: {', '.join([_NF4, *known])}")
-    return known[text]
+    elements: dict[str, ElementFormat] = {name: fmt for fmt, name in _float_names().items()}
+    elements |= {f"int{bits}": IntegerFormat(bits) for bits in range(2, 9)}
+    elements |= {f"uint{bits}": IntegerFormat(bits, signed=False) for bits in (4, 8)}
+    if text not in elements:
+        raise ValueError(f"q has qtype={qtype!r}; allowed: {', '.join([_NF4, *elements])}")
+    return elements[text]
 
 
 def _float_names() -> dict[ElementFormat, str]:
@@ -184,7 +184,7 @@ def _native(entries: jax.Array, element: ElementFormat, qtype: Any) -> jax.Array
 
 
 def _codes(qvalue: jax.Array, element: ElementFormat) -> jax.Array:
-    """The inverse of `_native`, as unsigned codes of a byte each."""
+    """The inverse of `_codes_to_native`, as unsigned codes of a byte each."""
     if isinstance(element, IntegerFormat):
         wide = qvalue.astype(jnp.int8 if element.signed else jnp.uint8)
         return lax.bitcast_convert_type(wide, jnp.uint8) & ((1 << element.bits) - 1)

@@ -74,7 +74,7 @@ def save_safetensors(path: str | os.PathLike[str], tree: Any, *, metadata: Mappi
         )
     texts, path = _checked_metadata(metadata), path_of("path", path)
     tensors: dict[str, Any] = {}
-    described: dict[str, dict[str, Any]] = {}
+    descriptions: dict[str, dict[str, Any]] = {}
     leaves = named_leaves(tree)
     used: set[str] = set()
     keys: dict[str, str] = {}
@@ -83,13 +83,13 @@ def save_safetensors(path: str | os.PathLike[str], tree: Any, *, metadata: Mappi
             keys[name], leaf = str(jax.random.key_impl(leaf)), jax.random.key_data(leaf)
         parts = {name: leaf}
         if isinstance(leaf, QArray):
-            parts, described[name] = parts_of(name, leaf), description(leaf)
+            parts, descriptions[name] = parts_of(name, leaf), description(leaf)
         if twice := used & {name, *parts}:
             raise ValueError(f"tree has two leaves of the name {min(twice)!r}")
         used |= {name, *parts}
         tensors |= parts
     entries = lay_out({name: _entry(name, array) for name, array in tensors.items()})
-    texts |= qarray_metadata(described) | tree_metadata({name: path for name, path, _ in leaves})
+    texts |= qarray_metadata(descriptions) | tree_metadata({name: path for name, path, _ in leaves})
     texts |= {KEYS: json.dumps(keys)} if keys else {}
     if any(map(spans_processes, tensors.values())):
         write_together(path, tensors, entries, texts)
@@ -141,30 +141,31 @@ def load_safetensors(path: str | os.PathLike[str], *, like: Any = None, nested: 
     if nested and like is not None:
         raise ValueError("nested=True has no effect beside like=, which defines the structure")
     with TensorFile(path_of("path", path)) as file, jax.enable_x64(True):
-        described = described_in(file)
-        owners = {part for name, fields in described.items() for part in part_names(name, fields)}
+        descriptions = described_in(file)
+        owners = {part for name, fields in descriptions.items() for part in part_names(name, fields)}
         keys = _keys_in(file, owners)
-        paths = paths_in(file, {*described, *file.entries} - owners) if nested else {}
-        wanted = {} if like is None else {name: leaf for name, _, leaf in named_leaves(like)}
+        paths = paths_in(file, {*descriptions, *file.entries} - owners) if nested else {}
+        like_leaves = {} if like is None else {name: leaf for name, _, leaf in named_leaves(like)}
         if like is not None:
-            _check_like(path, wanted, _stored(file, described, owners, keys))
-        placed = _placed(wanted)
+            _check_like(path, like_leaves, _stored(file, descriptions, owners, keys))
+        tensor_shardings = _placed(like_leaves)
 
         def read(name: str) -> jax.Array:
-            return read_placed(file, name, placed[name]) if name in placed else jnp.asarray(file.read(name))
+            sharding = tensor_shardings.get(name)
+            return jnp.asarray(file.read(name)) if sharding is None else read_placed(file, name, sharding)
 
-        found: dict[str, Any] = {name: read(name) for name in file.entries if name not in owners}
-        for name, fields in described.items():
-            found[name] = joined([read(part) for part in part_names(name, fields)], fields)
+        arrays: dict[str, Any] = {name: read(name) for name in file.entries if name not in owners}
+        for name, fields in descriptions.items():
+            arrays[name] = joined([read(part) for part in part_names(name, fields)], fields)
         for name, kind in keys.items():
-            found[name] = jax.random.wrap_key_data(found[name], impl=kind)
-            sharding = sharding_in(wanted.get(name))
-            found[name] = found[name] if sharding is None else jax.device_put(found[name], sharding)
+            arrays[name] = jax.random.wrap_key_data(arrays[name], impl=kind)
+            sharding = sharding_in(like_leaves.get(name))
+            arrays[name] = arrays[name] if sharding is None else jax.device_put(arrays[name], sharding)
     if nested:
-        return nest([(paths[name], found[name]) for name in found])
+        return nest([(paths[name], arrays[name]) for name in arrays])
     if like is None:
-        return found
-    return jax.tree.unflatten(jax.tree.structure(like, is_leaf=_is_qarray), [found[name] for name in wanted])
+        return arrays
+    return jax.tree.unflatten(jax.tree.structure(like, is_leaf=_is_qarray), [arrays[name] for name in like_leaves])
 
 
 def _keys_in(file: TensorFile, owners: set[str]) -> dict[str, str]:
@@ -173,15 +174,15 @@ def _keys_in(file: TensorFile, owners: set[str]) -> dict[str, str]:
     Raises:
         ValueError: if the metadata are damaged, or a tensor is not the data of such a key.
     """
-    found = _own_metadata(file, KEYS, string)
-    for name, kind in found.items():
+    keys = _own_metadata(file, KEYS, string)
+    for name, kind in keys.items():
         try:
             if name not in file.entries or name in owners:
                 raise ValueError("no tensor has this name")
             _key_of(file, name, kind)
         except (ValueError, TypeError) as error:
             raise ValueError(f"{file.path}: bad metadata {KEYS!r} for {shown(name)}: {error}") from None
-    return found
+    return keys
 
 
 def _key_of(file: TensorFile, name: str, kind: str) -> Any:
@@ -191,40 +192,40 @@ def _key_of(file: TensorFile, name: str, kind: str) -> Any:
 
 
 def _stored(
-    file: TensorFile, described: Mapping[str, Any], owners: set[str], keys: Mapping[str, str]
+    file: TensorFile, descriptions: Mapping[str, Any], owners: set[str], keys: Mapping[str, str]
 ) -> dict[str, Any]:
     """The arrays, QArrays and random keys of a file by name, without their data."""
 
     def empty(name: str) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct(file.entries[name].shape, file.entries[name].dtype)
 
-    found: dict[str, Any] = {name: empty(name) for name in file.entries if name not in owners}
-    found |= {name: _key_of(file, name, kind) for name, kind in keys.items()}
-    return found | {
-        n: joined([empty(part) for part in part_names(n, fields)], fields) for n, fields in described.items()
+    leaves: dict[str, Any] = {name: empty(name) for name in file.entries if name not in owners}
+    leaves |= {name: _key_of(file, name, kind) for name, kind in keys.items()}
+    return leaves | {
+        n: joined([empty(part) for part in part_names(n, fields)], fields) for n, fields in descriptions.items()
     }
 
 
-def _placed(wanted: Mapping[str, Any]) -> dict[str, NamedSharding]:
+def _placed(like_leaves: Mapping[str, Any]) -> dict[str, NamedSharding]:
     """The shardings of tensors, by the arrays of `like` that have one."""
     tensors: dict[str, Any] = {}
-    for name, leaf in wanted.items():
+    for name, leaf in like_leaves.items():
         if not _is_key(leaf):
             tensors |= parts_of(name, leaf) if _is_qarray(leaf) else {name: leaf}
     return {name: where for name, leaf in tensors.items() if (where := sharding_in(leaf)) is not None}
 
 
-def _check_like(path: object, wanted: Mapping[str, Any], found: Mapping[str, Any]) -> None:
+def _check_like(path: object, like_leaves: Mapping[str, Any], file_leaves: Mapping[str, Any]) -> None:
     """Checks that a file has the arrays of `like`, and no others."""
-    if set(wanted) != set(found):
-        lacking, more = sorted(set(wanted) - set(found)), sorted(set(found) - set(wanted))
+    if set(like_leaves) != set(file_leaves):
+        lacking, more = sorted(set(like_leaves) - set(file_leaves)), sorted(set(file_leaves) - set(like_leaves))
         raise ValueError(f"{path} and like= differ: not in the file {lacking}, only in the file {more}")
-    pairs = {name: (_facts(found[name]), _facts(leaf)) for name, leaf in wanted.items()}
+    pairs = {name: (_facts(file_leaves[name]), _facts(leaf)) for name, leaf in like_leaves.items()}
     other = [f"{name!r} is {got}, and {want} in like" for name, (got, want) in pairs.items() if want not in (None, got)]
     if other:
         more = f"; and {len(other) - _MOST_TOLD} more" if len(other) > _MOST_TOLD else ""
-        told = f"{path} and like= differ: {'; '.join(other[:_MOST_TOLD])}{more}"
-        raise ValueError(f"{told}. Pass a tree or model quantized by the same rules, which may be abstract")
+        text = f"{path} and like= differ: {'; '.join(other[:_MOST_TOLD])}{more}"
+        raise ValueError(f"{text}. Pass a tree or model quantized by the same rules, which may be abstract")
 
 
 def _facts(leaf: Any) -> str | None:
@@ -271,9 +272,9 @@ def part_names(name: str, fields: Mapping[str, Any]) -> list[str]:
     return [f"{name}.{part}" for part in parts]
 
 
-def qarray_metadata(described: Mapping[str, Mapping[str, Any]]) -> dict[str, str]:
+def qarray_metadata(descriptions: Mapping[str, Mapping[str, Any]]) -> dict[str, str]:
     """The metadata of a file with the described QArrays."""
-    return {QARRAYS: json.dumps(described)} if described else {}
+    return {QARRAYS: json.dumps(descriptions)} if descriptions else {}
 
 
 def described_in(file: TensorFile, unread: dict[str, str] | None = None) -> dict[str, dict[str, Any]]:
@@ -286,8 +287,8 @@ def described_in(file: TensorFile, unread: dict[str, str] | None = None) -> dict
     Raises:
         ValueError: if the metadata are damaged, or the tensors of a QArray do not match its spec.
     """
-    found = _own_metadata(file, QARRAYS)
-    for name, fields in list(found.items()):
+    descriptions = _own_metadata(file, QARRAYS)
+    for name, fields in list(descriptions.items()):
         try:
             _check_described(file, name, fields)
         except (ValueError, TypeError, OverflowError) as error:
@@ -295,8 +296,8 @@ def described_in(file: TensorFile, unread: dict[str, str] | None = None) -> dict
             if unread is None:
                 raise ValueError(f"{file.path}: {why}") from None
             unread[name] = why
-            del found[name]
-    return found
+            del descriptions[name]
+    return descriptions
 
 
 def _own_metadata(file: TensorFile, key: str, reader: Reader[Any] = small) -> dict[str, Any]:

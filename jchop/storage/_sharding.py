@@ -55,10 +55,10 @@ def shardings(q: QArray, sharding: Sharding) -> QArray:
         raise ValueError(f"sharding={sharding} names {len(sharding.spec)} axes, and q has {q.ndim}")
     names = (*sharding.spec, *[None] * (q.ndim - len(sharding.spec)))
     whole = sharding.update(spec=PartitionSpec(*names))
-    placed = jax.tree.map(lambda leaf: fitting(whole, leaf.shape), q)  # a tensor scale has only axes that vmap added
-    if tuple(placed.qvalue.spec) != names[: len(q.qvalue.shape)]:
+    result = jax.tree.map(lambda leaf: fitting(whole, leaf.shape), q)  # a tensor scale has only axes that vmap added
+    if tuple(result.qvalue.spec) != names[: len(q.qvalue.shape)]:
         raise ValueError(f"sharding={sharding} does not cut codes of shape {list(q.qvalue.shape)} into equal parts")
-    return placed
+    return result
 
 
 def sharding_in(like: Any) -> NamedSharding | None:

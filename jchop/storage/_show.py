@@ -25,7 +25,7 @@ __all__ = ["facts", "html_of", "title", "treescope_of"]
 _ROWS, _COLUMNS, _BARS = 48, 96, 24
 
 
-_decoded = compiled(decode, static_argnums=0)
+_compiled_decode = compiled(decode, static_argnums=0)
 
 
 def title(q: Any) -> str:
@@ -49,11 +49,11 @@ def facts(q: Any) -> list[tuple[str, str]]:
     """Facts that need no numbers, by name: dtype, bytes, the share of float32's."""
     wide = 4 * math.prod(q.shape)
     less = f" ({wide / q.nbytes:.3g}× less than float32)" if q.nbytes and wide else ""
-    found = [("dtype", np.dtype(q.dtype).name), ("stored", f"{q.nbytes:,} bytes{less}")]
+    rows = [("dtype", np.dtype(q.dtype).name), ("stored", f"{q.nbytes:,} bytes{less}")]
     if q.spec.scaled is not None:
         groups = " + ".join("×".join(map(str, leaf.shape)) or "1" for leaf in jax.tree.leaves(q.scale))
-        found.append(("scales", f"{groups}, {q.spec.scaled.scale}"))
-    return found
+        rows.append(("scales", f"{groups}, {q.spec.scaled.scale}"))
+    return rows
 
 
 def _has_numbers(q: Any) -> bool:
@@ -71,17 +71,17 @@ def _has_numbers(q: Any) -> bool:
 def _numbers(q: Any) -> np.ndarray:
     # As float32, also numbers of a wider carrier: a picture does not show the difference.
     with jax.enable_x64(True):
-        return np.asarray(_decoded(q.form(np.float32), q.qvalue, q.scale, q.zero_point, q.places))
+        return np.asarray(_compiled_decode(q.form(np.float32), q.qvalue, q.scale, q.zero_point, q.places))
 
 
 def _shares(q: Any, numbers: np.ndarray) -> list[tuple[str, str]]:
     count = numbers.size
-    found = [("zero", f"{100 * (count - np.count_nonzero(numbers)) / count:.3g} %")]
+    rows = [("zero", f"{100 * (count - np.count_nonzero(numbers)) / count:.3g} %")]
     at_ends = codes_at_ends(q)
     if at_ends is not None:
-        found.append(("at the ends of the range", f"{100 * np.count_nonzero(at_ends) / count:.3g} %"))
-    lost = count - np.count_nonzero(np.isfinite(numbers))
-    return found + ([("infinite or NaN", str(lost))] if lost else [])
+        rows.append(("at the ends of the range", f"{100 * np.count_nonzero(at_ends) / count:.3g} %"))
+    nonfinite = count - np.count_nonzero(np.isfinite(numbers))
+    return rows + ([("infinite or NaN", str(nonfinite))] if nonfinite else [])
 
 
 def _cells(numbers: np.ndarray) -> np.ndarray:
@@ -105,7 +105,7 @@ def _extremes(matrix: np.ndarray, size: int) -> np.ndarray:
     return np.where(np.abs(low) > np.abs(high), low, high)
 
 
-def _scales(q: Any, quantized: Callable[[ScaledFormat, ScaledFormat], Any]) -> np.ndarray | None:
+def _scales(q: Any, scale_qarray: Callable[[ScaledFormat, ScaledFormat], Any]) -> np.ndarray | None:
     """The magnitudes of the scales of the groups; None without scales, or if there is one."""
     fmt = q.spec.scaled
     if fmt is None:
@@ -114,7 +114,7 @@ def _scales(q: Any, quantized: Callable[[ScaledFormat, ScaledFormat], Any]) -> n
     if math.prod(first.shape) < 2:
         return None
     if isinstance(fmt.scale, ScaledFormat):
-        return np.abs(_numbers(quantized(fmt, fmt.scale))).ravel()
+        return np.abs(_numbers(scale_qarray(fmt, fmt.scale))).ravel()
     scales = np.asarray(first)
     if scales.dtype.name in ("float32", "float64", "float16", "bfloat16"):
         return np.abs(scales.astype(np.float64)).ravel()
@@ -124,21 +124,21 @@ def _scales(q: Any, quantized: Callable[[ScaledFormat, ScaledFormat], Any]) -> n
 
 def _scale_bars(scales: np.ndarray) -> tuple[str, str] | None:
     """The histogram of scales by their binary logarithm, with its caption."""
-    known = np.log2(scales[np.isfinite(scales) & (scales > 0)])
-    if not known.size:
+    logarithms = np.log2(scales[np.isfinite(scales) & (scales > 0)])
+    if not logarithms.size:
         return None
-    low, high = float(known.min()), float(known.max())
-    counts, _ = np.histogram(known, bins=_BARS, range=(low, high) if high > low else (low - 0.5, high + 0.5))
+    low, high = float(logarithms.min()), float(logarithms.max())
+    counts, _ = np.histogram(logarithms, bins=_BARS, range=(low, high) if high > low else (low - 0.5, high + 0.5))
     bars = html.histogram(counts.tolist(), f"2^{low:.3g}", f"2^{high:.3g}")
     return f"{scales.size:,} scales, logarithmic", bars
 
 
-def html_of(q: Any, quantized: Callable[[ScaledFormat, ScaledFormat], Any]) -> str:
+def html_of(q: Any, scale_qarray: Callable[[ScaledFormat, ScaledFormat], Any]) -> str:
     """The facts and pictures of a QArray as a fragment of HTML; of an abstract one the facts alone.
 
     Args:
         q: the QArray.
-        quantized: of its format and the format of its scales: scales that are quantized again, as a QArray.
+        scale_qarray: of its format and the format of its scales: scales that are quantized again, as a QArray.
     """
     if not _has_numbers(q):
         return html.box(title(q), facts(q))
@@ -148,7 +148,7 @@ def html_of(q: Any, quantized: Callable[[ScaledFormat, ScaledFormat], Any]) -> s
     cells = _cells(numbers)
     caption = f"numbers, {ends}" + (", the largest of each block" if cells.size < numbers.size else "")
     pictures = [(caption, html.heat_map(cells, f"heat map of {title(q)}"))]
-    scales = _scales(q, quantized)
+    scales = _scales(q, scale_qarray)
     bars = None if scales is None else _scale_bars(scales)
     return html.box(title(q), [*facts(q), *_shares(q, numbers)], *pictures, *([bars] if bars else []))
 

@@ -69,12 +69,12 @@ class Report:
     @property
     def sqnr(self) -> float:
         """Signal-to-quantization-noise ratio in dB; infinite if no element changed, NaN if only `fates` has changes."""
-        changed = any(" to " in fate for fate in self.fates)
-        return math.nan if changed and not self.error else decibels(self.square, self.error)
+        changes = any(" to " in fate for fate in self.fates)
+        return math.nan if changes and not self.error else decibels(self.square, self.error)
 
-    def add(self, exact: np.ndarray, stored: np.ndarray) -> None:
+    def add(self, exact: np.ndarray, result: np.ndarray) -> None:
         """Adds the errors of a chunk."""
-        x, y = exact.astype(np.float64).ravel(), stored.astype(np.float64).ravel()
+        x, y = exact.astype(np.float64).ravel(), result.astype(np.float64).ravel()
         self.fates += fates_of(x, y)
         finite = np.isfinite(x) & np.isfinite(y)
         x, y = x[finite], y[finite]
@@ -87,21 +87,21 @@ class Report:
 _KINDS = {"finite": np.isfinite, "inf": np.isinf, "nan": np.isnan}
 
 
-def fates_of(exact: np.ndarray, stored: np.ndarray) -> Counter[str]:
+def fates_of(exact: np.ndarray, result: np.ndarray) -> Counter[str]:
     """How many elements are not finite before or after, by what became of them.
 
     Example:
         >>> dict(fates_of(np.array([np.nan, np.inf, -np.inf, 1.0]), np.array([7.0, np.inf, -np.inf, 1.0])))
         {'inf kept': 2, 'nan to finite': 1}
     """
-    found: Counter[str] = Counter()
-    if np.isfinite(exact).all() and np.isfinite(stored).all():
-        return found
+    fates: Counter[str] = Counter()
+    if np.isfinite(exact).all() and np.isfinite(result).all():
+        return fates
     for (before, was), (after, became) in itertools.product(_KINDS.items(), repeat=2):
-        count = int(np.count_nonzero(was(exact) & became(stored)))
+        count = int(np.count_nonzero(was(exact) & became(result)))
         if count and not before == after == "finite":
-            found[f"{before} kept" if before == after else f"{before} to {after}"] = count
-    return found
+            fates[f"{before} kept" if before == after else f"{before} to {after}"] = count
+    return fates
 
 
 @dataclass(frozen=True)
@@ -113,7 +113,7 @@ class _Job:
     spec: Spec | None
     why: str  # the reason in the report, for a tensor that is copied
     outputs: dict[str, Entry]
-    described: dict[str, Any] | None = None
+    description: dict[str, Any] | None = None
 
 
 def quantize_file(
@@ -151,16 +151,16 @@ def quantize_file(
             if job.spec is not None and job.spec.rounding.stochastic and seed is None:
                 raise ValueError(f"spec={str(job.spec)!r} rounds stochastically: it needs a seed")
         entries = lay_out({name: entry for job in jobs for name, entry in job.outputs.items()})
-        described = described_in(file) | {job.name: job.described for job in jobs if job.described is not None}
+        descriptions = described_in(file) | {job.name: job.description for job in jobs if job.description is not None}
         texts = {name: text for name, text in file.metadata.items() if name != QARRAYS}
         total, reports = sum(job.entry.nbytes for job in jobs), []
 
         def write(out: Any) -> None:
-            writer, done = TensorWriter(out, entries, texts | qarray_metadata(described)), 0
+            writer, start = TensorWriter(out, entries, texts | qarray_metadata(descriptions)), 0
             for job in jobs:
-                tell = partial(_tell, progress, job.name, done, total)
+                tell = partial(_tell, progress, job.name, start, total)
                 reports.append(_convert(file, job, writer, seed, chunk, tell))
-                done += job.entry.nbytes
+                start += job.entry.nbytes
             writer.finish()
 
         write_atomically(target, write)
@@ -175,13 +175,13 @@ def _tell(progress: Callable[[str, int, int], None], name: str, before: int, tot
 
 
 def _jobs(file: TensorFile, rules: Sequence[Rule]) -> list[_Job]:
-    described = described_in(file)
-    stored = {part for name, fields in described.items() for part in part_names(name, fields)}
+    descriptions = described_in(file)
+    part_names_of_file = {part for name, fields in descriptions.items() for part in part_names(name, fields)}
     used: set[int] = set()
     jobs = []
     for name, entry in sorted(file.entries.items(), key=lambda item: item[1].start):
         index = next((i for i, rule in enumerate(rules) if matches_path(rule.pattern, name)), None)
-        if name in stored:
+        if name in part_names_of_file:
             index, why = None, "copied: part of a QArray"
         elif index is None:
             why = "copied: no rule"
@@ -191,35 +191,35 @@ def _jobs(file: TensorFile, rules: Sequence[Rule]) -> list[_Job]:
             why = ""
             used.add(index)
         jobs.append(_job(name, entry, None if index is None else rules[index], why))
-    unused = [rule for i, rule in enumerate(rules) if i not in used]
-    check_unused(unused, [job.name for job in jobs if job.spec is None], described)
+    idle = [rule for i, rule in enumerate(rules) if i not in used]
+    check_unused(idle, [job.name for job in jobs if job.spec is None], descriptions)
     count = Counter(output for job in jobs for output in job.outputs)
     if twice := [name for name, times in count.items() if times > 1]:
         raise ValueError(f"quantized tensors would have the names of others: {', '.join(twice)}")
     return jobs
 
 
-def check_unused(unused: Sequence[Rule], names: Iterable[str], packed: Iterable[str]) -> None:
+def check_unused(idle: Sequence[Rule], names: Iterable[str], qarray_names: Iterable[str]) -> None:
     """Refuses rules that quantize nothing.
 
     Args:
-        unused: the rules.
+        idle: the rules.
         names: of the tensors that no rule quantizes, for the error.
-        packed: the names of arrays that are codes and scales already.
+        qarray_names: the names of arrays that are codes and scales already.
 
     Raises:
         ValueError: if there are such rules.
     """
-    if not unused:
+    if not idle:
         return
-    matched = {rule: [name for name in packed if matches_path(rule.pattern, name)] for rule in unused}
-    owners = list(dict.fromkeys(name for found in matched.values() for name in found))
+    matches = {rule: [name for name in qarray_names if matches_path(rule.pattern, name)] for rule in idle}
+    owners = list(dict.fromkeys(name for hits in matches.values() for name in hits))
     more = f" and {len(owners) - 3} more" if len(owners) > 3 else ""
-    known = f"; packed already: {', '.join(map(repr, owners[:3]))}{more}" if owners else ""
-    lost = [rule.pattern for rule, found in matched.items() if not found]
-    texts = ", ".join(f"'{rule.pattern}={rule.spec}'" for rule in unused)
-    near = nearest_paths(lost, names) if lost else ""
-    raise ValueError(f"no tensor is quantized by {texts}{known}{near}. `jchop inspect` lists the names")
+    note = f"; packed already: {', '.join(map(repr, owners[:3]))}{more}" if owners else ""
+    patterns = [rule.pattern for rule, hits in matches.items() if not hits]
+    texts = ", ".join(f"'{rule.pattern}={rule.spec}'" for rule in idle)
+    near = nearest_paths(patterns, names) if patterns else ""
+    raise ValueError(f"no tensor is quantized by {texts}{note}{near}. `jchop inspect` lists the names")
 
 
 def without(rule: Rule, name: str, shape: Sequence[int], error: Exception) -> ValueError:
@@ -290,13 +290,13 @@ def _convert(
         key = jax.random.fold_in(jax.random.key(seed or 0), zlib.crc32(job.name.encode()))
     for chunk in chunks(entry.shape, cut):
         x = file.read(job.name, chunk.start, math.prod(chunk.shape)).reshape(chunk.shape)
-        stored = _quantized(x, job, spec, key, chunk, cut, extremes)
-        if isinstance(stored, QArray):
-            _write_parts(writer, job.name, stored, chunk)
-            stored = dequantize(stored)
+        result = _quantized(x, job, spec, key, chunk, cut, extremes)
+        if isinstance(result, QArray):
+            _write_parts(writer, job.name, result, chunk)
+            result = dequantize(result)
         else:
-            writer.write(job.name, stored)
-        report.add(x, stored)
+            writer.write(job.name, result)
+        report.add(x, result)
         progress((chunk.start + x.size) * entry.dtype.itemsize)
     return report
 
@@ -320,8 +320,8 @@ def _quantized(
 def _write_parts(writer: TensorWriter, name: str, q: QArray, chunk: Chunk) -> None:
     """Writes the parts of a chunk; scales that chunks share are written with the first one."""
     for part, array in parts_of(name, q).items():
-        shared = part.endswith(".tensor_scale") and chunk.start > 0
-        if part.endswith((".qvalue", ".places")) or (chunk.is_first_of_groups and not shared):
+        repeats = part.endswith(".tensor_scale") and chunk.start > 0
+        if part.endswith((".qvalue", ".places")) or (chunk.is_first_of_groups and not repeats):
             writer.write(part, array)
 
 

@@ -31,7 +31,7 @@ def dequantize_params(params: Any) -> Any:
     """
     refuse_parts("params", params)
 
-    def is_packed(leaf: Any) -> bool:
+    def has_codes(leaf: Any) -> bool:
         return isinstance(leaf, QArray | Rearranged)
 
-    return jax.tree.map(lambda leaf: dequantize(leaf) if is_packed(leaf) else leaf, params, is_leaf=is_packed)
+    return jax.tree.map(lambda leaf: dequantize(leaf) if has_codes(leaf) else leaf, params, is_leaf=has_codes)

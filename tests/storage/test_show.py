@@ -124,8 +124,8 @@ def a_large_array_is_decoded_once_and_drawn_in_few_cells(
     """So that it is shown in time: one program, compiled already, gives all numbers, and the page is short."""
     q = jc.quantize(jnp.ones((512, 2048)), "nvfp4")
     q._repr_html_()  # compiles
-    decoded, calls = _show._decoded, []
-    monkeypatch.setattr(_show, "_decoded", lambda *given: (calls.append(given), decoded(*given))[1])
+    decoded, calls = _show._compiled_decode, []
+    monkeypatch.setattr(_show, "_compiled_decode", lambda *given: (calls.append(given), decoded(*given))[1])
     with jax.log_compiles():
         page = q._repr_html_()
     assert not [record.message for record in caplog.records if "Compiling" in record.message]

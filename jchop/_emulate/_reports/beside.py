@@ -62,12 +62,12 @@ class StoppedError(Exception):
         step: the equation; None on entry.
         event: its turn, index and order.
         facts: the operands and the result at this index, as text.
-        seen: the measure of all results of the equation.
+        measure: the measure of all results of the equation.
     """
 
-    def __init__(self, what: str, step: Step | None, event: Event, facts: str, seen: Measure) -> None:
+    def __init__(self, what: str, step: Step | None, event: Event, facts: str, measure: Measure) -> None:
         super().__init__(what)
-        self.what, self.step, self.event, self.facts, self.seen = what, step, event, facts, seen
+        self.what, self.step, self.event, self.facts, self.measure = what, step, event, facts, measure
 
 
 @dataclass
@@ -77,20 +77,20 @@ class Beside:
     Args:
         reference: the program to compare with.
         max_turns: the most turns of a `while` loop.
-        stop_at: the event that ends the run with a `StoppedError`; None for none.
-        found: the measure of each step, by its id.
+        stop_at: the event that ends the run with a `StopEventError`; None for none.
+        measures: the measure of each step, by its id.
         notes: sentences about loops that were stopped.
         entries: of each argument and constant its name, whether it is rounded, its size and its measure.
-        lost: the roundings of literals that overflow or become zero, as a step of their own, by the id of their step.
+        literal_steps: the roundings of literals that overflow or become zero, as own steps, by the id of their step.
     """
 
     reference: Reference
     max_turns: int
     stop_at: str | None = None
-    found: dict[int, Measure] = field(default_factory=dict)
+    measures: dict[int, Measure] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
     entries: list[tuple[str, bool, int, Measure]] = field(default_factory=list)
-    lost: dict[int, Step] = field(default_factory=dict)
+    literal_steps: dict[int, Step] = field(default_factory=dict)
     turn: tuple[int, ...] = ()
     order: int = 0
     axes: Axes = ()  # of the mesh, which values have first
@@ -104,16 +104,16 @@ class Beside:
     ) -> list[Pair]:
         """The results of a planned program on concrete values."""
 
-        def given(x: Any) -> Pair:
-            return spread(x, self.axes), spread(self.reference.given(x), self.axes)
+        def pair_of(x: Any) -> Pair:
+            return spread(x, self.axes), spread(self.reference.as_reference(x), self.axes)
 
         env: dict[Any, Pair] = dict(
-            zip(plan.jaxpr.constvars, constants or [given(x) for x in plan.consts], strict=True)
+            zip(plan.jaxpr.constvars, constants or [pair_of(x) for x in plan.consts], strict=True)
         )
         env.update(zip(plan.jaxpr.invars, args, strict=True))
 
         def read(v: Any) -> Pair:
-            return given(constant_of(v)) if isinstance(v, Literal) else env[v]
+            return pair_of(constant_of(v)) if isinstance(v, Literal) else env[v]
 
         for step in plan.steps:
             with nullcontext() if self.axes else step.eqn.ctx.manager:  # a mesh is no part of the context here
@@ -125,21 +125,23 @@ class Beside:
         self,
         program: Program,
         spec: Spec | None,
-        entered: tuple[list[Any], list[Any], Seeds | None],
+        entry: tuple[list[Any], list[Any], Seeds | None],
         names: Sequence[str],
     ) -> list[Pair]:
         """The results of a program, given its arguments and constants as `spec` rounds them on entry, and its seeds."""
-        values, constants, seeds = entered
+        values, constants, seeds = entry
         every = (*program.values, *program.plan.consts)
         names = (*names, *("constant" for _ in constants))
         for name, x, whole, rounds in zip(names, (*values, *constants), every, program.rounds, strict=True):
             if rounds or (hasattr(x, "dtype") and is_number(x)):
                 own = spec if rounds else None
-                seen = measured(x, whole, whole, [whole], order=self.order, elementwise=True, spec=own)
-                self.entries.append((name, rounds, int(np.size(x)), seen))
-                self._check_stop(None, seen, x, [whole], f"{name}, {{given}}, is {{result}}")
+                measure = measured(x, whole, whole, [whole], order=self.order, elementwise=True, spec=own)
+                self.entries.append((name, rounds, int(np.size(x)), measure))
+                self._check_stop(None, measure, x, [whole], f"{name}, {{given}}, is {{result}}")
                 self.order += 1
-        pairs = list(zip((*values, *constants), (self.reference.given(copied(as_jax(x))) for x in every), strict=True))
+        pairs = list(
+            zip((*values, *constants), (self.reference.as_reference(copied(as_jax(x))) for x in every), strict=True)
+        )
         return self.run(program.plan, seeds, pairs[: len(values)], pairs[len(values) :])
 
     def _step(self, step: Step, seeds: Seeds | None, args: list[Pair]) -> list[Pair]:
@@ -170,94 +172,96 @@ class Beside:
         most = max((len(v.aval.shape) for _, v in numbers), default=0)
         ndim = len(self.axes) + most
         operands = [aligned(x, ndim) if self.axes and not v.aval.shape else x for x, v in numbers]
-        computed = [not isinstance(v, Literal) for _, v in numbers]
+        from_program = [not isinstance(v, Literal) for _, v in numbers]
         for v, spec, result, exact, wide in zip(step.eqn.outvars, step.out, results, same, reference, strict=True):
             if not is_number(v.aval):
                 continue
-            seen = measured(
+            measure = measured(
                 result,
                 exact,
                 wide,
                 operands,
-                computed,
+                from_program,
                 turn=self.turn,
                 order=self.order,
                 elementwise=step.kind in ELEMENTWISE,
                 digits=_digits(step, v.aval),
                 spec=None if silent else spec,
             )
-            if silent and not seen.born:
+            if silent and not measure.new_nonfinite:
                 continue
-            self.found.setdefault(id(step), Measure()).add(seen)
-            self._check_stop(step, seen, result, operands, f"{step.name} of {{given}} is {{result}}")
+            self.measures.setdefault(id(step), Measure()).add(measure)
+            self._check_stop(step, measure, result, operands, f"{step.name} of {{given}} is {{result}}")
 
     def _look_at_literals(self, step: Step, seeds: Seeds | None, args: list[Pair]) -> None:
         """Counts the literals that overflow or become zero, and those of calls and loops that are not finite."""
-        first = id(step) not in self.lost
-        for i, low, seen in self.lost_literals(step, seeds, args):
-            own = self.lost.setdefault(id(step), replace(step, kind="constant"))
+        first = id(step) not in self.literal_steps
+        for i, low, measure in self.literals_out_of_range(step, seeds, args):
+            own = self.literal_steps.setdefault(id(step), replace(step, kind="constant"))
             if first:  # a literal of a loop is one constant
-                self.found.setdefault(id(own), Measure()).add(seen)
-            self._check_stop(step, seen, low, [args[i][0]], "constant, {given}, is {result}")
+                self.measures.setdefault(id(own), Measure()).add(measure)
+            self._check_stop(step, measure, low, [args[i][0]], "constant, {given}, is {result}")
         for v in step.eqn.invars if step.kind == "control" else ():
             if isinstance(v, Literal) and is_number(v.aval) and not np.all(np.isfinite(v.val)):
-                seen = measured(v.val, v.val, v.val, [], turn=self.turn, order=self.order)
-                self.found.setdefault(id(step), Measure()).add(seen)
+                measure = measured(v.val, v.val, v.val, [], turn=self.turn, order=self.order)
+                self.measures.setdefault(id(step), Measure()).add(measure)
 
-    def lost_literals(self, step: Step, seeds: Seeds | None, args: list[Pair]) -> Iterator[tuple[int, Any, Measure]]:
+    def literals_out_of_range(
+        self, step: Step, seeds: Seeds | None, args: list[Pair]
+    ) -> Iterator[tuple[int, Any, Measure]]:
         """The literals whose rounding overflows or gives zero: the place, the rounded value and its measure."""
         places = [i for i, v in enumerate(step.eqn.invars) if step.rounds[i] and isinstance(v, Literal)]
-        low = self.rounded(step, seeds, args) if places else []
+        low = self.emulated_operands(step, seeds, args) if places else []
         for i in places:
             whole, spec = args[i][0], step.choice.spec
-            seen = measured(
+            measure = measured(
                 low[i], whole, whole, [whole], turn=self.turn, order=self.order, elementwise=True, spec=spec
             )
-            if seen.overflows or seen.underflows:
-                yield i, low[i], seen
+            if measure.overflows or measure.underflows:
+                yield i, low[i], measure
 
-    def with_lost(self, steps: Iterable[tuple[Step, int, str]]) -> Iterator[tuple[Step, int, str]]:
-        """The steps of `walk`, each after the rounding of its lost literals."""
+    def with_literal_steps(self, steps: Iterable[tuple[Step, int, str]]) -> Iterator[tuple[Step, int, str]]:
+        """The steps of `walk_sources`, each after the rounding of its literals."""
         for step, times, source in steps:
-            if id(step) in self.lost:
-                yield self.lost[id(step)], 1, source
+            if id(step) in self.literal_steps:
+                yield self.literal_steps[id(step)], 1, source
             yield step, times, source
 
-    def _check_stop(self, step: Step | None, seen: Measure, result: Any, operands: list[Any], text: str) -> None:
-        for what, event in seen.events():
+    def _check_stop(self, step: Step | None, measure: Measure, result: Any, operands: list[Any], text: str) -> None:
+        for what, event in measure.events():
             if what == self.stop_at:
                 result = np.asarray(result)
                 here = [_at(np.asarray(x), event.where, result.shape) for x in operands]
                 facts = text.format(given=", ".join(here), result=result[event.where])
-                raise StoppedError(what, step, event, facts, seen)
+                raise StoppedError(what, step, event, facts, measure)
 
     # -- pairs made of pairs -------------------------------------------------------------------------------------------
 
     def rounded_operands(self, step: Step, seeds: Seeds | None, args: list[Pair]) -> list[Pair]:
         """The operands of an equation that holds programs, with those rounded that the plan marks."""
-        low = self.rounded(step, seeds, args)
+        low = self.emulated_operands(step, seeds, args)
         return [(x, pair[1]) for x, pair in zip(low, args, strict=True)]
 
-    def rounded(self, step: Step, seeds: Seeds | None, args: list[Pair]) -> list[Any]:
+    def emulated_operands(self, step: Step, seeds: Seeds | None, args: list[Pair]) -> list[Any]:
         """The emulated values of operands, with those rounded that the plan marks."""
         return mapped(self.axes, partial(with_rounded_operands, step), seeds, [pair[0] for pair in args])
 
-    def moved(self, move: Callable[[Any], Any], pair: Pair) -> Pair:
+    def map_pair(self, move: Callable[[Any], Any], pair: Pair) -> Pair:
         """The pair with its numbers in another place."""
         return move(pair[0]), move(pair[1])
 
     def row(self, pair: Pair, k: int) -> Pair:
         """Row k of arrays."""
-        return self.moved(lambda x: at_row(x, k, self.axes), pair)
+        return self.map_pair(lambda x: at_row(x, k, self.axes), pair)
 
-    def stacked(self, rows: list[Pair], aval: Any) -> Pair:
+    def stack(self, rows: list[Pair], aval: Any) -> Pair:
         """The results of the turns of a scan along a first axis."""
         low, wide = (stacked([row[side] for row in rows], aval, self.axes) for side in (0, 1))
-        return low, self.reference.given(wide)
+        return low, self.reference.as_reference(wide)
 
-    def chosen(self, active: Any, new: Pair, old: Pair) -> Pair:
+    def select(self, active: Any, new: Pair, old: Pair) -> Pair:
         """The new values of the loops of a batch that still run, and the old values of others."""
-        return where_active(active, new[0], old[0]), self.reference.chosen(active, new[1], old[1])
+        return where_active(active, new[0], old[0]), self.reference.select(active, new[1], old[1])
 
     # -- equations that hold programs ----------------------------------------------------------------------------------
 
@@ -270,11 +274,11 @@ class Beside:
     def _shard_map(self, step: Step, seeds: Seeds | None, args: list[Pair]) -> list[Pair]:
         """All shards at once."""
         shards = Shards(step, self.axes)
-        given = list(map(self.moved, shards.cuts(), args))
+        parts = list(map(self.map_pair, shards.cuts(), args))
         self.axes = shards.axes
-        out = self.run(step.inner[0], shards.seeds(seeds), given)
+        out = self.run(step.inner[0], shards.seeds(seeds), parts)
         self.axes = shards.outer
-        return list(map(self.moved, shards.joins(), out))
+        return list(map(self.map_pair, shards.joins(), out))
 
     def _solve(self, step: Step, seeds: Seeds | None, args: list[Pair]) -> list[Pair]:
         lengths = step.eqn.params["const_lengths"]
@@ -282,18 +286,18 @@ class Beside:
         return self._call(step, seeds, [*args[first : first + lengths.solve], *args[sum(lengths) :]])
 
     def _cond(self, step: Step, seeds: Seeds | None, args: list[Pair]) -> list[Pair]:
-        chosen = np.clip(np.asarray(self.followed(args[0])), 0, len(step.inner) - 1)
+        branches = np.clip(np.asarray(self.path_value(args[0])), 0, len(step.inner) - 1)
         out: list[Pair] = []
-        for index in map(int, np.unique(chosen)):  # several if shards differ
+        for index in map(int, np.unique(branches)):  # several if shards differ
             new = self.run(step.inner[index], self._inside(seeds, step.number + index), args[1:])
-            own = jnp.asarray(chosen == index)
-            out = [self.chosen(own, *pair) for pair in zip(new, out, strict=True)] if out else new
+            own = jnp.asarray(branches == index)
+            out = [self.select(own, *pair) for pair in zip(new, out, strict=True)] if out else new
         return out
 
     def _scan(self, step: Step, seeds: Seeds | None, args: list[Pair]) -> list[Pair]:
         params = step.eqn.params
-        consts, carried = carry_count(params)
-        fixed, carry, xs = args[:consts], args[consts : consts + carried], args[consts + carried :]
+        consts, carry_size = carry_count(params)
+        fixed, carry, xs = args[:consts], args[consts : consts + carry_size], args[consts + carry_size :]
         order = range(params["length"])
         each: list[list[Pair]] = []
         outer = self.turn
@@ -301,13 +305,13 @@ class Beside:
             self.turn = (*outer, turn)
             row = [self.row(x, k) for x in xs]
             out = self.run(step.inner[0], self._inside(seeds, step.number, turn), [*fixed, *carry, *row])
-            carry, ys = out[:carried], out[carried:]
+            carry, ys = out[:carry_size], out[carry_size:]
             each.append(ys)
         self.turn = outer
         if params["reverse"]:
             each.reverse()
-        avals = [v.aval for v in step.eqn.outvars[carried:]]
-        return [*carry, *(self.stacked([ys[i] for ys in each], aval) for i, aval in enumerate(avals))]
+        avals = [v.aval for v in step.eqn.outvars[carry_size:]]
+        return [*carry, *(self.stack([ys[i] for ys in each], aval) for i, aval in enumerate(avals))]
 
     def _while(self, step: Step, seeds: Seeds | None, args: list[Pair]) -> list[Pair]:
         test, body = step.eqn.params["cond_nconsts"], step.eqn.params["body_nconsts"]
@@ -318,7 +322,7 @@ class Beside:
         while True:
             self.turn = (*outer, turn)
             goes_on = self.run(step.inner[0], self._inside(seeds, step.number, turn), [*first, *carry])[0]
-            active = active & self.followed(goes_on)
+            active = active & self.path_value(goes_on)
             if not bool(jnp.any(active)):
                 break
             if turn >= self.max_turns:
@@ -329,7 +333,7 @@ class Beside:
             if turn == LONG:
                 self.check_long()
             out = self.run(step.inner[1], self._inside(seeds, step.number + 1, turn), [*fixed, *carry])
-            new = [self.chosen(active, one, two) for one, two in zip(out, carry, strict=True)]
+            new = [self.select(active, one, two) for one, two in zip(out, carry, strict=True)]
             turn += 1
             if not draws and all(is_unchanged(one[0], two[0]) for one, two in zip(new, carry, strict=True)):
                 why = f"after {turn} turns, as its values no longer change and it would never end"
@@ -339,12 +343,12 @@ class Beside:
         self.turn, self.loops = outer, self.loops - 1
         return carry
 
-    def followed(self, pair: Pair) -> Any:
+    def path_value(self, pair: Pair) -> Any:
         """The emulated value of what chooses a path: an index of branches, a condition."""
         return pair[0]
 
     def check_long(self) -> None:
-        """Called when a `while` loop has made `LONG` turns."""
+        """Called when a `while` loop has made `LONG_LOOP` turns."""
 
     def _note_stop(self, step: Step, why: str, seeds: Seeds | None, args: Sequence[Pair]) -> None:
         self.notes.append(note_of_stop(self.runner, step, why, seeds, [pair[0] for pair in args], self.axes))
@@ -352,14 +356,14 @@ class Beside:
 
 def note_of_stop(runner: Emulation, step: Step, why: str, seeds: Seeds | None, args: list[Any], axes: Axes = ()) -> str:
     """A sentence about a `while` loop that is stopped, with its line and the numbers compared."""
-    compared: list[Step] = []
+    steps: list[Step] = []
 
     def look(seeds: Seeds | None, args: list[Any]) -> tuple[Any, list[list[Any]]]:
-        found, goes_on = watch(runner, step.inner[0], seeds, args)
-        compared[:] = [one for one, _ in found]
-        return goes_on, [values for _, values in found]
+        comparisons, goes_on = watch(runner, step.inner[0], seeds, args)
+        steps[:] = [one for one, _ in comparisons]
+        return goes_on, [values for _, values in comparisons]
 
-    return text_of_stop(step, compared, why, *mapped(axes, look, seeds, args))
+    return text_of_stop(step, steps, why, *mapped(axes, look, seeds, args))
 
 
 def is_unchanged(one: Any, two: Any) -> bool:

@@ -204,23 +204,26 @@ def blame(
     outer = here()
     start = home(low.fun, outer)
     # Of a constant result, `emulate` makes an equation in this call.
-    walked = [(step, times, start if at == outer else at) for step, times, at in walk(program.plan, 1, outer)]
-    tape.sources.update((id(step), source) for step, _, source in walked)
+    steps = [(step, times, start if at == outer else at) for step, times, at in walk(program.plan, 1, outer)]
+    tape.sources.update((id(step), source) for step, _, source in steps)
     seeds = low.seeds(key, args, kwargs)
     results = _run(low, program, tape, names_of(args, kwargs), seeds, most is not None)
     error, value, reference, cotangents = _seeded(program, results, output)
     shares = tape.shares(results, cotangents)
     for note in dict.fromkeys(tape.notes):
         warnings.warn(note, RuntimeWarning, stacklevel=2)
-    rows = [*_given_rows(shares, str(low.settings.spec), start, error), *_rows(tape.with_lost(walked), shares, error)]
+    rows = [
+        *_given_rows(shares, str(low.settings.spec), start, error),
+        *_rows(tape.with_literal_steps(steps), shares, error),
+    ]
     rows.sort(key=lambda row: -abs(row.contribution))
-    unexplained = error - math.fsum(row.contribution for row in rows)
-    notes = (*dict.fromkeys(tape.notes), *_notes(tape.parted, error, value, unexplained, rows))
-    return Blame(tuple(rows), error, value, reference, unexplained, notes)
+    rest = error - math.fsum(row.contribution for row in rows)
+    notes = (*dict.fromkeys(tape.notes), *_notes(tape.diverges, error, value, rest, rows))
+    return Blame(tuple(rows), error, value, reference, rest, notes)
 
 
-def _notes(parted: bool, error: float, value: float, unexplained: float, rows: Sequence[BlameRow]) -> Iterator[str]:
-    if parted:
+def _notes(diverges: bool, error: float, value: float, rest: float, rows: Sequence[BlameRow]) -> Iterator[str]:
+    if diverges:
         yield (
             "the carrier alone would make other turns or choices, so this is the error on the path of the emulated "
             "program, and not the difference from a plain run"
@@ -228,7 +231,7 @@ def _notes(parted: bool, error: float, value: float, unexplained: float, rows: S
     # Where parts cancel to almost nothing, a small rest of them is no reason to doubt them, nor are the carrier's own
     # rounding errors. The value may be NaN, which is no maximum in the last place.
     largest = max((abs(row.contribution) for row in rows), default=0.0)
-    if abs(unexplained) > max(abs(error), _DOUBT * largest, float(jnp.finfo(jnp.result_type(float)).eps) * abs(value)):
+    if abs(rest) > max(abs(error), _DOUBT * largest, float(jnp.finfo(jnp.result_type(float)).eps) * abs(value)):
         yield (
             "the part that no row explains is larger than the error, so the rows do not describe this error; blame "
             "fewer turns of loops, or take a format with more digits"
@@ -236,30 +239,30 @@ def _notes(parted: bool, error: float, value: float, unexplained: float, rows: S
 
 
 def _run(
-    low: Emulated, program: Program, tape: Tape, names: Sequence[str], seeds: Seeds | None, limited: bool
+    low: Emulated, program: Program, tape: Tape, names: Sequence[str], seeds: Seeds | None, has_limit: bool
 ) -> list[Pair]:
-    entered = values, constants, inside = enter(program, low.settings.spec, seeds)
-    if not limited:
-        tape.check = partial(_check_turns, program, entered)
+    entry = values, constants, inside = enter(program, low.settings.spec, seeds)
+    if not has_limit:
+        tape.check = partial(_check_turns, program, entry)
     every = (*program.values, *program.plan.consts)
     names = (*names, *("constant" for _ in program.plan.consts))
     pairs: list[Pair] = [
-        tape.given(name, x, as_jax(whole)) for name, x, whole in zip(names, (*values, *constants), every, strict=True)
+        tape.enter(name, x, as_jax(whole)) for name, x, whole in zip(names, (*values, *constants), every, strict=True)
     ]
     return tape.run(program.plan, inside, pairs[: len(values)], pairs[len(values) :])
 
 
-def _check_turns(program: Program, entered: tuple[list[Any], list[Any], Seeds | None]) -> None:
+def _check_turns(program: Program, entry: tuple[list[Any], list[Any], Seeds | None]) -> None:
     """Refuses loops of too many turns, by a run of the emulated program alone, which is much faster."""
-    values, constants, inside = entered
-    with warnings.catch_warnings(record=True) as seen:
+    values, constants, inside = entry
+    with warnings.catch_warnings(record=True) as records:
         warnings.simplefilter("always")
         interpret(Eager(_MOST_TURNS), program.plan, inside, values, constants)
         jax.effects_barrier()
-    stopped = [str(one.message) for one in seen if issubclass(one.category, RuntimeWarning)]
-    if stopped:
+    messages = [str(one.message) for one in records if issubclass(one.category, RuntimeWarning)]
+    if messages:
         raise ValueError(
-            f"{stopped[0]}. blame records every operation of every turn: max_turns=100 gives the parts of the first "
+            f"{messages[0]}. blame records every operation of every turn: max_turns=100 gives the parts of the first "
             "turns, a larger number those of more. A tolerance below the spacing of the format is never reached"
         )
 
@@ -300,11 +303,11 @@ def _of_output(
             raise TypeError(f"output={output!r} must give a real number, but gives {jax.typeof(out)}")
         return jnp.reshape(out, ())
 
-    found = [
+    gradients = [
         jax.value_and_grad(lambda values, side=side: number(side, values))([side[i] for i in numbers])
         for side in (low, wide)
     ]
-    (one, first), (two, second) = found
+    (one, first), (two, second) = gradients
     if not (math.isfinite(one) and math.isfinite(two)):
         raise _not_finite(one, two)
     cotangents: list[Any] = [None] * len(low)
@@ -322,10 +325,10 @@ def _of_output(
 
 def _not_finite(*output: Any) -> ValueError:
     nan = any(is_number(jax.typeof(x)) and bool(jnp.isnan(x).any()) for x in map(as_jax, output))
-    event, said = ("nan", "gives a NaN") if nan else ("overflow", "overflows")
+    event, verb = ("nan", "gives a NaN") if nan else ("overflow", "overflows")
     return ValueError(
         f"the output is {'NaN' if nan else 'not finite'}, so its error has no parts; "
-        f"jchop.emulate.report(low, ..., stop_at={event!r}) names the first equation that {said}"
+        f"jchop.emulate.report(low, ..., stop_at={event!r}) names the first equation that {verb}"
     )
 
 

@@ -138,11 +138,11 @@ class SignificantDigits(Tables):
     def as_dict(self) -> dict[str, Any]:
         """Everything as plain data for JSON; leaves of the result by path."""
 
-        def listed(tree: Any) -> dict[str, Any]:
+        def by_path(tree: Any) -> dict[str, Any]:
             leaves = jax.tree_util.tree_flatten_with_path(tree)[0]
             return {jax.tree_util.keystr(path): _strict(np.asarray(x).tolist()) for path, x in leaves}
 
-        out = {name: listed(getattr(self, name)) for name in ("digits", "mean", "spread")}
+        out = {name: by_path(getattr(self, name)) for name in ("digits", "mean", "spread")}
         rows = [{f.name: getattr(row, f.name) for f in fields(row)} for row in self.instabilities]
         return {**out, "most": self.most, "samples": self.samples, "instabilities": rows, "notes": list(self.notes)}
 
@@ -276,9 +276,9 @@ def _in_wide(fun: Callable[..., Any], settings: Settings, args: Any, kwargs: Any
 
 def _again(program: Program, *values: Any) -> Any:
     """The results of a program of other dtypes."""
-    closed = ClosedJaxpr(program.source, program.plan.consts)
-    given = [lax.convert_element_type(x, v.aval.dtype) for x, v in zip(values, program.source.invars, strict=True)]
-    return jax.tree.unflatten(program.tree, list(map(_in_float64, jaxpr_as_fun(closed)(*given))))
+    source = ClosedJaxpr(program.source, program.plan.consts)
+    args = [lax.convert_element_type(x, v.aval.dtype) for x, v in zip(values, program.source.invars, strict=True)]
+    return jax.tree.unflatten(program.tree, list(map(_in_float64, jaxpr_as_fun(source)(*args))))
 
 
 def _stochastic(settings: Settings) -> Settings:
@@ -302,14 +302,14 @@ def _digits(
     measure = _Measure.of(samples, confidence, bits * math.log10(2))
     _check_carriers(program.plan)
     seeds = [seeds_of(settings, jax.random.fold_in(key, i)) for i in range(samples)]
-    entered = [enter(program, settings.spec, one) for one in seeds]
+    entries = [enter(program, settings.spec, one) for one in seeds]
     # Each sample writes to its own references.
     values, constants = (
-        [list(map(copied, many)) for many in zip(*(e[i] for e in entered), strict=True)] for i in (0, 1)
+        [list(map(copied, many)) for many in zip(*(e[i] for e in entries), strict=True)] for i in (0, 1)
     )
     outer = here()
     run = _Samples(measure, max_turns)
-    results = run.run(program.plan, [e[2] for e in entered], values, constants)
+    results = run.run(program.plan, [e[2] for e in entries], values, constants)
     for note in dict.fromkeys(run.notes):
         warnings.warn(note, RuntimeWarning, stacklevel=3)
     facts = [
@@ -317,7 +317,7 @@ def _digits(
         for many in results
     ]
     digits, mean, spread = (jax.tree.unflatten(program.tree, [fact[i] for fact in facts]) for i in range(3))
-    rows = tuple(_rows(walk(program.plan, 1, outer), run.found))
+    rows = tuple(_rows(walk(program.plan, 1, outer), run.counts))
     return SignificantDigits(digits, mean, spread, measure.most, samples, rows, tuple(dict.fromkeys(run.notes)))
 
 
@@ -341,10 +341,10 @@ def _check_carriers(plan: Plan) -> None:
                 )
 
 
-def _rows(steps: Any, found: dict[tuple[int, str], int]) -> list[Instability]:
+def _rows(steps: Any, counts: dict[tuple[int, str], int]) -> list[Instability]:
     by_id = {id(step): (step, source) for step, _, source in steps}
     groups: dict[tuple[str, str, str, str], int] = {}
-    for (number, kind), count in found.items():
+    for (number, kind), count in counts.items():
         step, source = by_id[number]
         group = kind, label_of(step), step.scope, source
         groups[group] = groups.get(group, 0) + count
@@ -391,15 +391,15 @@ class _Measure:
             return np.minimum(real[0], imaginary[0]), real[1] + 1j * imaginary[1], spread
         every = every.astype(np.float64)
         with np.errstate(all="ignore"):
-            moved = every - every[0]  # equal samples have a spread of exactly zero
-            mean, spread = every[0] + moved.mean(0), moved.std(0, ddof=1)
+            deviations = every - every[0]  # equal samples have a spread of exactly zero
+            mean, spread = every[0] + deviations.mean(0), deviations.std(0, ddof=1)
         return np.where(np.all(np.isfinite(every), axis=0), self.digits(mean, spread), 0.0), mean, spread
 
     def digits(self, mean: np.ndarray, spread: np.ndarray) -> np.ndarray:
         """The digits of numbers with this mean and standard deviation."""
         with np.errstate(all="ignore"):
-            found = np.log10(self.factor * np.abs(mean) / spread)
-        return np.clip(np.where(spread == 0, self.most, found), 0, self.most)
+            digits = np.log10(self.factor * np.abs(mean) / spread)
+        return np.clip(np.where(spread == 0, self.most, digits), 0, self.most)
 
 
 @dataclass
@@ -408,7 +408,7 @@ class _Samples:
 
     measure: _Measure
     max_turns: int
-    found: dict[tuple[int, str], int] = field(default_factory=dict)
+    counts: dict[tuple[int, str], int] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
     axes: Axes = ()  # of the mesh, which values have first
 
@@ -466,20 +466,20 @@ class _Samples:
         after = [] if name == "div" else [self.measure.facts(many)[0] for many in results]
         if after and all(np.all(x > self.measure.most - _CANCELLED) for x in after):
             return  # no operand has more than the most digits
-        taken = _turned(self._each(partial(self.runner.taken, step), seeds, each), len(step.eqn.invars))
+        operands = _turned(self._each(partial(self.runner.prepare_operands, step), seeds, each), len(step.eqn.invars))
         if name in _SUMS | _PRODUCTS:
-            before = self._uncancelled(untyped(step, self.axes), taken)
+            before = self._digits_without_cancellation(untyped(step, self.axes), operands)
         else:
             shape = results[0][0].shape
-            facts = [self.measure.facts(many)[0] for many in taken[name == "div" :]]
+            facts = [self.measure.facts(many)[0] for many in operands[name == "div" :]]
             before = [np.minimum.reduce([np.broadcast_to(aligned(x, len(shape)), shape) for x in facts])]
         if name == "div":
             self._count(step, "division", before[0] < 1)
-        for digits, left, many in zip(before, after, results, strict=False):
+        for digits, rest, many in zip(before, after, results, strict=False):
             finite = np.all([np.isfinite(np.asarray(x)) for x in many], axis=0)  # an overflow cancels nothing
-            self._count(step, "cancellation", finite & (digits - left >= _CANCELLED))
+            self._count(step, "cancellation", finite & (digits - rest >= _CANCELLED))
 
-    def _uncancelled(self, step: Step, taken: list[Many]) -> list[np.ndarray]:
+    def _digits_without_cancellation(self, step: Step, operands: list[Many]) -> list[np.ndarray]:
         """The digits of sums of many terms, had no terms cancelled.
 
         Then the square of a sum is as large as the sum of the squares of its terms, and so is its spread's. So a term
@@ -491,9 +491,9 @@ class _Samples:
         if step.name in _SCATTERS:  # these hold the addition of two numbers of their dtype
             params = {name: x for name, x in params.items() if not name.startswith("update_")}
 
-        def summed(*squares: np.ndarray) -> list[np.ndarray]:
-            left = iter(squares)
-            args = [next(left) if r else many[0] for many, r in zip(taken, real, strict=True)]
+        def sum_of(*squares: np.ndarray) -> list[np.ndarray]:
+            terms = iter(squares)
+            args = [next(terms) if r else many[0] for many, r in zip(operands, real, strict=True)]
             if step.name in _SCATTERS:
                 out = mapped(self.axes, lambda _, args: [lax.scatter_add(*args, **params)], None, args)
             else:
@@ -501,20 +501,20 @@ class _Samples:
             return [np.asarray(x) for x in out]
 
         with np.errstate(all="ignore"), jax.enable_x64(True):  # type: ignore[attr-defined]
-            facts = [self.measure.facts(many)[1:] for many, r in zip(taken, real, strict=True) if r]
+            facts = [self.measure.facts(many)[1:] for many, r in zip(operands, real, strict=True) if r]
             means, spreads = ([x * x for x in each] for each in zip(*facts, strict=True))
             if step.name in _PRODUCTS:
                 (a, b), (da, db) = means, spreads
-                noises = [x + y for x, y in zip(summed(da, b + db), summed(a, db), strict=True)]
+                noises = [x + y for x, y in zip(sum_of(da, b + db), sum_of(a, db), strict=True)]
             else:
-                noises = summed(*spreads)
-            sizes = summed(*means)
+                noises = sum_of(*spreads)
+            sizes = sum_of(*means)
             return [self.measure.digits(np.sqrt(x), np.sqrt(d)) for x, d in zip(sizes, noises, strict=True)]
 
     def _count(self, step: Step, kind: str, unstable: np.ndarray) -> None:
         count = int(np.sum(unstable))
         if count:
-            self.found[id(step), kind] = self.found.get((id(step), kind), 0) + count
+            self.counts[id(step), kind] = self.counts.get((id(step), kind), 0) + count
 
     # -- equations that hold programs ----------------------------------------------------------------------------------
 
@@ -523,9 +523,9 @@ class _Samples:
 
     def _shard_map(self, step: Step, seeds: Sequence[Seeds | None], args: list[Many]) -> list[Many]:
         shards = Shards(step, self.axes)
-        given = [list(map(cut, many)) for cut, many in zip(shards.cuts(), args, strict=True)]
+        parts = [list(map(cut, many)) for cut, many in zip(shards.cuts(), args, strict=True)]
         self.axes = shards.axes
-        out = self.run(step.inner[0], [shards.seeds(one) for one in seeds], given)
+        out = self.run(step.inner[0], [shards.seeds(one) for one in seeds], parts)
         self.axes = shards.outer
         return [list(map(join, many)) for join, many in zip(shards.joins(), out, strict=True)]
 
@@ -536,37 +536,37 @@ class _Samples:
 
     def _cond(self, step: Step, seeds: Sequence[Seeds | None], args: list[Many]) -> list[Many]:
         last = len(step.inner) - 1
-        chosen = [np.clip(np.asarray(x), 0, last) for x in args[0]]
+        branches = [np.clip(np.asarray(x), 0, last) for x in args[0]]
         out: list[Many] = [[None] * len(seeds) for _ in step.eqn.outvars]
-        for index in map(int, np.unique(np.stack(chosen))):
-            who = [i for i, x in enumerate(chosen) if np.any(x == index)]
+        for index in map(int, np.unique(np.stack(branches))):
+            who = [i for i, x in enumerate(branches) if np.any(x == index)]
             inside = self._inside(_of(seeds, who), step.number + index)
             new = self.run(step.inner[index], inside, [_of(many, who) for many in args[1:]])
             for many, old in zip(new, out, strict=True):  # shards of one sample may take several branches
                 for k, i in enumerate(who):
                     old[i] = (
-                        many[k] if old[i] is None else where_active(jnp.asarray(chosen[i] == index), many[k], old[i])
+                        many[k] if old[i] is None else where_active(jnp.asarray(branches[i] == index), many[k], old[i])
                     )
         return out
 
     def _scan(self, step: Step, seeds: Sequence[Seeds | None], args: list[Many]) -> list[Many]:
         params = step.eqn.params
-        consts, carried = carry_count(params)
-        fixed, carry, xs = args[:consts], args[consts : consts + carried], args[consts + carried :]
+        consts, carry_size = carry_count(params)
+        fixed, carry, xs = args[:consts], args[consts : consts + carry_size], args[consts + carry_size :]
         order = range(params["length"])
         turns: list[list[Many]] = []
         for turn, k in enumerate(reversed(order) if params["reverse"] else order):
             row = [[at_row(x, k, self.axes) for x in many] for many in xs]
             out = self.run(step.inner[0], self._inside(seeds, step.number, turn), [*fixed, *carry, *row])
-            carry = out[:carried]
-            turns.append(out[carried:])
+            carry = out[:carry_size]
+            turns.append(out[carry_size:])
         if params["reverse"]:
             turns.reverse()
 
         def rows(i: int, aval: Any) -> Many:
             return [stacked([ys[i][s] for ys in turns], aval, self.axes) for s in range(len(seeds))]
 
-        return [*carry, *(rows(i, v.aval) for i, v in enumerate(step.eqn.outvars[carried:]))]
+        return [*carry, *(rows(i, v.aval) for i, v in enumerate(step.eqn.outvars[carry_size:]))]
 
     def _while(self, step: Step, seeds: Sequence[Seeds | None], args: list[Many]) -> list[Many]:
         test, body = step.eqn.params["cond_nconsts"], step.eqn.params["body_nconsts"]
@@ -576,20 +576,20 @@ class _Samples:
         while who:
             here = _of(seeds, who)
             now = [_of(many, who) for many in carry]
-            tested = self.run(
+            conditions = self.run(
                 step.inner[0], self._inside(here, step.number, turn), [*(_of(x, who) for x in first), *now]
             )[0]
-            for i, one in zip(who, tested, strict=True):
+            for i, one in zip(who, conditions, strict=True):
                 active[i] = active[i] & one
             who = [i for i in who if bool(jnp.any(active[i]))]
             if not who:
                 break
             here, now = _of(seeds, who), [_of(many, who) for many in carry]
             if turn >= self.max_turns:
-                given = [many[who[0]] for many in (*first, *carry)]
+                sample = [many[who[0]] for many in (*first, *carry)]
                 (inside,) = self._inside(_of(seeds, who[:1]), step.number, turn)
                 why = f"after max_turns={turn} turns"
-                self.notes.append(note_of_stop(self.runner, step, why, inside, given, self.axes))
+                self.notes.append(note_of_stop(self.runner, step, why, inside, sample, self.axes))
                 break
             out = self.run(
                 step.inner[1], self._inside(here, step.number + 1, turn), [*(_of(x, who) for x in fixed), *now]

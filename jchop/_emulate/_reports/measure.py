@@ -46,8 +46,8 @@ class Measure:
     infinities: int = 0
     nans: int = 0
     invalid: int = 0
-    born: int = 0  # infinities and NaN of finite operands, without regard to constants
-    lost_digits: float = 0.0  # cancelled bits of all sums
+    new_nonfinite: int = 0  # infinities and NaN of finite operands, without regard to constants
+    digit_loss: float = 0.0  # cancelled bits of all sums
     sums: int = 0
     cancelled: float = -math.inf
     smallest: float = math.inf
@@ -60,9 +60,11 @@ class Measure:
 
     def facts(self) -> dict[str, Any]:
         """The fields of a row; NaN if there is no number."""
-        rest = {name: value for name, value in vars(self).items() if name not in ("born", "lost_digits", "sums")}
-        known = {name: math.nan if isinstance(v, float) and not math.isfinite(v) else v for name, v in rest.items()}
-        return known | {"cancelled_mean": self.lost_digits / self.sums if self.sums else math.nan}
+        rest = {
+            name: value for name, value in vars(self).items() if name not in ("new_nonfinite", "digit_loss", "sums")
+        }
+        numbers = {name: math.nan if isinstance(v, float) and not math.isfinite(v) else v for name, v in rest.items()}
+        return numbers | {"cancelled_mean": self.digit_loss / self.sums if self.sums else math.nan}
 
     def add(self, other: Measure | None) -> None:
         """Adds another measure."""
@@ -94,7 +96,7 @@ def measured(
     same: Any,
     reference: Any,
     operands: Sequence[Any],
-    computed: Sequence[bool] | None = None,
+    from_program: Sequence[bool] | None = None,
     *,
     turn: tuple[int, ...] = (),
     order: int = 0,
@@ -109,7 +111,7 @@ def measured(
         same: the results without rounding, for the same operands.
         reference: the results of the reference program.
         operands: the operands that are numbers.
-        computed: whether each operand was computed. Infinities and NaN of constants count as made here. None: all were.
+        from_program: whether each operand is a result; infinities and NaN of constants count as new. None: all are.
         turn: the turns of the enclosing loops.
         order: the number of earlier operations.
         elementwise: whether each result depends only on the operands at the same index.
@@ -122,13 +124,13 @@ def measured(
     nan, infinite = np.isnan(low), np.isinf(low)
     overflow = np.isfinite(same) & (~np.isfinite(low) | _beyond(same, spec))
     invalid = _without(nan, [np.isnan(x) for x in operands], elementwise)
-    given = operands if computed is None else [x for x, made in zip(operands, computed, strict=True) if made]
-    born = _without(infinite | nan, [~np.isfinite(x) for x in given], elementwise)
-    lost = _cancelled(low, operands, digits) if digits is not None else np.zeros(0)
+    sources = operands if from_program is None else [x for x, flag in zip(operands, from_program, strict=True) if flag]
+    new_nonfinite = _without(infinite | nan, [~np.isfinite(x) for x in sources], elementwise)
+    losses = _cancelled(low, operands, digits) if digits is not None else np.zeros(0)
     events = {"overflow": overflow, "nan": nan, "invalid": invalid}
     firsts: dict[str, Any] = {
-        f"first_{name}": Event(turn, tuple(map(int, np.argwhere(found)[0])), order) if found.any() else None
-        for name, found in events.items()
+        f"first_{name}": Event(turn, tuple(map(int, np.argwhere(mask)[0])), order) if mask.any() else None
+        for name, mask in events.items()
     }
     return Measure(
         overflows=int(overflow.sum()),
@@ -136,10 +138,10 @@ def measured(
         infinities=int(infinite.sum()),
         nans=int(nan.sum()),
         invalid=int(invalid.sum()),
-        born=int(born.sum()),
-        lost_digits=float(lost.sum()),
-        sums=lost.size,
-        cancelled=float(lost.max(initial=-math.inf)),
+        new_nonfinite=int(new_nonfinite.sum()),
+        digit_loss=float(losses.sum()),
+        sums=losses.size,
+        cancelled=float(losses.max(initial=-math.inf)),
         smallest=float(magnitude.min(initial=math.inf)),
         largest=float(magnitude.max(initial=-math.inf)),
         error=_relative(low, same),
@@ -173,14 +175,14 @@ def _beyond(exact: np.ndarray, spec: Spec | None) -> Any:
     return (exact > high + half) | (exact < low - below)
 
 
-def _without(found: np.ndarray, given: Sequence[np.ndarray], elementwise: bool) -> np.ndarray:
+def _without(mask: np.ndarray, operand_masks: Sequence[np.ndarray], elementwise: bool) -> np.ndarray:
     """The found results for which no operand has such a value: at the same index, or anywhere."""
-    for has in given:
-        if elementwise and has.shape in (found.shape, ()):
-            found = found & ~has
+    for has in operand_masks:
+        if elementwise and has.shape in (mask.shape, ()):
+            mask = mask & ~has
         elif has.any():
-            return np.zeros_like(found)
-    return found
+            return np.zeros_like(mask)
+    return mask
 
 
 def _cancelled(low: np.ndarray, operands: Sequence[np.ndarray], digits: int) -> np.ndarray:

@@ -23,8 +23,8 @@ MOST_TURNS = 10_000
 def names_of(args: Any, kwargs: Any) -> list[str]:
     """The names of the arguments that are variables of the program."""
     leaves = jax.tree_util.tree_flatten_with_path((args, kwargs))[0]
-    moved = [path for path, leaf in leaves if is_moved(leaf)]
-    return [f"argument {jax.tree_util.keystr(path[1:])}" for path in moved]
+    paths = [path for path, leaf in leaves if is_moved(leaf)]
+    return [f"argument {jax.tree_util.keystr(path[1:])}" for path in paths]
 
 
 def home(fun: Any, otherwise: str) -> str:

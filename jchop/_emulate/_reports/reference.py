@@ -29,7 +29,7 @@ class Carrier:
     #: Primitives whose result came from the carrier.
     narrow: frozenset[str] = frozenset()
 
-    def given(self, x: Any) -> Any:
+    def as_reference(self, x: Any) -> Any:
         """An argument or a constant."""
         return x
 
@@ -38,7 +38,7 @@ class Carrier:
         del rounds
         return bound(axes, step.eqn.primitive, step.eqn.params, args)
 
-    def chosen(self, active: Any, new: Any, old: Any) -> Any:
+    def select(self, active: Any, new: Any, old: Any) -> Any:
         """The new values of the loops of a batch that still run, and the old values of others."""
         return where_active(active, new, old)
 
@@ -56,7 +56,7 @@ class Wide(Carrier):
         self.text, self.spec = str(spec), None if spec.format == binary64 else spec
         self.narrow = frozenset()
 
-    def given(self, x: Any) -> Any:
+    def as_reference(self, x: Any) -> Any:
         """Numbers in float64; other values unchanged."""
         if not hasattr(x, "dtype") or not is_number(x):
             return np.asarray(x, np.float64) if isinstance(x, float) else x
@@ -71,26 +71,26 @@ class Wide(Carrier):
             return run(step.eqn.params, args)
         if not step.inner and step.kind not in ("draw", "own", "result") and step.draw is None:
             with jax.enable_x64(True):
-                wide = [self.given(x) for x in args]
+                wide = [self.as_reference(x) for x in args]
                 try:
-                    out = [self.given(x) for x in run(_widened(step.eqn.params), wide)]
+                    out = [self.as_reference(x) for x in run(_widened(step.eqn.params), wide)]
                 except Exception:  # any error of a primitive without a float64 form
                     self.narrow |= {step.name}
         elif step.inner:
             self.narrow |= {step.name}
         if out is None:
             narrow = [_narrowed(x, v.aval) for x, v in zip(args, step.eqn.invars, strict=True)]
-            return [self.given(x) for x in run(step.eqn.params, narrow)]
-        return [self._rounded(x) for x in out] if rounds and step.kind not in _MOVED else out
+            return [self.as_reference(x) for x in run(step.eqn.params, narrow)]
+        return [self._round(x) for x in out] if rounds and step.kind not in _MOVED else out
 
-    def chosen(self, active: Any, new: Any, old: Any) -> Any:
+    def select(self, active: Any, new: Any, old: Any) -> Any:
         """The new values of the loops of a batch that still run, and the old values of others."""
         if not isinstance(new, np.ndarray):
             return where_active(active, new, old)
         active = np.asarray(active)
         return np.where(active.reshape(active.shape + (1,) * (new.ndim - active.ndim)), new, old)
 
-    def _rounded(self, x: Any) -> Any:
+    def _round(self, x: Any) -> Any:
         if self.spec is None or not isinstance(x, np.ndarray):
             return x
         return round_to_format(x, self.spec)

@@ -30,13 +30,13 @@ from jchop._text import Part, Tables
 from jchop.formats import ElementFormat
 from jchop.spec import Spec
 
-__all__ = ["Event", "Report", "Row", "report"]
+__all__ = ["Event", "Report", "ReportRow", "report"]
 
 Array = jax.Array
 
 
 @dataclass(frozen=True)
-class Row:
+class ReportRow:
     """The equations of one primitive, scope, arithmetic and line of source.
 
     Args:
@@ -122,7 +122,7 @@ class Report(Tables):
         stopped: the event that ended the run, with ``stop_at``; empty if there was none.
     """
 
-    rows: tuple[Row, ...]
+    rows: tuple[ReportRow, ...]
     traced: bool = field(default=False)
     reference: str = "carrier"
     notes: tuple[str, ...] = ()
@@ -133,7 +133,7 @@ class Report(Tables):
         """The number of results of all rows."""
         return sum(row.results for row in self.rows)
 
-    def first(self, event: Literal["overflow", "nan", "invalid"]) -> Row | None:
+    def first(self, event: Literal["overflow", "nan", "invalid"]) -> ReportRow | None:
         """The row of the first event of a kind; None if there is none.
 
         Args:
@@ -150,8 +150,8 @@ class Report(Tables):
             ('exp', (1,))
         """
         name = f"first_{check_choice('event', event, EVENTS)}"
-        known = [row for row in self.rows if getattr(row, name) is not None]
-        return min(known, key=lambda row: getattr(row, name).order, default=None)
+        rows = [row for row in self.rows if getattr(row, name) is not None]
+        return min(rows, key=lambda row: getattr(row, name).order, default=None)
 
     def as_dict(self) -> dict[str, Any]:
         """The report in the types of strict JSON: dicts, lists, texts and numbers."""
@@ -261,25 +261,25 @@ def report(
         return Report(tuple(_rows(steps, {})), notes=tuple(_left_wide(steps)))
     if any(isinstance(v, jax.core.Tracer) for v in program.values):
         raise TypeError("trace_values=True needs arguments that are not traced: call report outside of jax.jit")
-    stopped, spec = "", fun.settings.spec
+    stop_text, spec = "", fun.settings.spec
     seeds = fun.seeds(key, args, kwargs)
     try:
         beside.whole(program, spec, enter(program, spec, seeds), names_of(args, kwargs))
     except StoppedError as stop:
-        stopped = text_of_event(stop, program.plan, outer, home(fun.fun, outer))
+        stop_text = text_of_event(stop, program.plan, outer, home(fun.fun, outer))
     for note in dict.fromkeys(beside.notes):
         warnings.warn(note, RuntimeWarning, stacklevel=2)
     notes = (*dict.fromkeys(beside.notes), *_notes(steps, beside), *_left_wide(steps))
-    given = _given(beside, spec, home(fun.fun, outer))
-    rows = (*given, *_rows(beside.with_lost(steps), beside.found))
-    return Report(rows, True, beside.reference.text, notes, stopped)
+    entry_rows = _given(beside, spec, home(fun.fun, outer))
+    rows = (*entry_rows, *_rows(beside.with_literal_steps(steps), beside.measures))
+    return Report(rows, True, beside.reference.text, notes, stop_text)
 
 
-def _given(beside: Beside, spec: Spec | None, source: str) -> Iterator[Row]:
+def _given(beside: Beside, spec: Spec | None, source: str) -> Iterator[ReportRow]:
     """Rows of the arguments and constants with overflows, infinities, NaN or underflows."""
-    for name, rounds, size, seen in beside.entries:
-        if seen.overflows or seen.infinities or seen.nans or seen.underflows:
-            yield Row("", name, str(spec) if rounds else "carrier", "", 1, size, source, **seen.facts())
+    for name, rounds, size, measure in beside.entries:
+        if measure.overflows or measure.infinities or measure.nans or measure.underflows:
+            yield ReportRow("", name, str(spec) if rounds else "carrier", "", 1, size, source, **measure.facts())
 
 
 def _notes(steps: Sequence[tuple[Step, int, str]], beside: Beside) -> Iterator[str]:
@@ -299,20 +299,20 @@ def _left_wide(steps: Sequence[tuple[Step, int, str]]) -> Iterator[str]:
         yield f"left in the carrier: {', '.join(f'{name} ({n})' for name, n in counts.items())}"
 
 
-def _rows(steps: Iterable[tuple[Step, int, str]], found: dict[int, Measure]) -> Iterator[Row]:
+def _rows(steps: Iterable[tuple[Step, int, str]], measures: dict[int, Measure]) -> Iterator[ReportRow]:
     groups: dict[tuple[str, str, str, str, str], list[tuple[Step, int]]] = {}
     for step, times, source in steps:
-        if step.kind in SILENT and id(step) not in found:
+        if step.kind in SILENT and id(step) not in measures:
             continue
         choice = step.choice
         sums = str(choice.accumulate or "carrier") if step.kind == "accumulating" else ""
         groups.setdefault((step.scope, label_of(step), spec_of(step), sums, source), []).append((step, times))
     for (scope, name, spec, sums, source), members in groups.items():
         results = sum(_size(step) * times for step, times in members)
-        seen = Measure()
+        measure = Measure()
         for step, _ in members:
-            seen.add(found.get(id(step)))
-        yield Row(scope, name, spec, sums, len(members), results, source, **seen.facts())
+            measure.add(measures.get(id(step)))
+        yield ReportRow(scope, name, spec, sums, len(members), results, source, **measure.facts())
 
 
 def _size(step: Step) -> int:

@@ -58,10 +58,10 @@ class Shards:
     def seeds(self, seeds: Seeds | None) -> Seeds | None:
         """The seeds of the program in it, given those outside."""
         inside = turned(self.outer, seeds, self.step.number)
-        names, typed = tuple(name for name, _ in self.new), self.step.eqn.params["check_vma"]
-        if inside is None or typed:
-            return None if inside is None else inside.within(names, typed)
-        return mapped(self.axes, lambda seeds, _: _known(seeds).within(names, typed), inside, [])
+        names, check_vma = tuple(name for name, _ in self.new), self.step.eqn.params["check_vma"]
+        if inside is None or check_vma:
+            return None if inside is None else inside.within(names, check_vma)
+        return mapped(self.axes, lambda seeds, _: _known(seeds).within(names, check_vma), inside, [])
 
 
 def mapped(axes: Axes, run: Callable[[Seeds | None, list[Any]], Any], seeds: Seeds | None, args: list[Any]) -> Any:
@@ -165,11 +165,11 @@ def joined(x: Any, spec: Any, outer: int, axes: Axes) -> Any:
     count = len(x.shape) - outer - len(axes)
     used = [name for i in range(count) for name in _names(spec, i)]
     x = x[(slice(None),) * outer + tuple(slice(None) if name in used else 0 for name, _ in axes)]
-    left = [name for name, _ in axes if name in used]
+    names = [name for name, _ in axes if name in used]
     order, shape = list(range(outer)), list(x.shape[:outer])
     for i in range(count):
-        whole = outer + len(left) + i
-        parts = [outer + left.index(name) for name in _names(spec, i)]
+        whole = outer + len(names) + i
+        parts = [outer + names.index(name) for name in _names(spec, i)]
         order += [*parts, whole]
         shape.append(int(np.prod([x.shape[k] for k in (*parts, whole)])))
     return x.transpose(*order).reshape(shape)

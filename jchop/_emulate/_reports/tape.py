@@ -37,10 +37,10 @@ _NO_PARTS = "so the error of the output has no parts"
 class Node(tuple[Any, Any]):
     """A value of the emulated program and the carrier's value, with the cotangent of both.
 
-    ``made`` is the rounding error made in the emulated value; None if there is none.
+    ``rounding_error`` is the rounding error made in the emulated value; None if there is none.
     """
 
-    made: Any = None
+    rounding_error: Any = None
     cotangent: Any = None
 
     def add(self, cotangent: Any) -> None:
@@ -76,13 +76,13 @@ class Tape(Beside):
     check: Callable[[], None] | None = None  # called once, when a loop turns out to be long
     sources: dict[int, str] = field(default_factory=dict)  # file and line of a step, by its id
     steep: str | None = None  # the equation nearest to the output whose derivative is not finite, and where
-    parted: bool = False  # whether the carrier alone would take another path
+    diverges: bool = False  # whether the carrier alone would take another path
 
-    def given(self, label: Any, low: Any, wide: Any) -> Node:
+    def enter(self, label: Any, low: Any, wide: Any) -> Node:
         """An argument or a constant, rounded on entry."""
         node = Node((low, wide))
         if is_number(jax.typeof(wide)):
-            node.made = _difference(low, wide)
+            node.rounding_error = _difference(low, wide)
             self.entries.append(_Entry(label, (), [], [node], lambda _: []))
         return node
 
@@ -91,17 +91,17 @@ class Tape(Beside):
             return super()._step(step, seeds, args)
         if step.name == "select_n" and self.loops:
             # Turns follow the emulated program, and so do choices in a loop, as of a solver that rejects a step.
-            args = [(low := self.followed(args[0]), low), *args[1:]]
-        args = self._with_lost(step, seeds, args)
+            args = [(low := self.path_value(args[0]), low), *args[1:]]
+        args = self._with_literal_nodes(step, seeds, args)
         out = [Node(pair) for pair in super()._step(step, seeds, args)]
         if step.kind not in SILENT or is_unit(step) or any(step.rounds):  # of a move, a constant operand may be rounded
             low = [pair[0] for pair in args]
             exact = self.reference.bind(untyped(step, self.axes), low, self.axes, rounds=False)
             for v, node, same in zip(step.eqn.outvars, out, exact, strict=True):
                 if is_number(v.aval):
-                    node.made = _difference(node[0], same)
+                    node.rounding_error = _difference(node[0], same)
         axes = self.axes
-        self._record(step, args, out, lambda cotangents: self._pulled(step, axes, args, out, cotangents))
+        self._record(step, args, out, lambda cotangents: self._pull_back_step(step, axes, args, out, cotangents))
         return list(out)
 
     def walk_of(self, step: Step) -> Any:
@@ -114,21 +114,21 @@ class Tape(Beside):
         if check is not None:
             check()
 
-    def followed(self, pair: Pair) -> Any:
+    def path_value(self, pair: Pair) -> Any:
         """The emulated condition; notes whether the carrier's differs."""
-        self.parted = self.parted or not is_unchanged(*pair)
+        self.diverges = self.diverges or not is_unchanged(*pair)
         return pair[0]
 
-    def _with_lost(self, step: Step, seeds: Seeds | None, args: list[Pair]) -> list[Pair]:
+    def _with_literal_nodes(self, step: Step, seeds: Seeds | None, args: list[Pair]) -> list[Pair]:
         """The operands of arithmetic; a literal whose rounding overflows or gives zero has a share of its own."""
         if step.kind in SILENT:  # whose share is that of its literals
             return args
         args = list(args)
-        for i, low, _ in self.lost_literals(step, seeds, args):
-            own = self.lost.setdefault(id(step), replace(step, kind="constant"))
+        for i, low, _ in self.literals_out_of_range(step, seeds, args):
+            own = self.literal_steps.setdefault(id(step), replace(step, kind="constant"))
             self.sources[id(own)] = self.sources.get(id(step), step.place)
             node = Node((low, args[i][1]))
-            node.made = _difference(*node)
+            node.rounding_error = _difference(*node)
             self._record(own, [args[i]], [node], lambda cotangents: cotangents)
             args[i] = node
         return args
@@ -147,44 +147,44 @@ class Tape(Beside):
 
     def rounded_operands(self, step: Step, seeds: Seeds | None, args: list[Pair]) -> list[Pair]:
         """The operands of an equation that holds programs; their roundings are the equation's."""
-        low = self.rounded(step, seeds, args)
+        low = self.emulated_operands(step, seeds, args)
         out: list[Pair] = []
         for x, pair in zip(low, args, strict=True):
             if x is pair[0]:
                 out.append(pair)
                 continue
             node = Node((x, pair[1]))
-            node.made = _difference(x, pair[0])
+            node.rounding_error = _difference(x, pair[0])
             self._record(step, [pair], [node], lambda cotangents: cotangents)
             out.append(node)
         return out
 
-    def moved(self, move: Callable[[Any], Any], pair: Pair) -> Pair:
+    def map_pair(self, move: Callable[[Any], Any], pair: Pair) -> Pair:
         """The pair with its numbers in another place."""
-        node = Node(super().moved(move, pair))
+        node = Node(super().map_pair(move, pair))
         zeros = jnp.zeros(jnp.shape(pair[0]), jax.typeof(node[0]).dtype)
         self._record(None, [pair], [node], lambda cotangents: jax.vjp(move, zeros)[1](cotangents[0]))
         return node
 
     def row(self, pair: Pair, k: int) -> Pair:
         """Row k of arrays."""
-        node, shape = Node(super().moved(lambda x: at_row(x, k, self.axes), pair)), jnp.shape(pair[0])
+        node, shape = Node(super().map_pair(lambda x: at_row(x, k, self.axes), pair)), jnp.shape(pair[0])
         place = (slice(None),) * len(self.axes) + (k,)
         self._record(None, [pair], [node], lambda cts: [jnp.zeros(shape, cts[0].dtype).at[place].set(cts[0])])
         return node
 
-    def stacked(self, rows: list[Pair], aval: Any) -> Pair:
+    def stack(self, rows: list[Pair], aval: Any) -> Pair:
         """The results of the turns of a scan along a first axis."""
-        node = Node(super().stacked(rows, aval))
+        node = Node(super().stack(rows, aval))
         depth = len(self.axes)
         self._record(None, rows, [node], lambda cotangents: list(jnp.moveaxis(cotangents[0], depth, 0)))
         return node
 
-    def chosen(self, active: Any, new: Pair, old: Pair) -> Pair:
+    def select(self, active: Any, new: Pair, old: Pair) -> Pair:
         """The new values of the loops of a batch that still run, and the old values of others."""
         if bool(jnp.all(active)):
             return new
-        node = Node(super().chosen(active, new, old))
+        node = Node(super().select(active, new, old))
         mask = jnp.reshape(active, jnp.shape(active) + (1,) * (jnp.ndim(node[0]) - jnp.ndim(active)))
         self._record(None, [new, old], [node], lambda cts: [jnp.where(mask, cts[0], 0), jnp.where(mask, 0, cts[0])])
         return node
@@ -201,26 +201,26 @@ class Tape(Beside):
         for pair, cotangent in zip(results, cotangents, strict=True):
             if isinstance(pair, Node) and cotangent is not None:
                 pair.add(cotangent)
-        found: dict[Any, Share] = {}
+        shares: dict[Any, Share] = {}
         for entry in reversed(self.entries):
             key = _key(entry)
             for node in entry.results:
-                if node.made is not None:
-                    _add(found.setdefault(key, Share()), node, entry.turn)
-            given = [node.cotangent for node in entry.results]
-            if entry.operands and any(x is not None for x in given):
-                for pair, cotangent in zip(entry.operands, entry.pull(given), strict=True):
+                if node.rounding_error is not None:
+                    _add(shares.setdefault(key, Share()), node, entry.turn)
+            result_cotangents = [node.cotangent for node in entry.results]
+            if entry.operands and any(x is not None for x in result_cotangents):
+                for pair, cotangent in zip(entry.operands, entry.pull(result_cotangents), strict=True):
                     if isinstance(pair, Node) and cotangent is not None:
                         pair.add(cotangent)
             for node in entry.results:
                 node.cotangent = None  # read; each node is the result of one entry
-        self._check_finite(found)
-        return found
+        self._check_finite(shares)
+        return shares
 
-    def _check_finite(self, found: dict[Any, Share]) -> None:
+    def _check_finite(self, shares: dict[Any, Share]) -> None:
         """Refuses infinite parts of a finite output: of an infinite value, as of x / 0 in a quotient, or derivative."""
-        lost = [entry for entry in self.entries if not math.isfinite(found.get(_key(entry), Share()).contribution)]
-        if not lost:
+        entries = [entry for entry in self.entries if not math.isfinite(shares.get(_key(entry), Share()).contribution)]
+        if not entries:
             return
         infinite = next(filter(_overflows, self.entries), None)
         if self.steep is None and infinite is not None:
@@ -228,11 +228,11 @@ class Tape(Beside):
                 f"the result of {self._name(infinite.step)} is not finite although the output is, {_NO_PARTS}; take a "
                 "format with more range or digits there, as rules={...: None} of jchop.emulate"
             )
-        name = self._name(lost[-1].step)
+        name = self._name(entries[-1].step)
         if self.steep is None and all(_finite(pair) for entry in self.entries for pair in _numbers(entry)):
             # Values and derivatives of single equations are finite, so products or sums of these derivatives are not.
-            of = "the result of " if isinstance(lost[-1].step, Step) else ""
-            carrier = jnp.finfo(_numbers(lost[-1])[0][0].dtype).dtype
+            of = "the result of " if isinstance(entries[-1].step, Step) else ""
+            carrier = jnp.finfo(_numbers(entries[-1])[0][0].dtype).dtype
             wider = "" if carrier == jnp.float64 else "use float64 arrays (jax_enable_x64), or "
             raise ValueError(
                 f"the derivative of the output by {of}{name} overflows {carrier}, {_NO_PARTS}; "
@@ -247,15 +247,17 @@ class Tape(Beside):
         name = step.kind if step.kind == "constant" else step.name
         return f"{name} ({self.sources.get(id(step), step.place)})"
 
-    def _pulled(self, step: Step, axes: Axes, args: list[Pair], out: list[Node], cotangents: list[Any]) -> list[Any]:
+    def _pull_back_step(
+        self, step: Step, axes: Axes, args: list[Pair], out: list[Node], cotangents: list[Any]
+    ) -> list[Any]:
         fixed = [isinstance(v, Literal) and not isinstance(x, Node) for v, x in zip(step.eqn.invars, args, strict=True)]
-        moved = [i for i, v in enumerate(step.eqn.invars) if is_number(v.aval) and not fixed[i]]
+        places = [i for i, v in enumerate(step.eqn.invars) if is_number(v.aval) and not fixed[i]]
         result: list[Any] = [None] * len(args)
         if any(is_reference(v.aval) for v in step.eqn.invars):
             raise NotImplementedError(
                 f"blame needs the derivative of {self._name(step)}, which reads a mutable reference"
             )
-        if not moved:
+        if not places:
             return result
         if step.name == "stop_gradient":
             return list(cotangents)
@@ -263,30 +265,30 @@ class Tape(Beside):
         # Without the results that do not count: the vectors of equal eigenvalues have no derivative, the values have.
         numbers = [i for i, x in enumerate(cotangents) if x is not None and np.any(np.asarray(x) != 0)]
         if not numbers:
-            for i in moved:
+            for i in places:
                 result[i] = jnp.zeros(low[i].shape, low[i].dtype)
             return result
         eqn = untyped(step, axes).eqn
         params = tuple(sorted(eqn.params.items()))
         kinds = (step.kind in ELEMENTWISE, step.kind in CHOOSING)
-        equation = _Equation(eqn.primitive, params, tuple(moved), tuple(numbers), axes, *kinds)
-        given = [cotangents[i] for i in numbers]
+        equation = _Equation(eqn.primitive, params, tuple(places), tuple(numbers), axes, *kinds)
+        number_cotangents = [cotangents[i] for i in numbers]
 
         def pull(cotangents: list[Any]) -> list[Any]:
-            pulled = _pulled(equation, low, wide, cotangents)
-            return pulled if _finite(pulled) else _bounded(equation, low, wide, cotangents, pulled)
+            mean = _pulled(equation, low, wide, cotangents)
+            return mean if _finite(mean) else _bounded(equation, low, wide, cotangents, mean)
 
         try:
-            pulled = pull(given)
+            pullback = pull(number_cotangents)
         except (NotImplementedError, ValueError) as error:  # of a callback it is a ValueError
             raise type(error)(f"blame needs the derivative of {self._name(step)}: {error}") from error
-        if self.steep is None and _finite(given) and not _finite(pulled):
+        if self.steep is None and _finite(number_cotangents) and not _finite(pullback):
             # With smaller derivatives of the output: these may be too large, and not the derivative of the equation.
-            own = pull([x / jnp.max(jnp.abs(x), initial=1.0) for x in given])
+            own = pull([x / jnp.max(jnp.abs(x), initial=1.0) for x in number_cotangents])
             at = None if _finite(own) else _steep(equation, args, [out[i] for i in numbers], own)
             if at is not None:
                 self.steep = f"the derivative of {self._name(step)} is not finite{at} although its result is"
-        for i, cotangent in zip(moved, pulled, strict=True):
+        for i, cotangent in zip(places, pullback, strict=True):
             result[i] = cotangent
         return result
 
@@ -298,7 +300,7 @@ class _Equation:
     Args:
         primitive: the primitive.
         params: its parameters, by name.
-        moved: the places of the operands that are numbers of the program.
+        operand_places: the places of the operands that are numbers of the program.
         numbers: the places of the results that are numbers.
         axes: of the mesh, which operands and results have first.
         elementwise: whether each result depends only on the operands at the same index.
@@ -307,7 +309,7 @@ class _Equation:
 
     primitive: Any
     params: tuple[tuple[str, Any], ...]
-    moved: tuple[int, ...]
+    operand_places: tuple[int, ...]
     numbers: tuple[int, ...]
     axes: Axes
     elementwise: bool
@@ -316,7 +318,7 @@ class _Equation:
     def results(self, args: list[Any], values: Sequence[Any]) -> list[Any]:
         """The results that are numbers, with other values for the operands that move."""
         every = list(args)
-        for i, value in zip(self.moved, values, strict=True):
+        for i, value in zip(self.operand_places, values, strict=True):
             every[i] = value
         out = bound(self.axes, self.primitive, dict(self.params), every)
         return [out[i] for i in self.numbers]
@@ -324,15 +326,15 @@ class _Equation:
     def sorts(self, x: Any) -> bool:
         """Whether the only result that counts is the sorted operand `x`."""
         sorts = self.primitive.name == "top_k" or dict(self.params).get("num_keys") == 1
-        return sorts and self.moved == self.numbers == (0,) and not jnp.iscomplexobj(x)
+        return sorts and self.operand_places == self.numbers == (0,) and not jnp.iscomplexobj(x)
 
 
 @partial(compiled, static_argnums=0)
 def _pulled(equation: _Equation, low: list[Any], wide: list[Any], cotangents: list[Any]) -> list[Any]:
     """The mean of an equation's transposed derivatives at both ends, or a secant."""
-    moved, numbers = equation.moved, equation.numbers
+    places, numbers = equation.operand_places, equation.numbers
     ends = [(lambda *values, side=side: equation.results(side, values)) for side in (low, wide)]
-    sides = [[side[i] for i in moved] for side in (low, wide)]
+    sides = [[side[i] for i in places] for side in (low, wide)]
     (out, pull), (reference, back) = (jax.vjp(end, *side) for end, side in zip(ends, sides, strict=True))
     first = second = cotangents
     if equation.choosing:
@@ -343,8 +345,8 @@ def _pulled(equation: _Equation, low: list[Any], wide: list[Any], cotangents: li
         first = [w * x for w, x in zip(weights, cotangents, strict=True)]
         second = [(2 - w) * x for w, x in zip(weights, cotangents, strict=True)]
     mean = [(x + y) / 2 for x, y in zip(pull(first), back(second), strict=True)]
-    x, y = low[moved[0]], wide[moved[0]]
-    if equation.elementwise and len(moved) == len(numbers) == 1 and x.shape == out[0].shape:
+    x, y = low[places[0]], wide[places[0]]
+    if equation.elementwise and len(places) == len(numbers) == 1 and x.shape == out[0].shape:
         far = jnp.abs(x - y) > _FAR * jnp.maximum(jnp.abs(x), jnp.abs(y))
         slope = (out[0] - reference[0]) / jnp.where(far, x - y, 1)
         mean = [jnp.where(far, (slope * cotangents[0]).astype(mean[0].dtype), mean[0])]
@@ -390,7 +392,7 @@ def _moves(equation: _Equation, x: Any, y: Any) -> list[Callable[[Any], list[Any
 
 @partial(compiled, static_argnums=0)
 def _bounded(
-    equation: _Equation, low: list[Any], wide: list[Any], cotangents: list[Any], pulled: list[Any]
+    equation: _Equation, low: list[Any], wide: list[Any], cotangents: list[Any], pullback: list[Any]
 ) -> list[Any]:
     """The cotangents of operands, with finite ones in place of infinite ones and NaN where those can be had.
 
@@ -398,12 +400,12 @@ def _bounded(
     secants: the operands move from one end to the other one by one, in both orders, and each has the mean of its two
     changes of the result. These always add up to the whole change.
     """
-    pairs = [(low[i], wide[i]) for i in equation.moved]
-    steep = [~jnp.isfinite(x) for x in pulled]
-    bounded = [jnp.where(a & _alike(x, y), 0, one) for a, one, (x, y) in zip(steep, pulled, pairs, strict=True)]
+    pairs = [(low[i], wide[i]) for i in equation.operand_places]
+    steep = [~jnp.isfinite(x) for x in pullback]
+    result = [jnp.where(a & _alike(x, y), 0, one) for a, one, (x, y) in zip(steep, pullback, pairs, strict=True)]
     if not equation.elementwise or any(x.shape != cotangents[0].shape for x, _ in pairs):
-        return bounded
-    here = jnp.any(jnp.stack([~jnp.isfinite(x) for x in bounded]), 0)
+        return result
+    here = jnp.any(jnp.stack([~jnp.isfinite(x) for x in result]), 0)
     changes: list[Any] = [0] * len(pairs)
     for order in (range(len(pairs)), reversed(range(len(pairs)))):
         values = [y for _, y in pairs]
@@ -416,8 +418,8 @@ def _bounded(
     for k, (x, y) in enumerate(pairs):
         apart = here & ~_alike(x, y)
         secant = changes[k] / jnp.where(apart, x - y, 1) * cotangents[0]
-        bounded[k] = jnp.where(apart, secant.astype(pulled[k].dtype), bounded[k])
-    return bounded
+        result[k] = jnp.where(apart, secant.astype(pullback[k].dtype), result[k])
+    return result
 
 
 def _finite(cotangents: Sequence[Any]) -> bool:
@@ -433,10 +435,10 @@ def _change(x: Any, y: Any) -> Any:
     return jnp.where(_alike(x, y), 0, x - y)
 
 
-def _steep(equation: _Equation, args: Sequence[Pair], results: Sequence[Pair], pulled: Sequence[Any]) -> str | None:
+def _steep(equation: _Equation, args: Sequence[Pair], results: Sequence[Pair], pullback: Sequence[Any]) -> str | None:
     """Says at which operands a derivative is not finite; None if a value there is not, which is the reason then."""
-    operands = [args[i] for i in equation.moved]
-    bad = next(bad for x in pulled if (bad := ~np.isfinite(np.asarray(x))).any())
+    operands = [args[i] for i in equation.operand_places]
+    bad = next(bad for x in pullback if (bad := ~np.isfinite(np.asarray(x))).any())
     at = [
         [np.asarray(x)[bad] if equation.elementwise and np.shape(x) == bad.shape else np.asarray(x) for x in pair]
         for pair in (*operands, *results)
@@ -462,14 +464,16 @@ def _numbers(entry: _Entry) -> list[Node]:
 
 
 def _add(share: Share, node: Node, turn: tuple[int, ...]) -> None:
-    made = np.asarray(node.made).astype(np.complex128 if np.iscomplexobj(node.made) else np.float64)
-    share.squares += float(np.sum(np.abs(made) ** 2))
-    share.count += made.size
+    error = np.asarray(node.rounding_error).astype(
+        np.complex128 if np.iscomplexobj(node.rounding_error) else np.float64
+    )
+    share.squares += float(np.sum(np.abs(error) ** 2))
+    share.count += error.size
     if node.cotangent is None:
         return
-    adjoint = np.asarray(node.cotangent).astype(made.dtype)
+    adjoint = np.asarray(node.cotangent).astype(error.dtype)
     with np.errstate(invalid="ignore"):
-        part = float(np.real(np.sum(np.where((adjoint == 0) | (made == 0), 0, adjoint * made))))
+        part = float(np.real(np.sum(np.where((adjoint == 0) | (error == 0), 0, adjoint * error))))
     share.contribution += part
     if turn:
         share.turns[turn[0]] = share.turns.get(turn[0], 0.0) + part
