@@ -36,7 +36,8 @@ __all__ = ["Roundings", "contract", "conv_general_dilated", "dot_general", "eins
 class Roundings:
     """The roundings of a product: the fields of a rule by operand, its location, and whether codes are multiplied.
 
-    `turned`: whether a right operand that is rounded already was rotated before, if there is a rotation of the product.
+    `skip_weight_rotation`: whether a right operand that is rounded already was rotated before, if there is a rotation
+    of the product.
     """
 
     left: Spec | None = None
@@ -48,7 +49,7 @@ class Roundings:
     rotation: Hadamard | None = None
     place: StreamOffset = NOWHERE
     codes: bool = False
-    turned: bool = False
+    skip_weight_rotation: bool = False
 
     @property
     def specs(self) -> tuple[Spec | None, ...]:
@@ -141,7 +142,7 @@ def _contract(
     x: Array,
     w: Array,
     key: Array | None,
-    rounded: Array | None,
+    rounded_weight: Array | None,
     codes: Coded | None,
     left_codes: Coded | None,
     extra: tuple[Array, ...],
@@ -149,12 +150,14 @@ def _contract(
     """`contract` of operands that are checked: traced once for equal products, wherever they are."""
     if how.forward_rotation is not None:
         x = turned(product.forward.left, x, how.forward_rotation)
-        if not how.turned:
+        if not how.skip_weight_rotation:
             w = turned(product.forward.right, w, how.forward_rotation)
-            rounded = None if rounded is None else turned(product.forward.right, rounded, how.forward_rotation)
+            rounded_weight = (
+                None if rounded_weight is None else turned(product.forward.right, rounded_weight, how.forward_rotation)
+            )
     keys = _Keys.of(key if how.stochastic else None)
     left = round_in(product.forward.left, x, how.left, keys.left, keys.left_gradient)
-    right = rounded
+    right = rounded_weight
     if right is None:
         right = round_in(product.forward.right, w, how.right, keys.right, keys.right_gradient)
     if isinstance(_inner(product), Dot) and not how.codes and how.matmul is None:
@@ -171,7 +174,7 @@ def _contract(
 def _vectors_apart(product: Product, x: Array, w: Array) -> tuple[Array, Array]:
     """Both operands; the other one of a single row or column is read from memory (quirk `sums_ordered_by_fusion`)."""
     rows, columns = (
-        math.prod(v.shape[axis] for axis in layout.kept)
+        math.prod(v.shape[axis] for axis in layout.free)
         for v, layout in ((x, product.forward.left), (w, product.forward.right))
     )
     return (settled_on_cpu(x) if columns == 1 else x), (settled_on_cpu(w) if rows == 1 else w)
@@ -182,17 +185,17 @@ def _operands_by_codes(
 ) -> tuple[Coded, Coded]:
     """Both operands as codes, in the layouts of the forward product; from their own codes if they have any."""
     left, right = product.forward.left, product.forward.right
-    first = coded(left.lay(x), how.left, keys.left) if data is None else data.moved(left.lay)
+    first = coded(left.lay(x), how.left, keys.left) if data is None else data.map_parts(left.lay)
     if weight is None and how.left is None and how.right is not None and data is None:
-        laid = quantize(right.lay(lax.stop_gradient(w)), how.right, keys.right)  # weights alone are read as they lie
-        own = in_own_shape(laid, right, w.shape)
-        weight = codes_of(laid, right, w.shape) if own is None else parts_of(own)
+        qarray = quantize(right.lay(lax.stop_gradient(w)), how.right, keys.right)
+        own = in_own_shape(qarray, right, w.shape)  # a weight alone is read in its own order of axes
+        weight = codes_of(qarray, right, w.shape) if own is None else parts_of(own)
     if weight is None:
-        return first, replace(coded(right.lay(w), how.right, keys.right), stored=None)  # not in the shape of w
+        return first, replace(coded(right.lay(w), how.right, keys.right), qarray=None)  # not in the shape of w
     assert how.right is not None
     block = block_of(how.right, right.ndim) if weight.block is None else weight.block
-    laid = replace(weight.moved(right.lay), block=block, stored=weight.stored, shift=weight.shift)
-    return first, jax.tree.map(lax.stop_gradient, laid)
+    second = replace(weight.map_parts(right.lay), block=block, qarray=weight.qarray, shift=weight.shift)
+    return first, jax.tree.map(lax.stop_gradient, second)
 
 
 def check_operands(product: Product, how: Roundings) -> None:
@@ -305,7 +308,7 @@ def _product(product: Product, how: Roundings, x: Array, w: Array, full: tuple, 
     keys, extra, both = more
     if both is not None:
         return _product_of_codes(product, x, w, both, extra)
-    return product(x, w, *extra) if how.matmul is None else product.emulated(x, w, how.matmul, keys.forward)
+    return product(x, w, *extra) if how.matmul is None else product.emulate(x, w, how.matmul, keys.forward)
 
 
 def _forward(product: Product, how: Roundings, x: Array, w: Array, full: tuple, more: tuple) -> tuple[Array, tuple]:
@@ -313,38 +316,42 @@ def _forward(product: Product, how: Roundings, x: Array, w: Array, full: tuple, 
 
 
 @partial(compiled, static_argnums=(0, 1), inline=True)
-def _backward(product: Product, how: Roundings, kept: tuple, g: Array) -> tuple:
-    x, w, (full_x, full_w), (keys, extra, _) = kept
+def _backward(product: Product, how: Roundings, residuals: tuple, g: Array) -> tuple:
+    x, w, (full_x, full_w), (keys, extra, _) = residuals
     if how.codes and how.gradient is not None:
-        return (*_backward_by_codes(product, how, kept, g), None, None)
+        return (*_backward_by_codes(product, how, residuals, g), None, None)
     for_input, for_weight = product.for_input, product.for_weight
-    turn, turn_weight = how.input_rotation, how.weight_rotation
+    input_rotation, weight_rotation = how.input_rotation, how.weight_rotation
     spec, right = how.for_input
-    g_input = round_in(for_input.left, g, spec, keys.gradient_input, rotation=turn)
-    w_input = w if full_w is None else round_in(for_input.right, full_w, right, keys.right_input, rotation=turn)
+    g_input = round_in(for_input.left, g, spec, keys.gradient_input, rotation=input_rotation)
+    w_input = (
+        w if full_w is None else round_in(for_input.right, full_w, right, keys.right_input, rotation=input_rotation)
+    )
     left, spec = how.for_weight
-    g_weight = round_in(for_weight.right, g, spec, keys.gradient_weight, rotation=turn_weight)
-    x_weight = x if full_x is None else round_in(for_weight.left, full_x, left, keys.left_weight, rotation=turn_weight)
+    g_weight = round_in(for_weight.right, g, spec, keys.gradient_weight, rotation=weight_rotation)
+    x_weight = (
+        x if full_x is None else round_in(for_weight.left, full_x, left, keys.left_weight, rotation=weight_rotation)
+    )
     if how.matmul is not None and isinstance(product, Dot | Flipped) and product.emulates_backward:
-        dx = product.emulated_input(g_input, w_input, x.shape, how.matmul, keys.input)
-        dw = product.emulated_weight(x_weight, g_weight, w.shape, how.matmul, keys.weight)
+        dx = product.emulate_input(g_input, w_input, x.shape, how.matmul, keys.input)
+        dw = product.emulate_weight(x_weight, g_weight, w.shape, how.matmul, keys.weight)
     else:
         (dx,) = jax.linear_transpose(lambda t: product(t, w_input, *extra), x)(g_input)
         (dw,) = jax.linear_transpose(lambda t: product(x_weight, t, *extra), w)(g_weight)
     return dx, dw, None, None
 
 
-def _backward_by_codes(product: Product, how: Roundings, kept: tuple, g: Array) -> tuple[Array, Array]:
+def _backward_by_codes(product: Product, how: Roundings, residuals: tuple, g: Array) -> tuple[Array, Array]:
     """Both backward products of codes: of each operand rounded anew along their sums."""
-    x, w, (full_x, full_w), (keys, extra, _) = kept
+    x, w, (full_x, full_w), (keys, extra, _) = residuals
     for_input, for_weight = product.for_input, product.for_weight
     spec, right = how.for_input
-    turn, turn_weight = how.input_rotation, how.weight_rotation
-    g_input = coded(for_input.left.lay(g, turn), spec, keys.gradient_input)
-    w_input = coded(for_input.right.lay(full_w, turn), right, keys.right_input)
+    input_rotation, weight_rotation = how.input_rotation, how.weight_rotation
+    g_input = coded(for_input.left.lay(g, input_rotation), spec, keys.gradient_input)
+    w_input = coded(for_input.right.lay(full_w, input_rotation), right, keys.right_input)
     left, spec = how.for_weight
-    g_weight = coded(for_weight.right.lay(g, turn_weight), spec, keys.gradient_weight)
-    x_weight = coded(for_weight.left.lay(full_x, turn_weight), left, keys.left_weight)
+    g_weight = coded(for_weight.right.lay(g, weight_rotation), spec, keys.gradient_weight)
+    x_weight = coded(for_weight.left.lay(full_x, weight_rotation), left, keys.left_weight)
     shapes = x.shape, w.shape
     with jax.named_scope(OWN_SCOPE):
         dx = product.input_by_codes(g_input, w_input, shapes, x.dtype, *extra)
@@ -356,8 +363,8 @@ def _inner(product: Product) -> Any:
 
 
 def _result_dtype(product: Product, x: Array, w: Array) -> Any:
-    preferred = _inner(product).preferred_element_type
-    return jnp.result_type(x, w) if preferred is None else preferred
+    out_dtype = _inner(product).preferred_element_type
+    return jnp.result_type(x, w) if out_dtype is None else out_dtype
 
 
 _product.defvjp(_forward, _backward)
@@ -376,14 +383,14 @@ def dot_general(
     out_sharding: Any = None,
     how: Roundings,
     key: Array | None = None,
-    **known: Any,
+    **options: Any,
 ) -> Array:
-    """`jax.lax.dot_general` with rounded operands; `known` is for `contract`."""
+    """`jax.lax.dot_general` with rounded operands; `options` is for `contract`."""
     (cx, cw), (bx, bw) = (tuple(tuple(int(a) for a in axes) for axes in pair) for pair in dimension_numbers)
     contracting = tuple(a % x.ndim for a in cx), tuple(a % w.ndim for a in cw)
     batch = tuple(a % x.ndim for a in bx), tuple(a % w.ndim for a in bw)
     product = Dot(contracting, batch, (x.ndim, w.ndim), precision, preferred_element_type, out_sharding)
-    return contract(product, x, w, how, key, **known)
+    return contract(product, x, w, how, key, **options)
 
 
 def conv_general_dilated(
@@ -401,9 +408,9 @@ def conv_general_dilated(
     out_sharding: Any = None,
     how: Roundings,
     key: Array | None = None,
-    **known: Any,
+    **options: Any,
 ) -> Array:
-    """`jax.lax.conv_general_dilated` with rounded operands; `known` is for `contract`."""
+    """`jax.lax.conv_general_dilated` with rounded operands; `options` is for `contract`."""
     ones = (1,) * (x.ndim - 2)
     pads = padding if isinstance(padding, str) else tuple((int(low), int(high)) for low, high in padding)
     product = Conv(
@@ -417,7 +424,7 @@ def conv_general_dilated(
         preferred_element_type,
         out_sharding,
     )
-    return contract(product, x, w, how, key, **known)
+    return contract(product, x, w, how, key, **options)
 
 
 def einsum(
@@ -430,9 +437,9 @@ def einsum(
     out_sharding: Any = None,
     how: Roundings,
     key: Array | None = None,
-    **known: Any,
+    **options: Any,
 ) -> Array:
-    """`jax.numpy.einsum` of two arrays, as one `dot_general` of rounded operands; `known` is for `contract`.
+    """`jax.numpy.einsum` of two arrays, as one `dot_general` of rounded operands; `options` is for `contract`.
 
     Raises:
         ValueError: for an index that stands twice in an array, or in one array alone and not in the result.
@@ -441,14 +448,14 @@ def einsum(
         raise NotImplementedError(f"out_sharding={out_sharding!r}: a quantized einsum has none; leave it None")
     left, right, result = letters_of(subscripts, x.ndim, w.ndim)
     both = [c for c in left if c in right]
-    batch, summed = [c for c in both if c in result], [c for c in both if c not in result]
+    batch, contracting = [c for c in both if c in result], [c for c in both if c not in result]
     dims = (
-        (tuple(left.index(c) for c in summed), tuple(right.index(c) for c in summed)),
+        (tuple(left.index(c) for c in contracting), tuple(right.index(c) for c in contracting)),
         (tuple(left.index(c) for c in batch), tuple(right.index(c) for c in batch)),
     )
-    y = dot_general(x, w, dims, precision, preferred_element_type, how=how, key=key, **known)
-    have = [*batch, *(c for c in left if c not in both), *(c for c in right if c not in both)]
-    return y.transpose([have.index(c) for c in result])
+    y = dot_general(x, w, dims, precision, preferred_element_type, how=how, key=key, **options)
+    letters = [*batch, *(c for c in left if c not in both), *(c for c in right if c not in both)]
+    return y.transpose([letters.index(c) for c in result])
 
 
 def letters_of(subscripts: str, *ndims: int) -> tuple[str, str, str]:
@@ -458,13 +465,15 @@ def letters_of(subscripts: str, *ndims: int) -> tuple[str, str, str]:
     if len(operands) != 2 or not arrow:
         raise ValueError(f"subscripts={subscripts!r} must name two arrays and the result, as in 'ij,jk->ik'")
     spare = [c for c in "ABCDEFGHIJKLMNOPQRSTUVWXYZ" if c not in subscripts]
-    hidden = [
+    ellipsis_ndims = [
         ndim - len(term.replace("...", "")) if "..." in term else 0 for term, ndim in zip(operands, ndims, strict=True)
     ]
-    widest = max(hidden)
-    if len(set(hidden) - {0}) > 1 or widest < 0:
-        raise ValueError(f"subscripts={subscripts!r}: the ellipses stand for {hidden} axes; they must be as many")
-    full = ["".join(spare[:count]) for count in (*hidden, widest)]
+    widest = max(ellipsis_ndims)
+    if len(set(ellipsis_ndims) - {0}) > 1 or widest < 0:
+        raise ValueError(
+            f"subscripts={subscripts!r}: the ellipses stand for {ellipsis_ndims} axes; they must be as many"
+        )
+    full = ["".join(spare[:count]) for count in (*ellipsis_ndims, widest)]
     left, right, out = (term.replace("...", more) for term, more in zip((*operands, result), full, strict=True))
     for term, ndim in zip((left, right), ndims, strict=True):
         if len(set(term)) != len(term) or len(term) != ndim:

@@ -23,8 +23,8 @@ __all__ = ["Held", "Keys", "Twin", "is_packed", "numbers_of", "rounded"]
 
 @partial(
     jax.tree_util.register_dataclass,
-    data_fields=["value", "kept", "adapter"],
-    meta_fields=["placement", "leaf", "twin", "codes", "settled"],
+    data_fields=["value", "scale_state", "adapter"],
+    meta_fields=["placement", "leaf", "keeps_full", "codes", "barrier"],
 )
 @dataclass(frozen=True, eq=False)
 class Held:
@@ -36,10 +36,10 @@ class Held:
         value: its numbers, or its codes and scales.
         placement: its rounding; None if it has an adapter and is not rounded.
         leaf: its index.
-        twin: whether its numbers before the rounding are needed, too.
+        keeps_full: whether its numbers before the rounding are needed, too.
         codes: whether its codes are.
-        kept: its kept scales; None: from its numbers.
-        settled: whether other operations than products compute with it. These are then compiled alike for codes and
+        scale_state: its kept scales; None: from its numbers.
+        barrier: whether other operations than products compute with it. These are then compiled alike for codes and
             for numbers.
         adapter: beside the products that take it; None for none.
     """
@@ -47,10 +47,10 @@ class Held:
     value: Any
     placement: Placement | None
     leaf: int
-    twin: bool = False
+    keeps_full: bool = False
     codes: bool = False
-    kept: Kept | None = None
-    settled: bool = False
+    scale_state: Kept | None = None
+    barrier: bool = False
     adapter: Adapter | None = None
 
     @property
@@ -70,19 +70,19 @@ class Held:
         else:
             seeds = keys if is_stochastic(self.placement.spec) else None
             key, backward = (None if seeds is None else seeds.turn(_LEAVES + i, self.leaf).key for i in range(2))
-            full = self.placement.turned(self.value)
+            full = self.placement.rotate(self.value)
             low = (
                 self.placement.round(full, key, backward)
-                if self.kept is None
-                else self.placement.round_under(self.kept, full, key)
+                if self.scale_state is None
+                else self.placement.round_under(self.scale_state, full, key)
             )
-        if self.settled:
+        if self.barrier:
             low = settled(low)
         if self.placement is None or not self.codes:
-            return Twin(low, full, adapter=self.adapter) if self.twin or self.adapter is not None else low
+            return Twin(low, full, adapter=self.adapter) if self.keeps_full or self.adapter is not None else low
         numbers = None if is_packed(self.value) else jax.lax.stop_gradient(full)
-        packed = self.value if numbers is None else self.placement.pack(numbers, key)
-        return Twin(low, full, _codes_of(packed, numbers), self.stack, self.adapter)
+        qarray = self.value if numbers is None else self.placement.pack(numbers, key)
+        return Twin(low, full, _codes_of(qarray, numbers), self.stack, self.adapter)
 
 
 @partial(jax.tree_util.register_dataclass, data_fields=["low", "full", "codes", "adapter"], meta_fields=["stack"])
@@ -105,9 +105,9 @@ def _codes_of(packed: QArray | StoredAs, numbers: jax.Array | None) -> Coded:
     """The codes of a packed parameter, in its shape; of its numbers, if they are known."""
     if isinstance(packed, QArray):
         return parts_of(packed, numbers)
-    stored = packed.stored
-    parts = parts_of(stored, None if numbers is None else numbers.reshape(stored.shape))
-    return parts.moved(lambda v: v.reshape(packed.shape))
+    qarray = packed.stored
+    parts = parts_of(qarray, None if numbers is None else numbers.reshape(qarray.shape))
+    return parts.map_parts(lambda v: v.reshape(packed.shape))
 
 
 def rounded(value: Any) -> Any:

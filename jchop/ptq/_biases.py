@@ -156,7 +156,7 @@ class _Search:
                 self.loops[site.leaf] = loops.get(site.leaf, ())
             if len(some) != 1:
                 return []
-            return [(_Term(Origin(some[0].leaf, _of_result(step.product, side, some[0].laid, step.eqn))),)]
+            return [(_Term(Origin(some[0].leaf, _of_result(step.product, side, some[0].view, step.eqn))),)]
         if step.kind == "control":
             if step.name in ENTERED:
                 inner = step.inner[0]
@@ -174,7 +174,7 @@ class _Search:
         if tracked and tracked[0] and len(step.eqn.outvars) == 1:
             before, after = (v.aval.shape for v in (step.eqn.invars[0], step.eqn.outvars[0]))
             out = [(t, moved(step.name, step.eqn.params, t.weight, before, after)) for t in tracked[0]]
-            return [tuple(replace(t, weight=o) for t, o in out if o is not None and o.moved)]
+            return [tuple(replace(t, weight=o) for t, o in out if o is not None and o.is_intact)]
         return []
 
     def _sum(
@@ -206,17 +206,17 @@ def _of_result(product: Any, side: int, laid: Laid, eqn: Any) -> tuple[Axis, ...
     ndim = len(eqn.outvars[0].aval.shape)
     if isinstance(product, Dot):
         batch = len(product.batch[0])
-        own, free = laid.kept[batch:], ((),) * (ndim - len(laid.kept))
-        return (*laid.kept[:batch], *((*own, *free) if side == 0 else (*free, *own)))
+        own, free = laid.free[batch:], ((),) * (ndim - len(laid.free))
+        return (*laid.free[:batch], *((*own, *free) if side == 0 else (*free, *own)))
     last = product.numbers.out_spec[1] if isinstance(product, Conv) else ndim - 1
-    return tuple(laid.kept[-1] if axis == last else () for axis in range(ndim))
+    return tuple(laid.free[-1] if axis == last else () for axis in range(ndim))
 
 
 def _made(program: Any, stack: int, turns: int, seen: _Sum, loops: Mapping[int, tuple[int, ...]]) -> BiasSite | str:
     """The bias of a sum, or why it is none."""
     leaf = seen.bias.leaf
     path, shape = program.paths[leaf], program.shapes[leaf]
-    if not seen.bias.moved:
+    if not seen.bias.is_intact:
         return f"its bias {path!r} is computed with before it is added"
     if len(program.uses[leaf]) != 1:
         return f"its bias {path!r} is used elsewhere, too"

@@ -393,7 +393,7 @@ def _rows(product: Any, site: Site, x: Array, kernel: Sequence[int]) -> Array:
         return x[None]
     layout = product.forward.left
     laid = layout.lay(x)
-    own = [i for i in range(site.batch) if site.laid.kept[i]]
+    own = [i for i in range(site.batch) if site.laid.free[i]]
     order = [*own, *(i for i in range(laid.ndim - 1) if i not in own), laid.ndim - 1]
     return laid.transpose(order).reshape(site.layout.matrices[0], -1, laid.shape[-1])
 

@@ -283,19 +283,19 @@ class _Job:
         self.wanted = wanted
         self.low_leaves: dict[int, Any] = {i: rounded[i] for i in self.wanted}
         self.numbers = {i: numbers_of(v) for i, v in rounded.items() if i not in self.wanted}
-        self.numbers |= {i: self.program.placements[i][0].turned(jnp.asarray(self.call.values[i])) for i in self.wanted}
+        self.numbers |= {i: self.program.placements[i][0].rotate(jnp.asarray(self.call.values[i])) for i in self.wanted}
         self.stages = list(self.sites.stages(list(wanted)))
         self.beside = [some for some in self.sites.beside(self.program, self.stages) if some[0] in wanted]
         for leaf, place, _ in self.beside:
             self.numbers[leaf] = self.numbers[leaf].at[place].set(numbers_of(rounded[leaf])[place])
         several = (i for i in wanted if i in self.sites.others)
-        self.nearest = {i: numbers_of(rounded[i]) for i in several if placements[i][0].turn is None}
+        self.nearest = {i: numbers_of(rounded[i]) for i in several if placements[i][0].rotation is None}
         self.biases: dict[int, Array] = {}  # corrected ones, before they are rounded
         none: tuple[dict[int, BiasSite], dict[int, str]] = {}, {}
         self.bias_of, self.no_bias = find_biases(self.program, self.sites) if self.steps.biases is not None else none
 
     def _in_first_product(self, leaf: int, site: Site) -> bool:
-        return self.program.placements[leaf][1].laid == site.laid
+        return self.program.placements[leaf][1].view == site.laid
 
     def call_args(self) -> tuple[Any, ...]:
         """The arguments after the parameters, as the program was traced for."""
@@ -350,9 +350,9 @@ class _Job:
         layout, mean = self.wanted[leaf].layout, value(inputs.total) / divisor
         shift = None if inputs.shift is None else value(inputs.shift) / divisor
         with types_for(weight.dtype):
-            if placement.turn is not None:  # the statistics are of inputs that are not rotated
-                both, one = placement.turn.gram, placement.turn.inputs
-                weight, gram, mean = placement.turned(weight), both(gram), one(mean)
+            if placement.rotation is not None:  # the statistics are of inputs that are not rotated
+                both, one = placement.rotation.gram, placement.rotation.inputs
+                weight, gram, mean = placement.rotate(weight), both(gram), one(mean)
                 cross, shift = None if cross is None else both(cross), None if shift is None else one(shift)
             how: Any = {"placement": placement, "layout": layout, "steps": self._steps_of(leaf)}
             out = round_parameter(weight, gram, cross, drawn, **how)
@@ -508,8 +508,8 @@ def _check_spec(steps: Steps, path: str, shape: Sequence[int], placement: Placem
 
 def _along_sum(shape: Sequence[int], placement: Placement, use: Use) -> bool:
     """Whether the numbers that a format with `sparse` counts together are those of consecutive inputs."""
-    assert use.laid is not None and placement.spec.scaled is not None
-    last = next((part for part in reversed(use.laid.summed) if part.size > 1), None)
+    assert use.view is not None and placement.spec.scaled is not None
+    last = next((part for part in reversed(use.view.contracting) if part.size > 1), None)
     inner = placement.shape[placement.spec.scaled.axis_of_sparse % len(placement.shape) + 1 :]
     return last is None or last.inner * _size(shape[last.axis + 1 :]) == _size(inner)
 

@@ -151,7 +151,7 @@ def find_sites(program: Any) -> Sites:
     _follow(program.plan, arguments, found.given)
     first: dict[int, Laid] = {}
     for leaf, uses in program.uses.items():
-        laid = next((use.laid for use in uses if use.kind == "product"), None)
+        laid = next((use.view for use in uses if use.kind == "product"), None)
         if laid is not None:
             first[leaf] = laid
     taken: dict[int, list[int]] = {}  # how many constant indexes each product takes
@@ -242,7 +242,7 @@ def _at(
 def _indexes(use: Use, shape: tuple[int, ...]) -> tuple[int, ...]:
     """The constant indexes of the layer of a stack that a product takes; none if it takes no layer, or another way."""
     found = []
-    for axis in range(0 if use.laid is None else stack_of(shape, use.laid)):
+    for axis in range(0 if use.view is None else stack_of(shape, use.view)):
         index, length = 0, shape[axis]
         for parts, start, size in (cut for cut in use.cuts if any(part.axis == axis for part in cut[0])):
             if parts != (Part(axis, shape[axis]),) or not isinstance(start, int) or not 0 <= start <= length - size:
@@ -292,9 +292,9 @@ def _refused(step: ProductStep, side: int, use: Use, first: dict[int, Laid], giv
     """Why a product is not looked at; empty if it is."""
     if not step.data[1 - side] and given[1 - side]:
         return "a product of parameters alone"
-    if use.laid != first[use.leaf]:
+    if use.view != first[use.leaf]:
         return "another product takes it along other axes"
-    if not use.moved:
+    if not use.is_intact:
         return "its numbers are computed with before the product"
     if any(jnp.issubdtype(v.aval.dtype, jnp.complexfloating) for v in step.eqn.invars[:2]):
         return "its product is complex"
@@ -306,25 +306,25 @@ def _refused(step: ProductStep, side: int, use: Use, first: dict[int, Laid], giv
 
 
 def _site(step: ProductStep, side: int, use: Use, shape: tuple[int, ...], turns: Sequence[int]) -> Site | str:
-    product, laid = step.product, use.laid
+    product, laid = step.product, use.view
     assert product is not None and laid is not None
     batch = len(product.batch[0]) if isinstance(product, Dot) else 1 if isinstance(product, Ragged) else 0
     operand = (product.forward.left, product.forward.right)[side]
     sizes = step.eqn.invars[side].aval.shape
     partial = "its product takes a part of an axis"
     groups = product.feature_groups if isinstance(product, Conv) else 1
-    kept, axes, batches = [sizes[axis] for axis in operand.kept], laid.kept, batch
+    kept, axes, batches = [sizes[axis] for axis in operand.free], laid.free, batch
     if groups > 1:  # the axis of the outputs has the groups and, within them, their outputs
         apart = [groups, kept[0] // groups]
         made = moved("reshape", {}, Origin(use.leaf, axes), kept, apart)
         if made is None:
             return partial
         kept, axes, batches = apart, made.axes, 1
-    taken = [math.prod(part.size for part in parts) for parts in (*axes[:batches], laid.summed)]
-    wanted = [*kept[:batches], math.prod(sizes[axis] for axis in operand.summed)]
+    taken = [math.prod(part.size for part in parts) for parts in (*axes[:batches], laid.contracting)]
+    wanted = [*kept[:batches], math.prod(sizes[axis] for axis in operand.contracting)]
     partly = taken[-1] != wanted[-1] or any(n not in (1, size) for n, size in zip(taken, wanted, strict=True))
     stack = stack_of(shape, laid)
-    layout = None if partly else MatrixLayout.of(shape, stack, Laid(axes, laid.summed), batches)
+    layout = None if partly else MatrixLayout.of(shape, stack, Laid(axes, laid.contracting), batches)
     if layout is None:
         return partial
     if len(turns) not in (0, stack):

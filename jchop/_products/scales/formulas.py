@@ -21,11 +21,11 @@ Array = jax.Array
 __all__ = ["codes_within", "moved", "remembered", "round_stepwise", "round_within", "span_of", "step_of"]
 
 
-def moved(how: MovingAverage, known: Array, x: Array, fixed: bool) -> Array:
+def moved(how: MovingAverage, current: Array, x: Array, fixed: bool) -> Array:
     """The range for the rounding of `x`: the known one, updated unless it is fixed; that of `x` if there is none."""
-    found = span_of(x)
-    span = known if fixed else how.decay * known + (1 - how.decay) * found
-    return jnp.where(jnp.isnan(known), found, span)
+    own_range = span_of(x)
+    span = current if fixed else how.decay * current + (1 - how.decay) * own_range
+    return jnp.where(jnp.isnan(current), own_range, span)
 
 
 def remembered(how: DelayedScaling, history: Array, x: Array) -> tuple[Array, Array]:
@@ -39,12 +39,12 @@ def remembered(how: DelayedScaling, history: Array, x: Array) -> tuple[Array, Ar
 def round_stepwise(how: LSQ, layout: Layout | None, x: Array, spec: Spec, scale: Array, key: Array | None) -> Array:
     """`x` rounded under a learned scale: of a kernel in its layout, or (None) of an activation, which has one scale."""
     if layout is None:
-        laid, scale = x, scale.reshape((1,) * x.ndim)
+        numbers, scale = x, scale.reshape((1,) * x.ndim)
         sharing = x.size // x.shape[0] if x.ndim > 1 else x.size
     else:
-        laid = layout.lay(x)
-        sharing = laid.size // scale.size
-    y = round_learned(laid, spec, scale, key, sharing=sharing if how.factor else None)
+        numbers = layout.lay(x)
+        sharing = numbers.size // scale.size
+    y = round_learned(numbers, spec, scale, key, sharing=sharing if how.factor else None)
     return with_nan(x, y if layout is None else layout.back(y, x.shape), spec)
 
 

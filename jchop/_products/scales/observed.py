@@ -23,8 +23,8 @@ __all__ = ["Observed", "by_turn", "over_entries"]
 def by_turn(site: Site, x: Array, function: Callable[[Array], Array]) -> dict[tuple[int, ...], Array]:
     """A function of the data of each entry of a site: of its turns, by index; of other loops, all turns together."""
     own = [axis for axis, (_, mine) in enumerate(site.loops) if mine]
-    moved = jnp.moveaxis(x, own, range(len(own)))
-    return {index: function(moved[index]) for index in np.ndindex(*site.stack)}
+    by_index = jnp.moveaxis(x, own, range(len(own)))
+    return {index: function(by_index[index]) for index in np.ndindex(*site.stack)}
 
 
 def over_entries(
@@ -47,9 +47,9 @@ class Observed:
         self._make = observer_of(method, combine)
         self._sites: dict[str, tuple[Site, dict[tuple[int, ...], Observer]]] = {}
 
-    def see(self, seen: Mapping[str, tuple[Site, Array]]) -> None:
+    def see(self, arrays: Mapping[str, tuple[Site, Array]]) -> None:
         """Note the data of one call."""
-        for site, data in seen.values():
+        for site, data in arrays.values():
             if isinstance(site.source, DelayedScaling):
                 continue
             _, observers = self._sites.setdefault(site.name, (site, {}))
@@ -69,16 +69,16 @@ class Observed:
         Raises:
             ValueError: if there is none.
         """
-        found: dict[str, dict[str, Any]] = {"learned": {}, "stats": {}}
+        entries: dict[str, dict[str, Any]] = {"learned": {}, "stats": {}}
         for name, (site, observers) in self._sites.items():
             spans = {index: span for index, one in observers.items() if (span := one.range()) is not None}
             if len(spans) == len([*np.ndindex(*site.stack)]):
-                learned = site.kind == SCALE
-                how = (lambda span, s=site: step_of(span, s.spec)) if learned else (lambda span: span)
-                found["learned" if learned else "stats"][name] = over_entries(site, spans, how)
-        if not found["learned"] and not found["stats"]:
+                trainable = site.kind == SCALE
+                entry_from = (lambda span, s=site: step_of(span, s.spec)) if trainable else (lambda span: span)
+                entries["learned" if trainable else "stats"][name] = over_entries(site, spans, entry_from)
+        if not entries["learned"] and not entries["stats"]:
             raise ValueError(
                 "no product of the program has an activation with one scale for the whole array, such as 'int8', "
                 "without a gradient of its own, backward roundings or a history, and data that is finite"
             )
-        return Scales({**scales.learned, **found["learned"]}, {**scales.stats, **found["stats"]})
+        return Scales({**scales.learned, **entries["learned"]}, {**scales.stats, **entries["stats"]})

@@ -117,10 +117,10 @@ def sites_of(
     Raises:
         NotImplementedError: for a source of scales in a program of which nothing but results can come back.
     """
-    sites: dict[int, Site] = {}
+    slots: dict[int, Site] = {}
     turns: dict[int, tuple[str, ...]] = {}
     counts: dict[str, int] = {}
-    for step, scans, closed, in_branch in _walk(plan, (), "", False):
+    for step, scans, enclosure, in_branch in _walk(plan, (), "", False):
         if id(step) not in roundings or id(step) not in rules:
             continue
         how, weight = roundings[id(step)]
@@ -130,11 +130,13 @@ def sites_of(
             continue
         leaf = step.uses[weight][0].leaf
         name = f"{paths[leaf] or 'params'}_activation_{RANGE if source is None else _KINDS[type(source)]}"
-        if closed and source is None:
+        if enclosure and source is None:
             continue
-        if closed and (closed != _WHILE or isinstance(source, LSQ)):  # its state can be carried, its data not be seen
+        if enclosure and (
+            enclosure != _WHILE or isinstance(source, LSQ)
+        ):  # its state can be carried, its data not be seen
             raise NotImplementedError(
-                f"{rule}: scale_from of {step.name} at {step.source or 'an unknown line'}, which is within {closed}, "
+                f"{rule}: scale_from of {step.name} at {step.source or 'an unknown line'}, which is within {enclosure}, "
                 f"out of which its data cannot come. Put Rule({pattern_of(paths[leaf])!r}, ...) without scale_from "
                 "before it"
             )
@@ -144,8 +146,8 @@ def sites_of(
             turns[scan] = (*turns.get(scan, ()), name)
         assert how.left is not None
         loops = tuple((length, leaf in leaves) for _, length, leaves in scans)
-        sites[id(step)] = Site(name, how.left, source, loops, how.place, in_branch)
-    return sites, turns
+        slots[id(step)] = Site(name, how.left, source, loops, how.place, in_branch)
+    return slots, turns
 
 
 def check_names(names: Iterable[str], sites: Iterable[Site], rules: Mapping[str, Any]) -> None:
@@ -162,28 +164,30 @@ def check_names(names: Iterable[str], sites: Iterable[Site], rules: Mapping[str,
     Raises:
         ValueError: that names what is missing, and what has no use.
     """
-    given, own = set(names), {site.name: site for site in sites}
-    fixed = {name for name, site in own.items() if site.source is None}
-    unused = sorted(name for name in given if name not in own and not _may_be_kept(name, rules))
-    missing = sorted(name for name in fixed - given if not own[name].in_branch) if fixed & given or unused else []
-    said = [f"has no {name!r}" for name in missing] + [f"has {name!r}, which has no use here" for name in unused]
-    if said:
+    present, slot_of_name = set(names), {site.name: site for site in sites}
+    fixed = {name for name, site in slot_of_name.items() if site.source is None}
+    extra = sorted(name for name in present if name not in slot_of_name and not _may_be_kept(name, rules))
+    missing = (
+        sorted(name for name in fixed - present if not slot_of_name[name].in_branch) if fixed & present or extra else []
+    )
+    problems = [f"has no {name!r}" for name in missing] + [f"has {name!r}, which has no use here" for name in extra]
+    if problems:
         raise ValueError(
-            f"scales {', '.join(said)}: pass what start, update or calibrate returned for this function, these "
+            f"scales {', '.join(problems)}: pass what start, update or calibrate returned for this function, these "
             "rules and, among the batches, arguments of these shapes"
         )
 
 
 def _may_be_kept(name: str, rules: Mapping[str, Any]) -> bool:
     """Whether a parameter has a rule under which an entry of this name is kept."""
-    found = _NAME.fullmatch(name)
-    rule = None if found is None else rules.get(found[1])
-    if found is None or rule is None or getattr(rule, found[2]) is None:
+    match = _NAME.fullmatch(name)
+    rule = None if match is None else rules.get(match[1])
+    if match is None or rule is None or getattr(rule, match[2]) is None:
         return False
-    source = rule.scale_from if rule.scale_from is not None and found[2] in rule.scale_from.fields else None
+    source = rule.scale_from if rule.scale_from is not None and match[2] in rule.scale_from.fields else None
     if source is None:
-        return found[2] == "activation" and found[3] == RANGE
-    return found[3] == _KINDS[type(source)]
+        return match[2] == "activation" and match[3] == RANGE
+    return match[3] == _KINDS[type(source)]
 
 
 def _keeps(how: Roundings, source: ScaleFrom | None) -> bool:
@@ -198,19 +202,21 @@ _OPEN = frozenset((*PLAIN_CALLS, *HIGH_CALLS, *REMAT_CALLS, "scan", "cond"))
 _WHILE = "a while loop"
 
 
-def _walk(plan: Plan, scans: _Scans, closed: str, in_branch: bool) -> Iterator[tuple[ProductStep, _Scans, str, bool]]:
+def _walk(
+    plan: Plan, scans: _Scans, enclosure: str, in_branch: bool
+) -> Iterator[tuple[ProductStep, _Scans, str, bool]]:
     """Every step, with the scans around it (each with its length and the parameters that it takes apart)."""
     for step in plan.steps:
-        yield step, scans, closed, in_branch
+        yield step, scans, enclosure, in_branch
         if not step.inner:
             continue
         inside = scans
         if step.name == "scan":
-            taken = step.known[sum(carry_count(step.eqn.params)) :]
-            leaves = frozenset(origin.leaf for fact in taken for origin in fact.origins)
+            slices = step.known[sum(carry_count(step.eqn.params)) :]
+            leaves = frozenset(origin.leaf for fact in slices for origin in fact.origins)
             inside = (*scans, (id(step), step.eqn.params["length"], leaves))
         within = "" if step.name in _OPEN else _SAID.get(step.name, step.name)
-        within = closed if closed and (closed != _WHILE or not within) else within
+        within = enclosure if enclosure and (enclosure != _WHILE or not within) else within
         for inner in step.inner:
             yield from _walk(inner, inside, within, in_branch or step.name == "cond")
 

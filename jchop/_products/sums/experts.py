@@ -95,7 +95,7 @@ def weights_of_experts(gradient: Coded, x: Coded, sizes: Array, experts: int, dt
             none = jnp.zeros((), v.elements.dtype) if v.zero is None else v.zero.astype(v.elements.dtype)
             return replace(v, elements=jnp.where(mine, v.elements, none))
 
-        left, right = (replace(only(v).moved(lambda u: u[None]), block=v.block) for v in (gradient, x))
+        left, right = (replace(only(v).map_parts(lambda u: u[None]), block=v.block) for v in (gradient, x))
         return multiply(left, right, dtype)[0].T
 
     return lax.map(of, jnp.arange(experts))

@@ -47,7 +47,7 @@ class Geometry:
     padding: tuple[tuple[int, int], ...]
     image_gaps: tuple[int, ...]
     kernel_gaps: tuple[int, ...]
-    mirrored: bool = False
+    flips_kernel: bool = False
 
     def windows(self, space: Sequence[int], places: Sequence[int]) -> tuple[int, ...]:
         """How many windows an image has along each axis."""
@@ -70,14 +70,14 @@ class Geometry:
             span, whole, windows = (k - 1) * kernel_gap + 1, (n - 1) * gap + 1, (size - 1) * step + 1
             before = span - low - 1
             padding.append((before, whole + span - 1 - windows - before))
-        return Geometry(self.image_gaps, tuple(padding), self.strides, self.kernel_gaps, not self.mirrored)
+        return Geometry(self.image_gaps, tuple(padding), self.strides, self.kernel_gaps, not self.flips_kernel)
 
     @property
     def extends(self) -> bool:
         """Whether windows may have places outside of the image."""
         return any(max(pair) > 0 for pair in self.padding) or set(self.image_gaps) != {1}
 
-    def extended(self, image: Array, fill: Array | None) -> Array:
+    def extend(self, image: Array, fill: Array | None) -> Array:
         """An image (n, *space, channels) with the places outside of it: numbers that broadcast to it, or zeros."""
         sides = [(low, high, gap - 1) for (low, high), gap in zip(self.padding, self.image_gaps, strict=True)]
         sides = [(0, 0, 0), *sides, (0, 0, 0)]
@@ -88,15 +88,15 @@ class Geometry:
         return jnp.where(inside, wide, fill.astype(image.dtype))
 
     @property
-    def within(self) -> Geometry:
+    def without_padding(self) -> Geometry:
         """That of an extended image."""
         return replace(self, padding=((0, 0),) * len(self.strides), image_gaps=(1,) * len(self.strides))
 
     def patches(self, image: Array, places: Sequence[int]) -> Array:
         """The windows of an image, (n, *windows, places, channels)."""
-        counts, image, rank = self.windows(image.shape[1:-1], places), self.extended(image, None), len(places)
+        counts, image, rank = self.windows(image.shape[1:-1], places), self.extend(image, None), len(places)
         for i, (count, k) in enumerate(zip(counts, places, strict=True)):
-            offsets = self.kernel_gaps[i] * np.arange(k)[:: -1 if self.mirrored else 1]
+            offsets = self.kernel_gaps[i] * np.arange(k)[:: -1 if self.flips_kernel else 1]
             index = self.strides[i] * np.arange(count)[:, None] + offsets
             image = jnp.take(image, index, axis=1 + 2 * i, mode="clip")
         order = (0, *range(1, 2 * rank, 2), *range(2, 2 * rank + 1, 2), 2 * rank + 1)
@@ -120,7 +120,7 @@ class _Windows(Matrices):
         how, rank = self.geometry, len(self.places)
         image = a.reshape(*a.shape[:-2], -1)
         kernel = b.reshape(*self.places, -1, b.shape[-1])
-        kernel = lax.rev(kernel, range(rank)) if how.mirrored else kernel
+        kernel = lax.rev(kernel, range(rank)) if how.flips_kernel else kernel
         space = tuple(range(1, rank + 1))
         numbers = lax.ConvDimensionNumbers((0, rank + 1, *space), (rank, rank + 1, *range(rank)), (0, rank + 1, *space))
         y = lax.conv_general_dilated(
@@ -199,29 +199,31 @@ def convolve(image: Coded, kernel: Coded, geometry: Geometry, dtype: Any) -> Arr
     how = _Windows(geometry, places)
     if not image.elements.size or not kernel.elements.size:
         return jnp.zeros(how.shape(image.elements, kernel.elements), dtype)
-    summed = how.width * channels * (groups if geometry.mirrored else 1)  # all that a scale of a kernel may be of
-    image, kernel = _along(image, math.prod(image.elements.shape[1:])), _along(kernel, summed)
+    sum_length = (
+        how.width * channels * (groups if geometry.flips_kernel else 1)
+    )  # all that a scale of a kernel may be of
+    image, kernel = _along(image, math.prod(image.elements.shape[1:])), _along(kernel, sum_length)
     if image.block is not None and channels % image.block:
         raise _misfit(image.block, f"{channels} channels of an image")
-    if kernel.block is not None and geometry.mirrored and groups > 1 and channels % kernel.block:
+    if kernel.block is not None and geometry.flips_kernel and groups > 1 and channels % kernel.block:
         raise _misfit(kernel.block, f"{channels} channels of a kernel")
     if image.zero is not None and image.block is None and geometry.extends:
-        apart = image.elements.shape
+        image_shape = image.elements.shape
 
-        def joined(v: Array) -> Array:
-            return v.reshape(*apart[:-2], -1)
+        def flatten_channels(v: Array) -> Array:
+            return v.reshape(*image_shape[:-2], -1)
 
         rows = how.left(image.zero[..., 0])[..., 0]
-        elements = geometry.extended(joined(image.elements), rows)
-        shape = (*elements.shape[:-1], *apart[-2:])
+        elements = geometry.extend(flatten_channels(image.elements), rows)
+        shape = (*elements.shape[:-1], *image_shape[-2:])
         over = jnp.broadcast_to(rows[..., None], shape)
         scale = None if image.scale is None else jnp.broadcast_to(how.left(image.scale[..., 0]), shape)
-        image, geometry = Coded(elements.reshape(shape), scale, over), geometry.within
+        image, geometry = Coded(elements.reshape(shape), scale, over), geometry.without_padding
         how = _Windows(geometry, places)
     if image.block is None and kernel.block is None and how.width <= LARGEST_WIDTH:
         return multiply(image, kernel, dtype, how)
     out = how.shape(image.elements, kernel.elements)
-    y = multiply(_as_rows(image, how), replace(kernel.moved(_kernel_rows), block=kernel.block), dtype)
+    y = multiply(_as_rows(image, how), replace(kernel.map_parts(_kernel_rows), block=kernel.block), dtype)
     return _from_rows(y, out)
 
 
@@ -282,16 +284,16 @@ def correlate(
     if image.block is not None and not same:
         raise _misfit(image.block, "the images and places that dw sums over", field="weight_gradient")
 
-    def grouped(v: Array) -> Array:
+    def split_groups(v: Array) -> Array:
         return v.reshape(groups, v.shape[0] // groups, -1)
 
-    left = replace(gradient.moved(grouped), block=gradient.block)
+    left = replace(gradient.map_parts(split_groups), block=gradient.block)
     if same:
-        right = replace(image.moved(grouped), block=image.block)
+        right = replace(image.map_parts(split_groups), block=image.block)
         y = multiply(left, right, dtype)
         return y.reshape(*places, *y.shape)
     fill = None if image.zero is None else _first(image.zero).reshape(-1)
-    wide = jnp.moveaxis(geometry.extended(jnp.moveaxis(image.elements, 0, -1), fill), -1, 0)
+    wide = jnp.moveaxis(geometry.extend(jnp.moveaxis(image.elements, 0, -1), fill), -1, 0)
     gaps = geometry.kernel_gaps
     spans = [(n - 1) * step + 1 for n, step in zip(windows, geometry.strides, strict=True)]
 
@@ -302,7 +304,7 @@ def correlate(
         scale, zero = (
             None if v is None else jnp.broadcast_to(_first(v), part.shape) for v in (image.scale, image.zero)
         )
-        return multiply(left, Coded(part, scale, zero).moved(grouped), dtype)
+        return multiply(left, Coded(part, scale, zero).map_parts(split_groups), dtype)
 
     index = np.stack(np.unravel_index(np.arange(math.prod(places)), tuple(places)), -1).astype(np.int32)
     y = lax.map(at, jnp.asarray(index))

@@ -186,12 +186,12 @@ class _Tensor(NamedTuple):
         value, layout = self.variable.get_value(), self._layout
         if isinstance(value, StoredAs):
             return value.stored
-        return value if layout is None else value.transpose(*layout.kept, *layout.summed)
+        return value if layout is None else value.transpose(*layout.free, *layout.contracting)
 
     def put(self, value: np.ndarray | QArray) -> QArray | None:
         """Gives the model the array of a checkpoint; one that is packed comes back."""
         layout, held = self._layout, self.variable.get_value()
-        order = range(held.ndim) if layout is None else (*layout.kept, *layout.summed)
+        order = range(held.ndim) if layout is None else (*layout.free, *layout.contracting)
         shape = tuple(held.shape[axis] for axis in order)
         if value.shape != shape:
             raise ValueError(
