@@ -108,18 +108,18 @@ def beside(adapter: Adapter, step: ProductStep, side: int, x: Array, y: Array, k
     contracting = dot.contracting[1 - side]
     free = dot.forward.left.free if side == 0 else dot.forward.right.free
     dtype = jnp.result_type(x, adapter.lora_a, adapter.lora_b)
-    a = _in_order(adapter.lora_a, use.view.contracting).reshape(*(x.shape[axis] for axis in contracting), -1)
+    lora_a = _in_order(adapter.lora_a, use.view.contracting).reshape(*(x.shape[axis] for axis in contracting), -1)
     sizes = [step.eqn.invars[side].aval.shape[axis] for axis in free]
-    b = _in_order(adapter.lora_b.T, tuple(part for parts in use.view.free for part in parts)).T.reshape(-1, *sizes)
-    x, a, b = (v.astype(dtype) for v in (x, a, b))
+    lora_b = _in_order(adapter.lora_b.T, tuple(part for parts in use.view.free for part in parts)).T.reshape(-1, *sizes)
+    x, lora_a, lora_b = (v.astype(dtype) for v in (x, lora_a, lora_b))
     projection = lax.dot_general(
-        x, a, ((contracting, tuple(range(len(contracting)))), ((), ())), precision=dot.precision
+        x, lora_a, ((contracting, tuple(range(len(contracting)))), ((), ())), precision=dot.precision
     )
     last = projection.ndim - 1
     if side:
-        delta = lax.dot_general(projection, b, (((last,), (0,)), ((), ())), precision=dot.precision)
+        delta = lax.dot_general(projection, lora_b, (((last,), (0,)), ((), ())), precision=dot.precision)
     else:
-        delta = lax.dot_general(b, projection, (((0,), (last,)), ((), ())), precision=dot.precision)
+        delta = lax.dot_general(lora_b, projection, (((0,), (last,)), ((), ())), precision=dot.precision)
     return y + (delta * adapter.rule.factor).astype(y.dtype)
 
 

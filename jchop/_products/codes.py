@@ -358,14 +358,14 @@ LARGEST_WIDTH = _PANEL
 _MATRICES = Matrices()
 
 
-def multiply(x: Coded, w: Coded, dtype: Any, how: Matrices = _MATRICES) -> Array:
+def multiply(x: Coded, w: Coded, dtype: Any, sums: Matrices = _MATRICES) -> Array:
     """The product of (batch, m, k) and (batch, n, k), as (batch, m, n).
 
     Args:
         x: the first operand.
         w: the second.
         dtype: of the result.
-        how: the sums of another product, with its shapes.
+        sums: the sums of another product, with its shapes.
 
     Raises:
         ValueError: for blocks of lengths of which neither divides the other.
@@ -378,11 +378,11 @@ def multiply(x: Coded, w: Coded, dtype: Any, how: Matrices = _MATRICES) -> Array
             f"the operands of a product of codes have scales of {blocks[0]} and of {blocks[1]} numbers along the sum; "
             "one length must divide the other"
         )
-    out = how.shape(x.elements, w.elements)
+    out = sums.shape(x.elements, w.elements)
     if not all(math.prod(shape) for shape in (x.elements.shape, w.elements.shape, out)):
         return jnp.zeros(out, dtype)
     with jax.named_scope(OWN_SCOPE):
-        return own_results(_of_blocks(x, w, block, blocks, dtype, how))
+        return own_results(_of_blocks(x, w, block, blocks, dtype, sums))
 
 
 def _work(dtype: Any) -> Any:
@@ -397,7 +397,7 @@ def scaled(total: Array, scale: Array) -> Array:
     return prevent_fma(product, jnp.broadcast_to(scale, product.shape)) if total.dtype == jnp.float32 else product
 
 
-def _of_blocks(x: Coded, w: Coded, block: int, blocks: Sequence[int], dtype: Any, how: Matrices) -> Array:
+def _of_blocks(x: Coded, w: Coded, block: int, blocks: Sequence[int], dtype: Any, sums: Matrices) -> Array:
     """The product of operands with scales of `blocks` numbers along the sum each."""
     parts = {
         name: values[..., :: block if length < x.elements.shape[-1] else length]
@@ -407,13 +407,13 @@ def _of_blocks(x: Coded, w: Coded, block: int, blocks: Sequence[int], dtype: Any
     }
     arrays = x.elements, w.elements, *parts.values()
     static = {"names": tuple(parts), "block": block, "dtype": jnp.dtype(dtype).name}
-    op = partial(product_of_blocks_op, **static, apart=how.apart)
-    if type(how) is Matrices and block < x.elements.shape[-1]:
+    op = partial(product_of_blocks_op, **static, apart=sums.apart)
+    if type(sums) is Matrices and block < x.elements.shape[-1]:
         return op(*arrays)
-    if type(how) is not Matrices or any(v.elements.dtype.itemsize > 1 for v in (x, w)):
-        return _blocks_body(*arrays, **static, how=how)
+    if type(sums) is not Matrices or any(v.elements.dtype.itemsize > 1 for v in (x, w)):
+        return _blocks_body(*arrays, **static, sums=sums)
     # A single block has a kernel on some GPUs alone; elsewhere it is not kept from the operations around it.
-    body = {p: partial(_blocks_body, **static, how=Matrices(apart=how.apart, platform=p)) for p in ("cpu", "tpu")}
+    body = {p: partial(_blocks_body, **static, sums=Matrices(apart=sums.apart, platform=p)) for p in ("cpu", "tpu")}
     return by_platform(op, *arrays, **body)
 
 
@@ -426,7 +426,7 @@ def _blocks_body(
     dtype: str,
     apart: bool = False,
     tiling: object = None,
-    how: Matrices | None = None,
+    sums: Matrices | None = None,
 ) -> Array:
     """The scaled sums of the blocks, added from the first to the last.
 
@@ -440,27 +440,27 @@ def _blocks_body(
         dtype: of the result.
         apart: as in `Matrices`.
         tiling: used by kernels only.
-        how: the sums of another product.
+        sums: the sums of another product.
     """
     del tiling
-    how = how or Matrices(apart=apart)
-    parts_by_name, work, size = dict(zip(names, parts, strict=True)), _work(dtype), x.shape[-1]
+    sums = sums or Matrices(apart=apart)
+    parts_by_name, sum_dtype, size = dict(zip(names, parts, strict=True)), _work(dtype), x.shape[-1]
     count = -(-size // block)
 
-    def cut(v: Array) -> Array:
+    def split_blocks(v: Array) -> Array:
         """(blocks, ..., block); zeros fill up the last block."""
         v = jnp.pad(v, ((0, 0),) * (v.ndim - 1) + ((0, count * block - size),))
         return jnp.moveaxis(v.reshape(*v.shape[:-1], count, block), -2, 0)
 
     changing = {name: jnp.moveaxis(v, -1, 0)[..., None] for name, v in parts_by_name.items() if v.shape[-1] > 1}
     lengths = np.minimum(block, size - block * np.arange(count)).astype(np.int32)
-    spreads = {"x_scale": how.left, "w_scale": how.right}
+    spreads = {"x_scale": sums.left, "w_scale": sums.right}
 
     def add_block(total: Array, block_of_each: Any) -> tuple[Array, None]:
         left, right, length, block_scales = block_of_each
         scales = parts_by_name | block_scales
         a, b = (Coded(v, None, scales.get(f"{side}_zero")) for side, v in (("x", left), ("w", right)))
-        term = _sum(a, b, length, work, how)
+        term = _sum(a, b, length, sum_dtype, sums)
         for name, spread in spreads.items():
             if name in block_scales:
                 term = scaled(term, spread(block_scales[name][..., 0]))
@@ -468,10 +468,10 @@ def _blocks_body(
 
     if count == 1:
         a, b = (Coded(v, None, parts_by_name.get(f"{side}_zero")) for side, v in (("x", x), ("w", w)))
-        total = _sum(a, b, size * how.width, work, how)
+        total = _sum(a, b, size * sums.width, sum_dtype, sums)
     else:
-        start = varying_like(jnp.zeros(how.shape(x, w), work), x, w, *parts)
-        total = lax.scan(add_block, start, (cut(x), cut(w), lengths, changing))[0]
+        start = varying_like(jnp.zeros(sums.shape(x, w), sum_dtype), x, w, *parts)
+        total = lax.scan(add_block, start, (split_blocks(x), split_blocks(w), lengths, changing))[0]
     for name, spread in spreads.items():
         if name in parts_by_name and name not in changing:
             total = scaled(total, spread(parts_by_name[name][..., 0]))
@@ -486,50 +486,51 @@ product_of_blocks_op = make_op(
 )
 
 
-def _sum(x: Coded, w: Coded, length: Any, work: Any, how: Matrices) -> Array:
+def _sum(x: Coded, w: Coded, length: Any, sum_dtype: Any, sums: Matrices) -> Array:
     """The sums of one block of `length` numbers, in which zero points do not change."""
     if x.elements.dtype == w.elements.dtype == jnp.int8:
-        return _integer_sum(x, w, length, work, how)
+        return _integer_sum(x, w, length, sum_dtype, sums)
     kinds = {jnp.dtype(v.elements.dtype) for v in (x, w)}
     small = kinds <= {jnp.dtype(t) for t in (jnp.int8, jnp.bfloat16, jnp.float8_e4m3fn, jnp.float8_e5m2)}
-    operand_dtype = work if not small or any(v.zero is not None for v in (x, w)) else jnp.bfloat16
+    operand_dtype = sum_dtype if not small or any(v.zero is not None for v in (x, w)) else jnp.bfloat16
     left, right = (
-        v.elements if v.zero is None else v.elements.astype(work) - v.zero[..., :1].astype(work) for v in (x, w)
+        v.elements if v.zero is None else v.elements.astype(sum_dtype) - v.zero[..., :1].astype(sum_dtype)
+        for v in (x, w)
     )
     units = kinds <= {jnp.dtype(jnp.float8_e4m3fn), jnp.dtype(jnp.float8_e5m2)}
 
     def native(dot: Callable[..., Array], a: Array, b: Array) -> Array:
-        return dot(a, b, work) if units else dot(a.astype(operand_dtype), b.astype(operand_dtype), work)
+        return dot(a, b, sum_dtype) if units else dot(a.astype(operand_dtype), b.astype(operand_dtype), sum_dtype)
 
-    by_panels = partial(how.panels, lambda a, b: how.wide(a, b, work))
-    return how.run(by_panels, native, left, right)
+    by_panels = partial(sums.panels, lambda a, b: sums.wide(a, b, sum_dtype))
+    return sums.run(by_panels, native, left, right)
 
 
-def exact_sum(x: Coded, w: Coded, length: Any, how: Matrices = _MATRICES) -> Array:
+def exact_sum(x: Coded, w: Coded, length: Any, sums: Matrices = _MATRICES) -> Array:
     """The sum of one block of `length` numbers, of int8, which int32 holds."""
     a, b = x.elements, w.elements
-    total = how.integers(a, b)
-    za = None if x.zero is None else how.left(x.zero[..., 0])
-    zb = None if w.zero is None else how.right(w.zero[..., 0])
+    total = sums.integers(a, b)
+    za = None if x.zero is None else sums.left(x.zero[..., 0])
+    zb = None if w.zero is None else sums.right(w.zero[..., 0])
     if zb is not None:
-        total = total - how.left_sum(a) * zb
+        total = total - sums.left_sum(a) * zb
     if za is not None:
-        total = total - za * how.right_sum(b)
+        total = total - za * sums.right_sum(b)
     return total if za is None or zb is None else total + length * za * zb
 
 
-def _integer_sum(x: Coded, w: Coded, length: Any, work: Any, how: Matrices) -> Array:
+def _integer_sum(x: Coded, w: Coded, length: Any, sum_dtype: Any, sums: Matrices) -> Array:
     """The exact sum, rounded once. One that int32 may not hold is cut, and its parts are added as halves of 16 bits."""
     widest = [128 if v.zero is None else 255 for v in (x, w)]
-    panel = _PANEL // how.width
-    most = (2**31 - 1) // math.prod(widest) // (panel * how.width) * panel
+    panel = _PANEL // sums.width
+    most = (2**31 - 1) // math.prod(widest) // (panel * sums.width) * panel
     size = x.elements.shape[-1]
     parts = []
     for start in range(0, size, most):
         a, b = (replace(v, elements=v.elements[..., start : start + most]) for v in (x, w))
-        count = length if size <= most else min(most, size - start) * how.width
-        parts.append(exact_sum(a, b, count, how))
+        count = length if size <= most else min(most, size - start) * sums.width
+        parts.append(exact_sum(a, b, count, sums))
     if len(parts) == 1:
-        return parts[0].astype(work)
+        return parts[0].astype(sum_dtype)
     high, low = (jnp.sum(jnp.stack(halves), 0) for halves in zip(*((v >> 16, v & 0xFFFF) for v in parts), strict=True))
-    return high.astype(work) * 65536 + low.astype(work)
+    return high.astype(sum_dtype) * 65536 + low.astype(sum_dtype)

@@ -179,8 +179,8 @@ def _block(name: str, q: Any, contracting: tuple[int, ...]) -> int | None:
     if isinstance(last, int) and (not slow or (q.shape[contracting[-1]] % last == 0 and all(k == OWN for k in slow))):
         return last
     raise ValueError(
-        f"{name}: the groups of {str(q.spec)!r} are no blocks along the sum, over axes {contracting} of {q.shape}; quantize "
-        "with groups along these axes"
+        f"{name}: the groups of {str(q.spec)!r} are no blocks along the sum, over axes {contracting} of {q.shape}; "
+        "quantize with groups along these axes"
     )
 
 

@@ -100,7 +100,7 @@ class Layout:
         Groups along one axis need not be moved. But drawn bits depend on the layout, and so do sums over a group, where
         a rule takes some, and groups of scales.
         """
-        fmt, behind = spec.format, spec.gradient.round
+        fmt, backward = spec.format, spec.gradient.round
         if not isinstance(fmt, ScaledFormat) or not fmt.scale_rule.by_ends or isinstance(fmt.scale, ScaledFormat):
             return None
         fastest = next(reversed(self.contracting), None)
@@ -109,7 +109,7 @@ class Layout:
             elsewhere = fmt.axis_of_sparse % self.ndim < self.ndim - 1
             if elsewhere or fastest is None or (several and shape[fastest] % fmt.sparse[1]):
                 return None  # its groups are along another axis, or run over several
-        gradient_depends = behind is not None and (behind.rounding.stochastic or behind.scaled is not None)
+        gradient_depends = backward is not None and (backward.rounding.stochastic or backward.scaled is not None)
         if spec.rounding.stochastic or gradient_depends:
             return None
         *free_kinds, along = kinds_of(fmt, self.ndim)

@@ -66,14 +66,14 @@ class Placement:
         stack = x.ndim - self.ndim
         array = reshape(x, x.shape[:stack] + self.shape)
 
-        def one(both: tuple[Array, Array], key: Array | None) -> Array:
+        def round_one(both: tuple[Array, Array], key: Array | None) -> Array:
             v, entry = both
             if isinstance(state.source, LSQ):
                 sharing = v.size // entry.size if state.source.factor else None
                 return with_nan(v, round_learned(v, self.spec, entry, key, sharing=sharing), self.spec)
             return round_within(v, self.spec, entry, key)
 
-        return reshape(over_stack(stack, one, (array, state.entry), key), x.shape)
+        return reshape(over_stack(stack, round_one, (array, state.entry), key), x.shape)
 
     def fit_scales(self, x: Array) -> Array:
         """The scales that a parameter has by the format's rule."""
@@ -88,10 +88,10 @@ class Placement:
         core = tuple(x.shape[stack:])
         array = reshape(x, x.shape[:stack] + self.shape)
 
-        def one(operands: tuple[Array, Array | None, Array | None], key: Array | None) -> QArray:
+        def pack_one(operands: tuple[Array, Array | None, Array | None], key: Array | None) -> QArray:
             return quantize(operands[0], self.spec, key, scale=operands[1], zero_point=operands[2])
 
-        qarray = over_stack(stack, one, (array, scale, zero_point), key)
+        qarray = over_stack(stack, pack_one, (array, scale, zero_point), key)
         return qarray if core == self.shape else StoredAs(qarray, core, len(self.shape))
 
 
@@ -206,9 +206,9 @@ def place(shape: Sequence[int], view: Laid | None, spec: Spec) -> Placement:
 
     kinds: list[Kind] = [OWN] * len(entries)
     runs: list[list[int]] = []
-    every = [numbers(_split(parts, factors)) for parts in (*view.free, view.contracting)]
-    sparse, crossing = _ids_of_sparse(spec, every, sizes)
-    for kind, ids in zip(kinds_of(fmt, len(every)), every, strict=True):
+    factors_of_axis = [numbers(_split(parts, factors)) for parts in (*view.free, view.contracting)]
+    sparse, crossing = _ids_of_sparse(spec, factors_of_axis, sizes)
+    for kind, ids in zip(kinds_of(fmt, len(factors_of_axis)), factors_of_axis, strict=True):
         if isinstance(kind, str):
             for i in ids:
                 kinds[i] = kind
@@ -220,9 +220,9 @@ def place(shape: Sequence[int], view: Laid | None, spec: Spec) -> Placement:
                 continue
             runs.append(ids)
             kinds[ids[0]] = kind
-    shape_now, kinds, owners = _joined(sizes, kinds, [axis for axis, _ in entries], runs)
-    array_shape, final = _axes_again(shape_now, kinds, owners)
-    array_format = _with_inner(with_kinds(fmt, final), fmt, final)
+    merged_shape, kinds, owners = _joined(sizes, kinds, [axis for axis, _ in entries], runs)
+    array_shape, array_kinds = _axes_again(merged_shape, kinds, owners)
+    array_format = _with_inner(with_kinds(fmt, array_kinds), fmt, array_kinds)
     if fmt.sparse is not None:
         # Without a part of two numbers, each number is alone, and stays.
         array_format = _with_sparse(array_format, sparse[-1], sizes, array_shape) if sparse else array_format.dense

@@ -117,8 +117,8 @@ class Dot:
             right = replace(w.reshape(-1, w.elements.shape[-1]), block=w.block, qarray=qarray, shift=w.shift)
             if by_panels(rows, right, leading):
                 return multiply_weights(rows, right, leading, dtype).reshape(shape)
-            how = Matrices(apart=qarray is not None and leading and not last)
-            return multiply(matrices(x, b), matrices(w, b), dtype, how).reshape(shape)
+            sums = Matrices(apart=qarray is not None and leading and not last)
+            return multiply(matrices(x, b), matrices(w, b), dtype, sums).reshape(shape)
         return multiply(matrices(x, b), matrices(w, b), dtype).reshape(shape)
 
     def input_by_codes(self, g: Coded, w: Coded, shapes: Shapes, dtype: Any) -> Array:
@@ -221,36 +221,36 @@ class Conv:
             padding = lax.padtype_to_pads(space, spans, self.strides, padding)
         return tuple((int(low), int(high)) for low, high in padding)
 
-    def _apart(self, shapes: Shapes) -> tuple[list[int], list[int], Geometry]:
+    def _image_and_kernel(self, shapes: Shapes) -> tuple[list[int], list[int], Geometry]:
         """The shapes of x, as (n, channels, *space), and of w, as (rows, channels of a group, *places)."""
         x, w = ([shape[a] for a in s] for shape, s in zip(shapes, self.numbers[:2], strict=True))
-        how = Geometry(self.strides, self._pads(x[2:], w[2:]), self.input_dilation, self.kernel_dilation)
-        return x, w, how
+        geometry = Geometry(self.strides, self._pads(x[2:], w[2:]), self.input_dilation, self.kernel_dilation)
+        return x, w, geometry
 
     def by_codes(self, x: Coded, w: Coded, shapes: Shapes, dtype: Any) -> Array:
         """The product of codes, each in its layout; `shapes` are those of x and w."""
-        (n, channels, *space), (rows, inner, *places), how = self._apart(shapes)
+        (n, channels, *space), (rows, inner, *places), geometry = self._image_and_kernel(shapes)
         groups = self.feature_groups
         image = x.reshape(n, *space, groups, channels // groups)
         kernel = w.reshape(groups, rows // groups, *places, inner).map_parts(
             lambda v: jnp.moveaxis(v, (0, 1), (-3, -2))
         )
-        y = convolve(image, kernel, how, dtype)
+        y = convolve(image, kernel, geometry, dtype)
         return _image_of(y, self.numbers.out_spec)
 
     def input_by_codes(self, g: Coded, w: Coded, shapes: Shapes, dtype: Any) -> Array:
         """The product dx, of codes in their layouts: a convolution with the mirrored kernel."""
-        (n, _, *space), (rows, inner, *places), how = self._apart(shapes)
-        groups, windows = self.feature_groups, how.windows(space, places)
+        (n, _, *space), (rows, inner, *places), geometry = self._image_and_kernel(shapes)
+        groups, windows = self.feature_groups, geometry.windows(space, places)
         image = g.reshape(n, *windows, groups, rows // groups)
         kernel = w.reshape(inner, *places, groups, rows // groups).map_parts(lambda v: jnp.moveaxis(v, 0, -2))
-        return _image_of(convolve(image, kernel, how.backward(space, places), dtype), self.numbers.lhs_spec)
+        return _image_of(convolve(image, kernel, geometry.backward(space, places), dtype), self.numbers.lhs_spec)
 
     def weight_by_codes(self, x: Coded, g: Coded, shapes: Shapes, dtype: Any) -> Array:
         """The product dw, of codes in their layouts: summed over images and places."""
-        (n, channels, *space), (rows, inner, *places), how = self._apart(shapes)
-        gradient = g.reshape(rows, n, *how.windows(space, places))
-        y = correlate(gradient, x.reshape(channels, n, *space), how, places, self.feature_groups, dtype)
+        (n, channels, *space), (rows, inner, *places), geometry = self._image_and_kernel(shapes)
+        gradient = g.reshape(rows, n, *geometry.windows(space, places))
+        y = correlate(gradient, x.reshape(channels, n, *space), geometry, places, self.feature_groups, dtype)
         y = y.reshape(*places, rows, inner)
         return jnp.moveaxis(y, (-2, -1), (0, 1)).transpose(np.argsort(self.numbers.rhs_spec))
 

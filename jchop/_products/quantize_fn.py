@@ -182,7 +182,7 @@ class QuantizedFunction:
         """
         call = Call(params, args, kwargs)
         program = self._program(call)
-        scales = Scales({}, {site.name: site.start() for site in program.sites.values() if site.follows})
+        scales = Scales({}, {slot.name: slot.start() for slot in program.slots.values() if slot.follows})
         for i, (name, placement, source) in program.weights_with_state().items():
             value = call.values[i]
             if is_packed(value):
@@ -193,14 +193,14 @@ class QuantizedFunction:
                 assert isinstance(source, DelayedScaling)
                 stack = value.shape[: value.ndim - placement.ndim]
                 scales.stats[name] = jnp.zeros((*stack, source.length))
-        learned_slots = [site for site in program.sites.values() if isinstance(site.source, LSQ)]
+        learned_slots = [slot for slot in program.slots.values() if isinstance(slot.source, LSQ)]
         if learned_slots and from_data:
             if any(isinstance(x, jax.ShapeDtypeStruct) for x in call.values):
                 raise ValueError(f"{learned_slots[0].place}: a learned scale begins with data; pass arrays, not shapes")
             _, data = self.observe(params, *args, scales=scales, key=key, **kwargs)
-            for site in learned_slots:
-                spans = by_turn(site, data[site.name][1], span_of)
-                scales.learned[site.name] = over_entries(site, spans, lambda span, s=site: step_of(span, s.spec))
+            for slot in learned_slots:
+                spans = by_turn(slot, data[slot.name][1], span_of)
+                scales.learned[slot.name] = over_entries(slot, spans, lambda span, s=slot: step_of(span, s.spec))
         return scales
 
     def calibrate(
@@ -253,11 +253,11 @@ class QuantizedFunction:
     def observe(
         self, params: Any, *args: Any, scales: Scales | None = None, key: Array | None = None, **kwargs: Any
     ) -> tuple[Any, dict[str, tuple[Site, Array]]]:
-        """The result, and by name the sites of activations with one scale, each with its data before rounding."""
+        """The result, and by name the slots of activations with one scale, each with its data before rounding."""
         call = Call(params, args, kwargs)
         out, _, data = self._run(call, scales or Scales({}, {}), "observe", key)
-        sites = self._program(call).sites.values()
-        return out, {site.name: (site, data[site.name]) for site in sites}
+        slots = self._program(call).slots.values()
+        return out, {slot.name: (slot, data[slot.name]) for slot in slots}
 
     def pack(
         self, params: Any, *args: Any, scales: Scales | None = None, key: Array | None = None, **kwargs: Any
@@ -355,7 +355,7 @@ class QuantizedFunction:
         """The result, the ranges and histories after the call, and the observed arrays."""
         program = self._program(call)
         keys, scale_states = self._keys(key), program.weights_with_state()
-        keeping = any(site.source is not None for site in program.sites.values())
+        keeping = any(slot.source is not None for slot in program.slots.values())
         keeping |= not all(is_packed(call.values[i]) for i in scale_states)
         if scales is None and keeping:
             rule = next(rule for rule in self.rules if rule.scale_from is not None)
@@ -364,17 +364,17 @@ class QuantizedFunction:
             raise TypeError(f"scales={scales!r} must be what start, update or calibrate returns")
         scales = Scales({}, {}) if scales is None else scales
         if self.all_in_use and mode != "observe":
-            check_names(scales.entries, program.sites.values(), program.rules_by_path)
+            check_names(scales.entries, program.slots.values(), program.rules_by_path)
         values, weight_updates = list(call.values), {}
         for i in range(call.count):
             entry = None
             if i in scale_states and not is_packed(values[i]):
-                entry, more = weight_entry(*scale_states[i], jnp.asarray(values[i]), scales)
-                weight_updates |= more
+                entry, history = weight_entry(*scale_states[i], jnp.asarray(values[i]), scales)
+                weight_updates |= history
             values[i] = self._lazy_param(program, i, values[i], entry, call.adapters.get(i))
         runner = program.runner
         if keeping or mode != "fixed" or scales.stats:
-            runner = Keeping(runner, program.sites, program.turns, scales.entries, mode)
+            runner = Keeping(runner, program.slots, program.entries_of_scan, scales.entries, mode)
         with jax.disable_jit(False):
             out = typed(interpret(runner, program.plan, keys, values), program.plan.jaxpr.outvars)
         runner.check_codes()

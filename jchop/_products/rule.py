@@ -181,8 +181,8 @@ class Rule:
             raise TypeError(f"rotation={rotation!r} must be a jchop.Hadamard, such as Hadamard(16)")
         if rotation.forward and self.weight is None and self.activation is None:
             raise ValueError(f"rotation={rotation} needs a weight= or an activation=: nothing is rounded")
-        own = (("input_gradient", rotation.of_input), ("weight_gradient", rotation.of_weight))
-        if self.gradient is None and any(turns and getattr(self, name) is None for name, turns in own):
+        backward = (("input_gradient", rotation.of_input), ("weight_gradient", rotation.of_weight))
+        if self.gradient is None and any(rotates and getattr(self, name) is None for name, rotates in backward):
             raise ValueError(f"rotation={rotation} needs a gradient=: the backward products have nothing rounded")
         if self.scale_from is not None:
             raise ValueError(

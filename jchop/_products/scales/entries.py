@@ -28,13 +28,13 @@ def weight_entry(
     assert isinstance(source, DelayedScaling)
     stack = value.ndim - placement.ndim
 
-    def like(v: Any) -> Array:
+    def history_like(v: Any) -> Array:
         return jnp.zeros((*v.shape[:stack], source.length))
 
-    def one(both: tuple[Array, Array]) -> tuple[Array, Array]:
+    def update_one(both: tuple[Array, Array]) -> tuple[Array, Array]:
         return remembered(source, *both)
 
-    span, after = over_stack(stack, one, (entry_of(scales, name, like, value), value))
+    span, after = over_stack(stack, update_one, (entry_of(scales, name, history_like, value), value))
     return Kept(span, source), {name: after}
 
 

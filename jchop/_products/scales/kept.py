@@ -31,75 +31,75 @@ class Keeping(Quantization):
 
     Args:
         plain: the products without kept scales.
-        sites: of products, by the identity of their steps.
-        turns: of each scan the names that have an entry for each turn.
-        known: the entries, by name. A range that `calibrate` may fix and that is missing is that of the array itself.
-        mode: ``"fixed"``: entries stay. ``"update"``: `updates` has those after the call. ``"observe"``: `updates` has the
-            arrays themselves, which are not rounded.
+        slots: of products, by the identity of their steps.
+        entries_of_scan: of each scan the names that have an entry for each iteration.
+        entries: by name. A range that `calibrate` may fix and that is missing is that of the array itself.
+        mode: ``"fixed"``: entries stay. ``"update"``: `updates` has those after the call. ``"observe"``: `updates` has
+            the arrays themselves, which are not rounded.
     """
 
     def __init__(
         self,
         plain: Quantization,
-        sites: Mapping[int, Site],
-        turns: Mapping[int, tuple[str, ...]],
+        slots: Mapping[int, Site],
+        entries_of_scan: Mapping[int, tuple[str, ...]],
         entries: Mapping[str, Array],
         mode: Literal["fixed", "update", "observe"],
     ) -> None:
         super().__init__(plain.roundings, plain.paths)
-        self.sites, self.turns, self.mode = sites, turns, mode
+        self.slots, self.entries_of_scan, self.mode = slots, entries_of_scan, mode
         self.entries = {} if mode == "observe" else dict(entries)
         self.updates: dict[str, Array] = {}
-        self._within: dict[int, tuple[Site, ...]] = {}
+        self._slots_within: dict[int, tuple[Site, ...]] = {}
 
     # -- one product ---------------------------------------------------------------------------------------------------
 
     def operand(self, step: ProductStep, x: Array, how: Roundings, key: Any) -> tuple[Array, Roundings, Any]:
         """The operand of data, rounded under its kept scale."""
-        site = self.sites.get(id(step))
-        if site is None or (self.mode != "observe" and site.source is None and site.name not in self.entries):
+        slot = self.slots.get(id(step))
+        if slot is None or (self.mode != "observe" and slot.source is None and slot.name not in self.entries):
             return x, how, key
         how = replace(how, left=None)
         if self.mode == "observe":
-            self.updates[site.name] = lax.stop_gradient(x).astype(jnp.float32)
+            self.updates[slot.name] = lax.stop_gradient(x).astype(jnp.float32)
             return x, how, key
         round_key, key = (None, None) if key is None else split(key)
-        return self._round_input(site, x, round_key), how, key
+        return self._round_input(slot, x, round_key), how, key
 
-    def _round_input(self, site: Site, x: Array, key: Array | None) -> Array:
-        entry = self.entries.get(site.name)
-        if entry is None or entry.shape != (shape := site.shape[len(site.stack) :]):
-            raise ValueError(_wrong(site, entry, shape if entry is not None else ()))
-        source = site.source
+    def _round_input(self, slot: Site, x: Array, key: Array | None) -> Array:
+        entry = self.entries.get(slot.name)
+        if entry is None or entry.shape != (shape := slot.shape[len(slot.stack) :]):
+            raise ValueError(_wrong(slot, entry, shape if entry is not None else ()))
+        source = slot.source
         if isinstance(source, LSQ):
-            return round_stepwise(source, None, x, site.spec, entry, key)
+            return round_stepwise(source, None, x, slot.spec, entry, key)
         span = after = entry
         if isinstance(source, MovingAverage):
             span = after = moved(source, entry, x, self.mode == "fixed")
         elif isinstance(source, DelayedScaling):
             span, after = remembered(source, entry, x)
-        if site.follows and self.mode == "update":
-            self.updates[site.name] = self.entries[site.name] = after.astype(entry.dtype)
-        return round_within(x, site.spec, span, key)
+        if slot.follows and self.mode == "update":
+            self.updates[slot.name] = self.entries[slot.name] = after.astype(entry.dtype)
+        return round_within(x, slot.spec, span, key)
 
     # -- programs within -----------------------------------------------------------------------------------------------
 
     def enter(self, step: ProductStep, seeds: Any, args: list[Any], inner: Callable[..., list[Any]]) -> list[Any]:
         """The results of a step that holds programs; entries are more operands of it, and more results."""
-        sites = self._sites_in(step)
-        if not sites or step.name in (*PLAIN_CALLS, *HIGH_CALLS):
+        slots = self._slots_in(step)
+        if not slots or step.name in (*PLAIN_CALLS, *HIGH_CALLS):
             return super().enter(step, seeds, args, inner)
         if step.name == "scan":
-            return self._scan(step, seeds, args, sites)
+            return self._scan(step, seeds, args, slots)
         if self.mode == "observe" and step.name == "while":
             raise NotImplementedError(
-                f"{sites[0].place}: data within a `while` loop cannot be observed; let the loop be a scan, or give "
+                f"{slots[0].place}: data within a `while` loop cannot be observed; let the loop be a scan, or give "
                 "its product a rule without a scale for the whole array"
             )
-        names = [site.name for site in sites if site.name in self.entries]
+        names = [slot.name for slot in slots if slot.name in self.entries]
         entry_values = [self.entries[name] for name in names]
-        last = [name for name in names if name in self._following(sites)] if self.mode == "update" else []
-        blanks = self._arrays_in(step, sites) if self.mode == "observe" else {}
+        last = [name for name in names if name in self._following(slots)] if self.mode == "update" else []
+        blanks = self._arrays_in(step, slots) if self.mode == "observe" else {}
 
         def run(plan: Plan, seeds: Any, args: Sequence[Any]) -> list[Any]:
             count = len(plan.jaxpr.invars)
@@ -119,15 +119,15 @@ class Keeping(Quantization):
         self._take({name: after[name] for name in after if self.mode == "observe" or name in last})
         return out[:count]
 
-    def _scan(self, step: ProductStep, seeds: Any, args: list[Any], sites: Sequence[Site]) -> list[Any]:
+    def _scan(self, step: ProductStep, seeds: Any, args: list[Any], slots: Sequence[Site]) -> list[Any]:
         params = step.eqn.params
         consts, carry_length = carry_count(params)
         fixed, start, xs = args[:consts], args[consts : consts + carry_length], args[consts + carry_length :]
-        names_per_iteration = self.turns.get(id(step), ())
-        names = [site.name for site in sites if site.name in self.entries]
+        names_per_iteration = self.entries_of_scan.get(id(step), ())
+        names = [slot.name for slot in slots if slot.name in self.entries]
         entry_per_iteration = {name: self.entries[name] for name in names if name in names_per_iteration}
         carry_entries = {name: self.entries[name] for name in names if name not in names_per_iteration}
-        follows = self._following(sites) if self.mode == "update" else ()
+        follows = self._following(slots) if self.mode == "update" else ()
 
         def body(carry: Any, x: Any) -> Any:
             values, count, entries = carry
@@ -153,7 +153,7 @@ class Keeping(Quantization):
         return [*last, *ys]
 
     def _inside(self, plan: Plan, seeds: Any, args: Sequence[Any], entries: dict[str, Array]) -> tuple[list[Any], dict]:
-        """The results of a program within, and the entries that it found."""
+        """The results of a program within, and the updates of its entries."""
         outer = self.entries, self.updates
         self.entries, self.updates = entries, {}
         try:
@@ -166,25 +166,25 @@ class Keeping(Quantization):
         if self.mode == "update":
             self.entries.update(updates)
 
-    def _sites_in(self, step: ProductStep) -> tuple[Site, ...]:
-        if id(step) not in self._within:
-            inner = (self.sites.get(id(s)) for plan in step.inner for s in plan.walk())
-            self._within[id(step)] = tuple(site for site in inner if site is not None)
-        return self._within[id(step)]
+    def _slots_in(self, step: ProductStep) -> tuple[Site, ...]:
+        if id(step) not in self._slots_within:
+            inner = (self.slots.get(id(s)) for plan in step.inner for s in plan.walk())
+            self._slots_within[id(step)] = tuple(slot for slot in inner if slot is not None)
+        return self._slots_within[id(step)]
 
     @staticmethod
-    def _following(sites: Sequence[Site]) -> set[str]:
-        return {site.name for site in sites if site.follows}
+    def _following(slots: Sequence[Site]) -> set[str]:
+        return {slot.name for slot in slots if slot.follows}
 
-    def _arrays_in(self, step: ProductStep, sites: Sequence[Site]) -> dict[str, Array]:
+    def _arrays_in(self, step: ProductStep, slots: Sequence[Site]) -> dict[str, Array]:
         """Arrays of NaN, which stand for the data of a branch that was not taken."""
         shapes = {}
-        for inner in (s for plan in step.inner for s in plan.walk() if id(s) in self.sites):
+        for inner in (s for plan in step.inner for s in plan.walk() if id(s) in self.slots):
             weight = self.roundings[id(inner)][1]
             aval = inner.eqn.invars[1 - weight].aval
             lengths = [s.eqn.params["length"] for s in _scans_around(step, inner)]
-            shapes[self.sites[id(inner)].name] = jnp.full((*lengths, *aval.shape), jnp.nan)
-        return {site.name: shapes[site.name] for site in sites}
+            shapes[self.slots[id(inner)].name] = jnp.full((*lengths, *aval.shape), jnp.nan)
+        return {slot.name: shapes[slot.name] for slot in slots}
 
 
 def _scans_around(outer: ProductStep, target: ProductStep) -> list[ProductStep]:
@@ -198,11 +198,11 @@ def _scans_around(outer: ProductStep, target: ProductStep) -> list[ProductStep]:
     return []
 
 
-def _wrong(site: Site, entry: Array | None, shape: tuple[int, ...]) -> str:
+def _wrong(slot: Site, entry: Array | None, shape: tuple[int, ...]) -> str:
     if entry is None:
-        more = ", or for a learned scale what calibrate returns" if isinstance(site.source, LSQ) else ""
-        return f"scales has no {site.name!r} of the {site.place}: pass scales=low.start(params, ...){more}"
+        more = ", or for a learned scale what calibrate returns" if isinstance(slot.source, LSQ) else ""
+        return f"scales has no {slot.name!r} of the {slot.place}: pass scales=low.start(params, ...){more}"
     return (
-        f"scales: {site.name!r} of the {site.place} has shape {entry.shape} in a call, and its rule needs {shape}: it "
+        f"scales: {slot.name!r} of the {slot.place} has shape {entry.shape} in a call, and its rule needs {shape}: it "
         "belongs to a function with another rule"
     )

@@ -70,7 +70,7 @@ class Site:
         name: of its entry.
         spec: of the operand.
         source: the rule's; None for a range that `calibrate` may fix.
-        loops: of the scans around it, the lengths, and whether it has an entry for each turn.
+        loops: of the scans around it, the lengths, and whether it has an entry for each iteration.
         place: of the product, for errors.
         in_branch: whether calls may not reach it.
     """
@@ -112,13 +112,13 @@ class Site:
 def sites_of(
     plan: Plan, roundings: Mapping[int, tuple[Roundings, int]], rules: Mapping[int, Any], paths: Sequence[str]
 ) -> tuple[dict[int, Site], dict[int, tuple[str, ...]]]:
-    """The sites of a program by the identity of their steps, and of each scan the names that have an entry a turn.
+    """The slots of a program by the identity of their steps, and of each scan the names with an entry an iteration.
 
     Raises:
         NotImplementedError: for a source of scales in a program of which nothing but results can come back.
     """
     slots: dict[int, Site] = {}
-    turns: dict[int, tuple[str, ...]] = {}
+    entries_of_scan: dict[int, tuple[str, ...]] = {}
     counts: dict[str, int] = {}
     for step, scans, enclosure, in_branch in _walk(plan, (), "", False):
         if id(step) not in roundings or id(step) not in rules:
@@ -132,25 +132,24 @@ def sites_of(
         name = f"{paths[leaf] or 'params'}_activation_{RANGE if source is None else _KINDS[type(source)]}"
         if enclosure and source is None:
             continue
-        if enclosure and (
-            enclosure != _WHILE or isinstance(source, LSQ)
-        ):  # its state can be carried, its data not be seen
+        # The state of a while loop can be carried, its data not be seen.
+        if enclosure and (enclosure != _WHILE or isinstance(source, LSQ)):
             raise NotImplementedError(
-                f"{rule}: scale_from of {step.name} at {step.source or 'an unknown line'}, which is within {enclosure}, "
-                f"out of which its data cannot come. Put Rule({pattern_of(paths[leaf])!r}, ...) without scale_from "
+                f"{rule}: scale_from of {step.name} at {step.source or 'an unknown line'}, which is within "
+                f"{enclosure}, out of which its data cannot come. Put Rule({pattern_of(paths[leaf])!r}, ...) without scale_from "
                 "before it"
             )
         counts[name] = counts.get(name, 0) + 1
         name = name if counts[name] == 1 else f"{name}_{counts[name] - 1}"
         for scan in (scan for scan, _, leaves in scans if leaf in leaves):
-            turns[scan] = (*turns.get(scan, ()), name)
+            entries_of_scan[scan] = (*entries_of_scan.get(scan, ()), name)
         assert how.left is not None
         loops = tuple((length, leaf in leaves) for _, length, leaves in scans)
         slots[id(step)] = Site(name, how.left, source, loops, how.place, in_branch)
-    return slots, turns
+    return slots, entries_of_scan
 
 
-def check_names(names: Iterable[str], sites: Iterable[Site], rules: Mapping[str, Any]) -> None:
+def check_names(names: Iterable[str], slots: Iterable[Site], rules: Mapping[str, Any]) -> None:
     """Refuse entries of another function or other rules, and fixed ranges of some products alone.
 
     Without a fixed range all activations have the scales of each array. An entry may be of a product that the program
@@ -158,14 +157,14 @@ def check_names(names: Iterable[str], sites: Iterable[Site], rules: Mapping[str,
 
     Args:
         names: of the entries.
-        sites: of the program.
+        slots: of the program.
         rules: of the parameters, by path.
 
     Raises:
         ValueError: that names what is missing, and what has no use.
     """
-    present, slot_of_name = set(names), {site.name: site for site in sites}
-    fixed = {name for name, site in slot_of_name.items() if site.source is None}
+    present, slot_of_name = set(names), {slot.name: slot for slot in slots}
+    fixed = {name for name, slot in slot_of_name.items() if slot.source is None}
     extra = sorted(name for name in present if name not in slot_of_name and not _may_be_kept(name, rules))
     missing = (
         sorted(name for name in fixed - present if not slot_of_name[name].in_branch) if fixed & present or extra else []

@@ -89,9 +89,9 @@ def multiply_weights(x: Coded, w: Coded, leading: bool, dtype: Any) -> Array:
 
 def _panels(x: Coded, w: Coded, leading: bool, dtype: Any) -> Array:
     """The scaled sums of the panels, added from the first to the last."""
-    work = jnp.float64 if jnp.dtype(dtype) == jnp.float64 else jnp.float32
+    sum_dtype = jnp.float64 if jnp.dtype(dtype) == jnp.float64 else jnp.float32
     integers = x.elements.dtype == jnp.int8
-    kind = jnp.int8 if integers else work
+    kind = jnp.int8 if integers else sum_dtype
     (rows, count), x_elements = x.elements.shape, x.elements.astype(kind)
     block = min(_block(x), _block(w))
     x_within, w_within = _block(x) < count, _block(w) < count  # whose scales change along the sum
@@ -100,12 +100,12 @@ def _panels(x: Coded, w: Coded, leading: bool, dtype: Any) -> Array:
     per_byte, panel = _reader(w, leading, kind)
     columns = per_byte if leading else 1  # of which each has numbers of its own
 
-    def of(values: Array, start: Any, dtype: Any) -> list[Array]:
+    def column_numbers(values: Array, start: Any, dtype: Any) -> list[Array]:
         """A number of each column in the block of a place, for each place in a byte."""
         row = lax.dynamic_index_in_dim(values, start // block, 0, keepdims=False).astype(dtype)
         return list(row.reshape(-1, columns).T) * (per_byte // columns)
 
-    def of_rows(values: Array, start: Any) -> Array:
+    def row_numbers(values: Array, start: Any) -> Array:
         return lax.dynamic_index_in_dim(values, start // block, 1)
 
     # One number of each block, before the loop, so that it does not carry a number for each element.
@@ -115,48 +115,52 @@ def _panels(x: Coded, w: Coded, leading: bool, dtype: Any) -> Array:
     def product_of_panel(rows: Array, part: Array, zero: Array | None, x_zero: Array | None) -> Array:
         if not integers:
             axis = 0 if leading else 1
-            return _dot(rows, part if zero is None else part - (zero if leading else zero[:, None]), axis, work)
+            return _dot(rows, part if zero is None else part - (zero if leading else zero[:, None]), axis, sum_dtype)
         left, right = (None if v is None else v.reshape(1, -1, 1) for v in (x_zero, zero))
         b = part.T if leading else part
         return exact_sum(Coded(rows[None], None, left), Coded(b[None], None, right), rows.shape[1])[0]
 
-    def term(start: Any, size: int) -> list[Array]:
+    def sums_of_panel(start: Any, size: int) -> list[Array]:
         parts = panel(start, size)
-        own = [None] * per_byte if zeros is None else of(zeros, start, jnp.int32 if integers else work)
+        own = [None] * per_byte if zeros is None else column_numbers(zeros, start, jnp.int32 if integers else sum_dtype)
         a = lax.dynamic_slice_in_dim(x_elements, start, size, 1)
         apart = [a] * per_byte if leading else list(jnp.moveaxis(a.reshape(-1, size // per_byte, per_byte), 2, 0))
-        x_zero = None if x_zeros is None else of_rows(x_zeros, start)
+        x_zero = None if x_zeros is None else row_numbers(x_zeros, start)
         sums = [product_of_panel(*operands, x_zero) for operands in zip(apart, parts, own, strict=True)]
         sums = sums if leading else [reduce(operator.add, sums)]
         if x_within and x_scales is not None:
-            sums = [_scaled_to(work)(v, of_rows(x_scales, start)) for v in sums]
-        return sums if not w_within or scales is None else list(map(_scaled_to(work), sums, of(scales, start, work)))
+            sums = [_scaled_to(sum_dtype)(v, row_numbers(x_scales, start)) for v in sums]
+        return (
+            sums
+            if not w_within or scales is None
+            else list(map(_scaled_to(sum_dtype), sums, column_numbers(scales, start, sum_dtype)))
+        )
 
     def add(total: list[Array], start: Any, size: int) -> list[Array]:
-        return [a + b for a, b in zip(total, term(start, size), strict=True)]
+        return [a + b for a, b in zip(total, sums_of_panel(start, size), strict=True)]
 
     whole, rest = divmod(count, size)
-    first = jnp.zeros((rows, w.elements.shape[0] // columns), jnp.int32 if integers and block == count else work)
+    first = jnp.zeros((rows, w.elements.shape[0] // columns), jnp.int32 if integers and block == count else sum_dtype)
     first = varying_like(first, *jax.tree.leaves((x, w)))
     total = lax.fori_loop(0, whole, lambda i, total: add(total, i * size, size), [first] * columns)
     total = add(total, whole * size, rest) if rest else total
     if x_scales is not None and not x_within:
-        total = [_scaled_to(work)(v, x_scales[:, :1]) for v in total]
+        total = [_scaled_to(sum_dtype)(v, x_scales[:, :1]) for v in total]
     if not w_within and scales is not None:
-        total = list(map(_scaled_to(work), total, of(scales, 0, work)))
+        total = list(map(_scaled_to(sum_dtype), total, column_numbers(scales, 0, sum_dtype)))
     return jnp.stack(total, -1).reshape(rows, -1).astype(dtype)
 
 
-def _scaled_to(work: Any) -> Callable[[Array, Array], Array]:
-    return lambda total, scale: scaled(total.astype(work), scale)
+def _scaled_to(dtype: Any) -> Callable[[Array, Array], Array]:
+    return lambda total, scale: scaled(total.astype(dtype), scale)
 
 
-def _dot(x: Array, numbers: Array, axis: int, work: Any) -> Array:
+def _dot(x: Array, numbers: Array, axis: int, sum_dtype: Any) -> Array:
     dims = (((1,), (axis,)), ((), ()))
-    return lax.dot_general(x, numbers, dims, precision=lax.Precision.HIGHEST, preferred_element_type=work)
+    return lax.dot_general(x, numbers, dims, precision=lax.Precision.HIGHEST, preferred_element_type=sum_dtype)
 
 
-def _reader(w: Coded, leading: bool, work: Any) -> tuple[int, Callable[[Any, int], list[Array]]]:
+def _reader(w: Coded, leading: bool, dtype: Any) -> tuple[int, Callable[[Any, int], list[Array]]]:
     """How many elements share a byte, and a function of a place along the sum and a number of elements there.
 
     The function gives these as floats, (size, n) or (n, size): one array for each place in a byte, since to put them
@@ -165,7 +169,7 @@ def _reader(w: Coded, leading: bool, work: Any) -> tuple[int, Callable[[Any, int
     axis, qarray, carrier = 0 if leading else 1, w.qarray, CARRIERS["float32"]
     if qarray is None:
         elements = lax.optimization_barrier(w.elements.T if leading else w.elements)  # as they would lie if stored
-        return 1, lambda start, size: [lax.dynamic_slice_in_dim(elements, start, size, axis).astype(work)]
+        return 1, lambda start, size: [lax.dynamic_slice_in_dim(elements, start, size, axis).astype(dtype)]
     fmt, values = qarray.spec.element, qarray.qvalue
     bits = fmt.bits if fmt.bits < 8 else 8  # of an element, in the unit of `values`
     per_byte = 8 // bits if 8 % bits == 0 and qarray.shape[1] % (8 // bits) == 0 else 1
@@ -178,7 +182,7 @@ def _reader(w: Coded, leading: bool, work: Any) -> tuple[int, Callable[[Any, int
         else:
             mask = jnp.uint8((1 << bits) - 1)
             numbers = [decode_elements((part >> (bits * i)) & mask, fmt, carrier, short=True) for i in range(per_byte)]
-        return [(v + w.shift if w.shift else v).astype(work) for v in numbers]
+        return [(v + w.shift if w.shift else v).astype(dtype) for v in numbers]
 
     return per_byte, read
 

@@ -117,14 +117,14 @@ class _Windows(Matrices):
         """One convolution; of two types, which `lax` has none of, one product of matrices."""
         if a.dtype != b.dtype:
             return self._as_matrices(a, b, dtype)
-        how, rank = self.geometry, len(self.places)
+        geometry, rank = self.geometry, len(self.places)
         image = a.reshape(*a.shape[:-2], -1)
         kernel = b.reshape(*self.places, -1, b.shape[-1])
-        kernel = lax.rev(kernel, range(rank)) if how.flips_kernel else kernel
+        kernel = lax.rev(kernel, range(rank)) if geometry.flips_kernel else kernel
         space = tuple(range(1, rank + 1))
         numbers = lax.ConvDimensionNumbers((0, rank + 1, *space), (rank, rank + 1, *range(rank)), (0, rank + 1, *space))
         y = lax.conv_general_dilated(
-            image, kernel, how.strides, how.padding, how.image_gaps, how.kernel_gaps, numbers,
+            image, kernel, geometry.strides, geometry.padding, geometry.image_gaps, geometry.kernel_gaps, numbers,
             feature_group_count=a.shape[-2], precision=precision_of(a.dtype), preferred_element_type=dtype,
         )  # fmt: skip
         return y.reshape(self.shape(a, b))
@@ -196,11 +196,11 @@ def convolve(image: Coded, kernel: Coded, geometry: Geometry, dtype: Any) -> Arr
     """
     places = kernel.elements.shape[:-3]
     groups, _, channels = kernel.elements.shape[-3:]
-    how = _Windows(geometry, places)
+    sums = _Windows(geometry, places)
     if not image.elements.size or not kernel.elements.size:
-        return jnp.zeros(how.shape(image.elements, kernel.elements), dtype)
+        return jnp.zeros(sums.shape(image.elements, kernel.elements), dtype)
     sum_length = (
-        how.width * channels * (groups if geometry.flips_kernel else 1)
+        sums.width * channels * (groups if geometry.flips_kernel else 1)
     )  # all that a scale of a kernel may be of
     image, kernel = _along(image, math.prod(image.elements.shape[1:])), _along(kernel, sum_length)
     if image.block is not None and channels % image.block:
@@ -213,17 +213,17 @@ def convolve(image: Coded, kernel: Coded, geometry: Geometry, dtype: Any) -> Arr
         def flatten_channels(v: Array) -> Array:
             return v.reshape(*image_shape[:-2], -1)
 
-        rows = how.left(image.zero[..., 0])[..., 0]
+        rows = sums.left(image.zero[..., 0])[..., 0]
         elements = geometry.extend(flatten_channels(image.elements), rows)
         shape = (*elements.shape[:-1], *image_shape[-2:])
         over = jnp.broadcast_to(rows[..., None], shape)
-        scale = None if image.scale is None else jnp.broadcast_to(how.left(image.scale[..., 0]), shape)
+        scale = None if image.scale is None else jnp.broadcast_to(sums.left(image.scale[..., 0]), shape)
         image, geometry = Coded(elements.reshape(shape), scale, over), geometry.without_padding
-        how = _Windows(geometry, places)
-    if image.block is None and kernel.block is None and how.width <= LARGEST_WIDTH:
-        return multiply(image, kernel, dtype, how)
-    out = how.shape(image.elements, kernel.elements)
-    y = multiply(_as_rows(image, how), replace(kernel.map_parts(_kernel_rows), block=kernel.block), dtype)
+        sums = _Windows(geometry, places)
+    if image.block is None and kernel.block is None and sums.width <= LARGEST_WIDTH:
+        return multiply(image, kernel, dtype, sums)
+    out = sums.shape(image.elements, kernel.elements)
+    y = multiply(_as_rows(image, sums), replace(kernel.map_parts(_kernel_rows), block=kernel.block), dtype)
     return _from_rows(y, out)
 
 
@@ -232,12 +232,12 @@ def _along(v: Coded, size: int) -> Coded:
     return replace(v, block=None) if v.scale is None or v.block is None or v.block >= size else v
 
 
-def _as_rows(image: Coded, how: _Windows) -> Coded:
+def _as_rows(image: Coded, sums: _Windows) -> Coded:
     """The windows of an image as rows of matrices."""
     groups = image.elements.shape[-2]
 
     def rows(v: Array) -> Array:
-        return _rows(how.geometry.patches(v.reshape(*v.shape[:-2], -1), how.places), groups)
+        return _rows(sums.geometry.patches(v.reshape(*v.shape[:-2], -1), sums.places), groups)
 
     elements = rows(image.elements)
     if image.block is not None:
@@ -245,13 +245,13 @@ def _as_rows(image: Coded, how: _Windows) -> Coded:
         return Coded(elements, scale, zero, image.block)
     windows = elements.shape[1] // image.elements.shape[0]
 
-    def over(v: Array | None) -> Array | None:
+    def per_window(v: Array | None) -> Array | None:
         """One number for each image, over its windows."""
         if v is None:
             return None
         return jnp.broadcast_to(jnp.repeat(v.reshape(v.shape[0], -1)[:, 0], windows)[:, None], elements.shape)
 
-    return Coded(elements, over(image.scale), over(image.zero))
+    return Coded(elements, per_window(image.scale), per_window(image.zero))
 
 
 def correlate(
@@ -297,7 +297,7 @@ def correlate(
     gaps = geometry.kernel_gaps
     spans = [(n - 1) * step + 1 for n, step in zip(windows, geometry.strides, strict=True)]
 
-    def at(place: Array) -> Array:
+    def at_place(place: Array) -> Array:
         starts = [0, 0, *(place[i] * gap for i, gap in enumerate(gaps))]
         part = lax.dynamic_slice(wide, starts, (*wide.shape[:2], *spans))
         part = lax.slice(part, (0,) * part.ndim, part.shape, (1, 1, *geometry.strides))
@@ -307,7 +307,7 @@ def correlate(
         return multiply(left, Coded(part, scale, zero).map_parts(split_groups), dtype)
 
     index = np.stack(np.unravel_index(np.arange(math.prod(places)), tuple(places)), -1).astype(np.int32)
-    y = lax.map(at, jnp.asarray(index))
+    y = lax.map(at_place, jnp.asarray(index))
     return y.reshape(*places, *y.shape[1:])
 
 

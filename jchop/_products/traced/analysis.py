@@ -49,7 +49,8 @@ class Use:
         primitive: that takes it.
         source: file and line.
         view: how a product takes it, or a look-up.
-        is_intact: whether a product takes its numbers themselves, none of them computed with, along the sum in their order.
+        is_intact: whether a product takes its numbers themselves, none of them computed with, along the sum in their
+            order.
         cuts: the slices of it that were taken before.
         why: why it has no scales for this use; empty if it may have.
 
@@ -146,7 +147,7 @@ class Analyst(planner.Planner):
         return super().read(v, env) or NOTHING
 
     def common(self, knowns: Iterable[Fact | None]) -> Fact:
-        """What is known of values each of which is one of several. Parameters that data replace are in `data_changes`."""
+        """What is known of values each of which is one of several; `data_changes` has parameters that data replace."""
         facts = [known or NOTHING for known in knowns]
         both = joined(facts)
         if not both.data:

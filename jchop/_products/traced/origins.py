@@ -80,7 +80,8 @@ class Fact:
     Args:
         data: whether its numbers depend on the arguments that are no parameters.
         origins: the parameters that it comes from; none if it depends on data.
-        opaque_uses: parameters that it is computed from, or is in the first turn of a loop, none of whose axes are its own.
+        opaque_uses: parameters that it is computed from, or is in the first iteration of a loop, none of whose axes are
+            its own.
         from_keys: whether its numbers depend on keys that are arguments.
         has_product: whether a product of parameters alone is a part of it.
     """
@@ -125,7 +126,7 @@ def joined(facts: Sequence[Fact]) -> Fact:
 
 
 def lost_of(facts: Sequence[Fact]) -> tuple[Any, ...]:
-    """The lost parameters of all facts."""
+    """The opaque uses of all facts."""
     return tuple(dict.fromkeys(use for fact in facts for use in fact.opaque_uses))
 
 

@@ -45,12 +45,12 @@ class Resolved:
         paths: of each parameter.
         shapes: of each parameter.
         uses: what computes with a parameter, by its number; parameters that nothing takes are absent.
-        numbers: which of the rules applies to each parameter; None for none.
+        rule_indexes: which of the rules applies to each parameter; None for none.
         placements: how a parameter is rounded and by which use, by its number; parameters that stay are absent.
         runner: the roundings of the products, by their steps.
         products: the products in the order of the program, each with its rule.
-        sites: the activations with scales from elsewhere than their data, by the steps of their products.
-        turns: the entries of the kept scales of a loop's body, by its step.
+        slots: the activations with scales from elsewhere than their data, by the steps of their products.
+        entries_of_scan: the entries of the kept scales of a loop's body, by its step.
     """
 
     plan: Plan
@@ -59,12 +59,12 @@ class Resolved:
     paths: tuple[str, ...]
     shapes: tuple[tuple[int, ...], ...]
     uses: Mapping[int, Sequence[Use]]
-    numbers: tuple[int | None, ...]
+    rule_indexes: tuple[int | None, ...]
     placements: Mapping[int, tuple[Placement, Use]]
     runner: Quantization
     products: tuple[tuple[ProductStep, Rule | None], ...]
-    sites: dict[int, Site]
-    turns: dict[int, tuple[str, ...]]
+    slots: dict[int, Site]
+    entries_of_scan: dict[int, tuple[str, ...]]
 
     @property
     def keeps_constants(self) -> bool:
@@ -84,14 +84,14 @@ class Resolved:
 
     def rule_of(self, leaf: int) -> Rule:
         """The rule of a parameter that is rounded."""
-        number = self.numbers[leaf]
+        number = self.rule_indexes[leaf]
         assert number is not None
         return self.rules[number]
 
     @cached_property
     def rules_by_path(self) -> dict[str, Rule]:
         """The rules of the parameters, by the paths with which the names of entries begin."""
-        pairs = zip(self.paths, self.numbers, strict=True)
+        pairs = zip(self.paths, self.rule_indexes, strict=True)
         return {path or "params": self.rules[number] for path, number in pairs if number is not None}
 
     def weights_with_state(self) -> dict[int, tuple[str, Placement, ScaleFrom]]:
@@ -103,8 +103,8 @@ class Resolved:
             if source is not None and "weight" in source.fields and use.kind != "sum":
                 kind = SCALE if isinstance(source, LSQ) else HISTORY
                 name = f"{self.paths[leaf] or 'params'}_weight_{kind}"
-                before = names[name] = names.get(name, -1) + 1  # {"a": {"b": w}, "a/b": v} has one path twice
-                states[leaf] = f"{name}_{before}" if before else name, placement, source
+                count = names[name] = names.get(name, -1) + 1  # {"a": {"b": w}, "a/b": v} has one path twice
+                states[leaf] = f"{name}_{count}" if count else name, placement, source
         return states
 
     def report(self, platform: str | None = None) -> ProgramReport:
@@ -121,7 +121,7 @@ class Resolved:
         )
 
     def _parameter_row(self, leaf: int) -> ParameterRow:
-        number, use, placement = self.numbers[leaf], _first(self.uses.get(leaf, ())), self.placements.get(leaf)
+        number, use, placement = self.rule_indexes[leaf], _first(self.uses.get(leaf, ())), self.placements.get(leaf)
         return ParameterRow(
             self.paths[leaf],
             self.shapes[leaf],
@@ -135,12 +135,12 @@ class Resolved:
 
     def _product_row(self, step: ProductStep, rule: Rule | None, platform: str | None) -> ProductRow:
         how = self.runner.roundings.get(id(step))
-        site = self.sites.get(id(step))
+        slot = self.slots.get(id(step))
         fields = {} if how is None else {
             "activation": how[0].left, "gradient": how[0].gradient,
             "input_gradient": how[0].input_gradient, "weight_gradient": how[0].weight_gradient,
             "matmul": how[0].matmul, "rotation": how[0].rotation, "product": "codes" if how[0].codes else None,
-            "scale_from": None if site is None else site.source,
+            "scale_from": None if slot is None else slot.source,
         }  # fmt: skip
         refusal = step.refusal or ("complex" if how is None and is_complex(step.eqn) else "")
         return ProductRow(
@@ -224,10 +224,10 @@ def resolve(
         pattern = pattern_of_all(refusals, (path for path in call.paths if path not in refusals))
         more = f"; {len(others)} more are like it: put Rule({pattern!r}, ...) without product before that rule"
         raise ValueError(f"{refusals[path]}{more * bool(others)}")
-    sites, turns = sites_of(plan, roundings, rule_of_step, call.paths)
+    slots, entries_of_scan = sites_of(plan, roundings, rule_of_step, call.paths)
     if all_in_use:
         _check_effect(
-            rules, call.paths, numbers, uses, placements, products, {rule_of_step[step].scale_from for step in sites}
+            rules, call.paths, numbers, uses, placements, products, {rule_of_step[step].scale_from for step in slots}
         )
     return Resolved(
         plan,
@@ -240,8 +240,8 @@ def resolve(
         placements,
         Quantization(roundings, call.paths),
         products,
-        sites,
-        turns,
+        slots,
+        entries_of_scan,
     )
 
 
@@ -382,12 +382,12 @@ def _check_matches(
             continue
         exemption = _why_left(rule, uses.get(leaf, ()))
         if use is not None and (use.view is None or exemption):
-            why = "of which a product takes no axis" if use.is_opaque else "which reaches no product"
-            why = f"which stays as it is: {exemption}" if exemption else why
+            reason = "of which a product takes no axis" if use.is_opaque else "which reaches no product"
+            reason = f"which stays as it is: {exemption}" if exemption else reason
             if already := _rounded_already(use):
                 raise ValueError(f"{rule} names the parameter {paths[leaf]!r}, which {already}")
             raise ValueError(
-                f"{rule} names the parameter {paths[leaf]!r}, {why}; it reaches {use.primitive} at "
+                f"{rule} names the parameter {paths[leaf]!r}, {reason}; it reaches {use.primitive} at "
                 f"{use.source or 'an unknown line'}. Put Rule({pattern_of(paths[leaf])!r}) before it to leave it as "
                 "it is"
             )
@@ -434,7 +434,9 @@ def check_weights(programs: Sequence[Resolved]) -> None:
     for number, rule in enumerate(first.rules):
         if rule.weight is None or any(map(partial(_has_weight, number), programs)):
             continue
-        reach = _reached(number, first.rules, first.paths, first.numbers, first.uses, first.placements, first.products)
+        reach = _reached(
+            number, first.rules, first.paths, first.rule_indexes, first.uses, first.placements, first.products
+        )
         why = (
             "A parameter is not followed if it is combined with data, such as arguments and state that is no parameter"
         )
@@ -445,7 +447,9 @@ def check_weights(programs: Sequence[Resolved]) -> None:
 
 
 def _has_weight(number: int, program: Resolved) -> bool:
-    return any(program.numbers[leaf] == number and use.kind != "sum" for leaf, (_, use) in program.placements.items())
+    return any(
+        program.rule_indexes[leaf] == number and use.kind != "sum" for leaf, (_, use) in program.placements.items()
+    )
 
 
 def _reached(
@@ -501,7 +505,7 @@ def _scales_complex(step: ProductStep, how: Roundings) -> bool:
     return is_complex(step.eqn) and any(spec is not None and spec.scaled is not None for spec in how.specs)
 
 
-_ORDER = {"product": 0, "rows": 1, "complex": 2, "sum": 3, "lost": 4, "other": 5}
+_ORDER = {"product": 0, "rows": 1, "complex": 2, "sum": 3, "opaque": 4, "other": 5}
 
 
 def _operation(use: Use | None) -> str:
@@ -513,7 +517,7 @@ def _first(uses: Sequence[Use]) -> Use | None:
     """The use that says how a parameter is rounded: its first product; else a look-up; else a sum."""
 
     def kind(use: Use) -> str:
-        return "lost" if use.is_opaque else "complex" if use.kind == "product" and use.why else use.kind
+        return "opaque" if use.is_opaque else "complex" if use.kind == "product" and use.why else use.kind
 
     return min(uses, key=lambda use: _ORDER[kind(use)], default=None)
 

@@ -82,9 +82,9 @@ def turned(
         return how
     for use in uses:
         param_rotation = rotations[use.leaf] or next(filter(None, rotations.values()))
-        own = None if how is None else how[0].forward_rotation
+        how_rotation = None if how is None else how[0].forward_rotation
         whole = use.view is not None and math.prod(part.size for part in use.view.contracting) == _sum_of(step)
-        if rotations[use.leaf] is None or own != param_rotation.rotation or not whole:
+        if rotations[use.leaf] is None or how_rotation != param_rotation.rotation or not whole:
             where = step.source or "an unknown line"
             why = f"the inputs of {step.name} at {where} are not rotated in the same way"
             leaf = next(leaf for leaf, own in rotations.items() if own is not None)

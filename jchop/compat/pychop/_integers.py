@@ -52,7 +52,7 @@ class Chopi:
         bits, axis = whole(bits if num_bits is None else num_bits), whole(axis if channel_dim is None else channel_dim)
         self.bits, self.symmetric = check_int("bits", bits, 2, 8), check_bool("symmetric", symmetric)
         self.per_channel, self.axis = check_bool("per_channel", per_channel), axis
-        self.qmin, self.qmax = (-(1 << bits - 1), (1 << bits - 1) - 1) if symmetric else (0, (1 << bits) - 1)
+        self.qmin, self.qmax = (-(1 << (bits - 1)), (1 << (bits - 1)) - 1) if symmetric else (0, (1 << bits) - 1)
         self.scale: Any = None
         self.zero_point: Any = None
         self._fixed = False

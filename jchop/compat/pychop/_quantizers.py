@@ -251,7 +251,7 @@ class Customs:
             ValueError: if one is missing or out of range, or its two fields contradict each other.
         """
         exp_bits, emax, t = whole(self.exp_bits), whole(self.emax), whole(self.t)
-        emax = emax if exp_bits is None else (1 << check_int("exp_bits", exp_bits, 2, 16) - 1) - 1
+        emax = emax if exp_bits is None else (1 << (check_int("exp_bits", exp_bits, 2, 16) - 1)) - 1
         t = t if self.sig_bits is None else whole(self.sig_bits) + 1
         if emax is None or t is None:
             raise ValueError(f"customs={self} must have emax or exp_bits, and t or sig_bits")
