@@ -246,7 +246,7 @@ def _holds(wide: ElementFormat, fmt: ElementFormat) -> bool:
 
 
 def matrices(x: Coded, batch: int) -> Coded:
-    """An array in the layout of its product as (batch, rows, summed)."""
+    """An array in the layout of its product as (batch, rows, contracting)."""
     return x.map_parts(lambda v: v.reshape(math.prod(v.shape[:batch]), math.prod(v.shape[batch:-1]), v.shape[-1]))
 
 

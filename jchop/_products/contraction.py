@@ -103,7 +103,7 @@ def contract(
     product: Product,
     x: Array,
     w: Array,
-    how: Roundings,
+    roundings: Roundings,
     key: Array | None = None,
     *,
     rounded: Array | None = None,
@@ -111,13 +111,13 @@ def contract(
     left_codes: Coded | None = None,
     extra: tuple[Array, ...] = (),
 ) -> Array:
-    """``product(x, w)``, its operands rounded along the axes that are summed over, and its derivative as `how` says.
+    """``product(x, w)``, its operands rounded along the contracting axes, and its derivative as `roundings` says.
 
     Args:
         product: which product.
         x: the left operand, a carrier.
         w: the right operand, of the same dtype.
-        how: the roundings.
+        roundings: the roundings.
         key: a typed key if any rounding is stochastic. It is split into one for each rounding and each product.
         rounded: `w` rounded already, with the same derivative; `how.right` is then of the backward products alone.
         codes: of a `w` that is rounded already, with its axes; for a product of codes.
@@ -127,18 +127,18 @@ def contract(
     Returns:
         The product. Its derivative is straight-through in the roundings of x and w, or as their specs say.
     """
-    check_operands(product, how)
+    check_operands(product, roundings)
     try:
-        return _contract(product, replace(how, place=NOWHERE), x, w, key, rounded, codes, left_codes, extra)
+        return _contract(product, replace(roundings, place=NOWHERE), x, w, key, rounded, codes, left_codes, extra)
     except Exception as error:
-        error.add_note(f"This is of the {how.place}.")
+        error.add_note(f"This is of the {roundings.place}.")
         raise
 
 
 @partial(compiled, static_argnums=(0, 1), inline=True)
 def _contract(
     product: Product,
-    how: Roundings,
+    roundings: Roundings,
     x: Array,
     w: Array,
     key: Array | None,
@@ -148,27 +148,29 @@ def _contract(
     extra: tuple[Array, ...],
 ) -> Array:
     """`contract` of operands that are checked: traced once for equal products, wherever they are."""
-    if how.forward_rotation is not None:
-        x = turned(product.forward.left, x, how.forward_rotation)
-        if not how.skip_weight_rotation:
-            w = turned(product.forward.right, w, how.forward_rotation)
+    if roundings.forward_rotation is not None:
+        x = turned(product.forward.left, x, roundings.forward_rotation)
+        if not roundings.skip_weight_rotation:
+            w = turned(product.forward.right, w, roundings.forward_rotation)
             rounded_weight = (
-                None if rounded_weight is None else turned(product.forward.right, rounded_weight, how.forward_rotation)
+                None
+                if rounded_weight is None
+                else turned(product.forward.right, rounded_weight, roundings.forward_rotation)
             )
-    keys = _Keys.of(key if how.stochastic else None)
-    left = round_in(product.forward.left, x, how.left, keys.left, keys.left_gradient)
+    keys = _Keys.of(key if roundings.stochastic else None)
+    left = round_in(product.forward.left, x, roundings.left, keys.left, keys.left_gradient)
     right = rounded_weight
     if right is None:
-        right = round_in(product.forward.right, w, how.right, keys.right, keys.right_gradient)
-    if isinstance(_inner(product), Dot) and not how.codes and how.matmul is None:
+        right = round_in(product.forward.right, w, roundings.right, keys.right, keys.right_gradient)
+    if isinstance(_inner(product), Dot) and not roundings.codes and roundings.matmul is None:
         left, right = _vectors_apart(product, left, right)
-    if not how.backward and not how.codes:
+    if not roundings.backward and not roundings.codes:
         return product(left, right, *extra)
-    full = lax.stop_gradient((x if _anew_left(how) else None, w if takes_anew(how) else None))
-    both = _operands_by_codes(product, x, w, how, keys, left_codes, codes) if how.codes else None
-    if not how.backward and how.input_rotation is None and how.weight_rotation is None:
+    full = lax.stop_gradient((x if _anew_left(roundings) else None, w if takes_anew(roundings) else None))
+    both = _operands_by_codes(product, x, w, roundings, keys, left_codes, codes) if roundings.codes else None
+    if not roundings.backward and roundings.input_rotation is None and roundings.weight_rotation is None:
         return _product_of_codes(product, left, right, lax.stop_gradient(both), extra)
-    return _product(product, how, left, right, full, (keys, extra, both))
+    return _product(product, roundings, left, right, full, (keys, extra, both))
 
 
 def _vectors_apart(product: Product, x: Array, w: Array) -> tuple[Array, Array]:
@@ -181,65 +183,66 @@ def _vectors_apart(product: Product, x: Array, w: Array) -> tuple[Array, Array]:
 
 
 def _operands_by_codes(
-    product: Product, x: Array, w: Array, how: Roundings, keys: _Keys, data: Coded | None, weight: Coded | None
+    product: Product, x: Array, w: Array, roundings: Roundings, keys: _Keys, data: Coded | None, weight: Coded | None
 ) -> tuple[Coded, Coded]:
     """Both operands as codes, in the layouts of the forward product; from their own codes if they have any."""
     left, right = product.forward.left, product.forward.right
-    first = coded(left.lay(x), how.left, keys.left) if data is None else data.map_parts(left.lay)
-    if weight is None and how.left is None and how.right is not None and data is None:
-        qarray = quantize(right.lay(lax.stop_gradient(w)), how.right, keys.right)
+    first = coded(left.lay(x), roundings.left, keys.left) if data is None else data.map_parts(left.lay)
+    if weight is None and roundings.left is None and roundings.right is not None and data is None:
+        qarray = quantize(right.lay(lax.stop_gradient(w)), roundings.right, keys.right)
         own = in_own_shape(qarray, right, w.shape)  # a weight alone is read in its own order of axes
         weight = codes_of(qarray, right, w.shape) if own is None else parts_of(own)
     if weight is None:
-        return first, replace(coded(right.lay(w), how.right, keys.right), qarray=None)  # not in the shape of w
-    assert how.right is not None
-    block = block_of(how.right, right.ndim) if weight.block is None else weight.block
+        return first, replace(coded(right.lay(w), roundings.right, keys.right), qarray=None)  # not in the shape of w
+    assert roundings.right is not None
+    block = block_of(roundings.right, right.ndim) if weight.block is None else weight.block
     second = replace(weight.map_parts(right.lay), block=block, qarray=weight.qarray, shift=weight.shift)
     return first, jax.tree.map(lax.stop_gradient, second)
 
 
-def check_operands(product: Product, how: Roundings) -> None:
+def check_operands(product: Product, roundings: Roundings) -> None:
     """Refuse formats that name axes which an operand has not, in any of the three products."""
     forward, for_input, for_weight = product.forward, product.for_input, product.for_weight
-    rule = how.place.rule
+    rule = roundings.place.rule
     right = "activation" if rule is not None and rule.weight is None else "weight"  # attention has no weight
-    operands = [("activation", how.left, forward.left), (right, how.right, forward.right)]
-    g_input, w_input = how.for_input
-    x_weight, g_weight = how.for_weight
-    names = ("gradient", right) if how.input_gradient is None else ("input_gradient",) * 2
+    operands = [("activation", roundings.left, forward.left), (right, roundings.right, forward.right)]
+    g_input, w_input = roundings.for_input
+    x_weight, g_weight = roundings.for_weight
+    names = ("gradient", right) if roundings.input_gradient is None else ("input_gradient",) * 2
     operands += [(names[0], g_input, for_input.left)]
-    if takes_anew(how):
+    if takes_anew(roundings):
         operands += [(names[1], w_input, for_input.right)]
-    names = ("activation", "gradient") if how.weight_gradient is None else ("weight_gradient",) * 2
-    if _anew_left(how):
+    names = ("activation", "gradient") if roundings.weight_gradient is None else ("weight_gradient",) * 2
+    if _anew_left(roundings):
         operands += [(names[0], x_weight, for_weight.left)]
     operands += [(names[1], g_weight, for_weight.right)]
-    rotates = Dot if how.weight_rotation is not None else Dot | Ragged
-    if how.rotation is not None and not isinstance(_inner(product), rotates):
+    rotates = Dot if roundings.weight_rotation is not None else Dot | Ragged
+    if roundings.rotation is not None and not isinstance(_inner(product), rotates):
         raise NotImplementedError(
-            f"rotation={how.rotation} of the {how.place}: the rows of a convolution or, backward, of experts are not "
-            "independent; put a rule with operation='conv' or 'ragged_dot' and no rotation before it"
+            f"rotation={roundings.rotation} of the {roundings.place}: the rows of a convolution or, backward, of experts "
+            "are not independent; put a rule with operation='conv' or 'ragged_dot' and no rotation before it"
         )
     for field, spec, layout in operands:
-        check_axes(field, spec, layout.ndim, how.place)
-        if how.codes and spec is not None:
-            check_codes(field, spec, how.place)
+        check_axes(field, spec, layout.ndim, roundings.place)
+        if roundings.codes and spec is not None:
+            check_codes(field, spec, roundings.place)
 
 
-def _anew_left(how: Roundings) -> bool:
+def _anew_left(roundings: Roundings) -> bool:
     """Whether dw takes an x that is rounded otherwise than the forward product's, or whose codes it needs."""
     return (
-        (how.codes and how.gradient is not None)
-        or how.weight_gradient is not None
-        or how.weight_rotation is not None
-        or (how.gradient is not None and not same_transposed(how.left))
+        (roundings.codes and roundings.gradient is not None)
+        or roundings.weight_gradient is not None
+        or roundings.weight_rotation is not None
+        or (roundings.gradient is not None and not same_transposed(roundings.left))
     )
 
 
-def takes_anew(how: Roundings) -> bool:
+def takes_anew(roundings: Roundings) -> bool:
     """Whether dx takes a w that is rounded otherwise than the forward product's, or whose codes it needs."""
-    return how.input_gradient is not None or (
-        how.gradient is not None and (how.codes or how.input_rotation is not None or not same_transposed(how.right))
+    return roundings.input_gradient is not None or (
+        roundings.gradient is not None
+        and (roundings.codes or roundings.input_rotation is not None or not same_transposed(roundings.right))
     )
 
 
@@ -303,53 +306,55 @@ _product_of_codes.defjvp(_jvp_of_codes, symbolic_zeros=True)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def _product(product: Product, how: Roundings, x: Array, w: Array, full: tuple, more: tuple) -> Array:
+def _product(product: Product, roundings: Roundings, x: Array, w: Array, full: tuple, more: tuple) -> Array:
     """The product of rounded operands; `full` are those that are to be rounded anew, in full precision."""
     keys, extra, both = more
     if both is not None:
         return _product_of_codes(product, x, w, both, extra)
-    return product(x, w, *extra) if how.matmul is None else product.emulate(x, w, how.matmul, keys.forward)
+    return product(x, w, *extra) if roundings.matmul is None else product.emulate(x, w, roundings.matmul, keys.forward)
 
 
-def _forward(product: Product, how: Roundings, x: Array, w: Array, full: tuple, more: tuple) -> tuple[Array, tuple]:
-    return _product(product, how, x, w, full, more), (x, w, full, (*more[:2], None))
+def _forward(
+    product: Product, roundings: Roundings, x: Array, w: Array, full: tuple, more: tuple
+) -> tuple[Array, tuple]:
+    return _product(product, roundings, x, w, full, more), (x, w, full, (*more[:2], None))
 
 
 @partial(compiled, static_argnums=(0, 1), inline=True)
-def _backward(product: Product, how: Roundings, residuals: tuple, g: Array) -> tuple:
+def _backward(product: Product, roundings: Roundings, residuals: tuple, g: Array) -> tuple:
     x, w, (full_x, full_w), (keys, extra, _) = residuals
-    if how.codes and how.gradient is not None:
-        return (*_backward_by_codes(product, how, residuals, g), None, None)
+    if roundings.codes and roundings.gradient is not None:
+        return (*_backward_by_codes(product, roundings, residuals, g), None, None)
     for_input, for_weight = product.for_input, product.for_weight
-    input_rotation, weight_rotation = how.input_rotation, how.weight_rotation
-    spec, right = how.for_input
+    input_rotation, weight_rotation = roundings.input_rotation, roundings.weight_rotation
+    spec, right = roundings.for_input
     g_input = round_in(for_input.left, g, spec, keys.gradient_input, rotation=input_rotation)
     w_input = (
         w if full_w is None else round_in(for_input.right, full_w, right, keys.right_input, rotation=input_rotation)
     )
-    left, spec = how.for_weight
+    left, spec = roundings.for_weight
     g_weight = round_in(for_weight.right, g, spec, keys.gradient_weight, rotation=weight_rotation)
     x_weight = (
         x if full_x is None else round_in(for_weight.left, full_x, left, keys.left_weight, rotation=weight_rotation)
     )
-    if how.matmul is not None and isinstance(product, Dot | Flipped) and product.emulates_backward:
-        dx = product.emulate_input(g_input, w_input, x.shape, how.matmul, keys.input)
-        dw = product.emulate_weight(x_weight, g_weight, w.shape, how.matmul, keys.weight)
+    if roundings.matmul is not None and isinstance(product, Dot | Flipped) and product.emulates_backward:
+        dx = product.emulate_input(g_input, w_input, x.shape, roundings.matmul, keys.input)
+        dw = product.emulate_weight(x_weight, g_weight, w.shape, roundings.matmul, keys.weight)
     else:
         (dx,) = jax.linear_transpose(lambda t: product(t, w_input, *extra), x)(g_input)
         (dw,) = jax.linear_transpose(lambda t: product(x_weight, t, *extra), w)(g_weight)
     return dx, dw, None, None
 
 
-def _backward_by_codes(product: Product, how: Roundings, residuals: tuple, g: Array) -> tuple[Array, Array]:
+def _backward_by_codes(product: Product, roundings: Roundings, residuals: tuple, g: Array) -> tuple[Array, Array]:
     """Both backward products of codes: of each operand rounded anew along their sums."""
     x, w, (full_x, full_w), (keys, extra, _) = residuals
     for_input, for_weight = product.for_input, product.for_weight
-    spec, right = how.for_input
-    input_rotation, weight_rotation = how.input_rotation, how.weight_rotation
+    spec, right = roundings.for_input
+    input_rotation, weight_rotation = roundings.input_rotation, roundings.weight_rotation
     g_input = coded(for_input.left.lay(g, input_rotation), spec, keys.gradient_input)
     w_input = coded(for_input.right.lay(full_w, input_rotation), right, keys.right_input)
-    left, spec = how.for_weight
+    left, spec = roundings.for_weight
     g_weight = coded(for_weight.right.lay(g, weight_rotation), spec, keys.gradient_weight)
     x_weight = coded(for_weight.left.lay(full_x, weight_rotation), left, keys.left_weight)
     shapes = x.shape, w.shape

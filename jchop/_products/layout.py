@@ -38,10 +38,10 @@ __all__ = [
 
 @dataclass(frozen=True)
 class Layout:
-    """The axes of an operand: those that are kept, in order, then those that are summed over, as one.
+    """The axes of an operand: the free ones, in order, then the contracting ones (summed over), as one.
 
     Args:
-        free: axes that stay axes.
+        free: axes that stay axes, and are axes of the result.
         contracting: axes that become the last one, in C order.
     """
 
@@ -88,7 +88,7 @@ class Layout:
         return (*front, None if first is None else entries[stack + first])
 
     def matters_for(self, spec: Spec) -> bool:
-        """Whether rounding to `spec` in this layout may differ from rounding the array as it lies."""
+        """Whether rounding to `spec` in this layout may differ from rounding the array with its own axes."""
         fmt = spec.format
         if not isinstance(fmt, ScaledFormat) or (fmt.group is None and fmt.channel is None and fmt.sparse is None):
             return False
@@ -135,7 +135,7 @@ def round_in(
     *,
     rotation: Hadamard | None = None,
 ) -> Array:
-    """`x` rotated and rounded in a layout (None: as it lies); its own dtype, shape and order of axes come back."""
+    """`x` rotated and rounded in a layout (None: with its own axes); its dtype, shape and order of axes come back."""
     if layout is not None and rotation is not None:
         x = turned(layout, x, rotation)
     if spec is None:

@@ -20,10 +20,10 @@ __all__ = ["Laid", "MatrixLayout", "Turn"]
 
 @dataclass(frozen=True)
 class Laid:
-    """The axes of a parameter as a product takes them: those that are kept, in order, and those that are summed over.
+    """The axes of a parameter as a product takes them: the free ones, in order, and the contracting ones (summed over).
 
     Args:
-        free: the parts of each axis of the operand that is kept.
+        free: the parts of each free axis of the operand.
         contracting: the parts that are summed over, the last one moving fastest.
     """
 
@@ -33,7 +33,7 @@ class Laid:
 
 @dataclass(frozen=True)
 class MatrixLayout:
-    """The axes of a parameter as matrices (batch, summed, kept).
+    """The axes of a parameter as matrices (batch, contracting, free).
 
     Args:
         shape: of the parameter, without axes of a stack.
@@ -57,7 +57,7 @@ class MatrixLayout:
             shape: of the parameter, with the axes of a stack.
             stack: how many of these there are.
             view: how a product takes the parameter.
-            batch: how many of the kept axes, the first ones, are axes of a batch.
+            batch: how many of the free axes, the first ones, are axes of a batch.
 
         Returns:
             None if the product sums, or is batched, over a part of an axis of which the rest is elsewhere.
@@ -96,7 +96,7 @@ class MatrixLayout:
         return parts.transpose(*np.argsort(self._order)).reshape(self.shape)
 
     def results(self, x: Any) -> Any:
-        """An array in the shape of the parameter, the same along the axes summed over, as (batch, kept)."""
+        """An array in the shape of the parameter, the same along the axes summed over, as (batch, free)."""
         parts = x.reshape(self.sizes).transpose(*self.batch, *self.free, *self.contracting)
         first = parts[(..., *(0,) * len(self.contracting))]
         return first.reshape(self.matrices[0], self.matrices[2])
@@ -127,5 +127,5 @@ class Turn:
         return self.rotation.rotate(x)
 
     def gram(self, x: Array) -> Array:
-        """Means of x y^T of inputs, (batch, summed, summed), as those of rotated ones."""
+        """Means of x y^T of inputs, (batch, contracting, contracting), as those of rotated ones."""
         return self.inputs(self.inputs(x).swapaxes(1, 2)).swapaxes(1, 2)

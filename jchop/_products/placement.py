@@ -98,7 +98,7 @@ class Placement:
 @partial(jax.tree_util.register_dataclass, data_fields=["entry"], meta_fields=["source"])
 @dataclass(frozen=True, eq=False)
 class Kept:
-    """What a parameter's kept scales are made of: the learned scale, or the range by its history.
+    """The state of a parameter's scales: the learned scale, or the range by its history.
 
     Args:
         entry: with the axes of a stack in front.
@@ -214,7 +214,7 @@ def place(shape: Sequence[int], view: Laid | None, spec: Spec) -> Placement:
                 kinds[i] = kind
             runs += [ids] if crossing and ids == sparse else []
         elif (crossing and ids == sparse) or not _spread(int(kind), ids, sizes, kinds):
-            ids = sorted(ids)  # groups run over the numbers as they lie
+            ids = sorted(ids)  # groups run over the numbers in the order of memory
             if ids != list(range(ids[0], ids[0] + len(ids))):
                 _spread(int(kind), ids, sizes, kinds, whole=False)
                 continue

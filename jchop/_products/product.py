@@ -94,7 +94,7 @@ class Dot:
         return Operands(Layout((*self.batch[0], *self.contracting[0]), self._free(0)), Layout((*batch, *columns), rows))
 
     def _matrices(self, operands: Operands, left: Array, right: Array) -> tuple[Array, Array]:
-        """Both operands as (batch, rows, summed)."""
+        """Both operands as (batch, rows, contracting)."""
         b = len(self.batch[0])
         arrays = operands.left.lay(left), operands.right.lay(right)
         x, y = (v.reshape(math.prod(v.shape[:b]), math.prod(v.shape[b:-1]), v.shape[-1]) for v in arrays)

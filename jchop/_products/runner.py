@@ -65,7 +65,7 @@ class Quantization(Runner):
         return rounded(value.numbers(seeds) if isinstance(value, Held) else value)
 
     def _passes(self, step: ProductStep, i: int, param: Held) -> bool:
-        """Whether a program within a step takes a parameter as it is held."""
+        """Whether a program within a step takes a parameter before it is rounded."""
         if step.kind != "control":
             return False
         if i < _shared(step):  # its codes are multiplied as they are stored: nothing is computed again in each turn
@@ -133,9 +133,9 @@ class Quantization(Runner):
             inner = partial(interpret, _Inlined(self))
         return super().enter(step, seeds, args, inner)
 
-    def operand(self, step: ProductStep, x: Array, how: Roundings, key: Any) -> tuple[Array, Roundings, Any]:
+    def operand(self, step: ProductStep, x: Array, roundings: Roundings, key: Any) -> tuple[Array, Roundings, Any]:
         """The operand of data, the roundings that remain, and their key."""
-        return x, how, key
+        return x, roundings, key
 
     def _move_param(self, part: ProductStep, args: list[Any]) -> list[Any]:
         """Numbers that move with those before their rounding; codes move alone, and a cast leaves them as they are."""
@@ -156,26 +156,28 @@ class Quantization(Runner):
         return [Twin(*each) for each in zip(low, full, codes, strict=True)]
 
     def _product(self, step: ProductStep, seeds: Keys | None, args: list[Any]) -> Array:
-        how, weight = self.roundings[id(step)]
+        roundings, weight = self.roundings[id(step)]
         assert step.product is not None
-        key = None if seeds is None or not how.stochastic else seeds.turn(step.number).key
+        key = None if seeds is None or not roundings.stochastic else seeds.turn(step.number).key
         product = Flipped(step.product) if weight == 0 else step.product
         x, w = (args[1], args[0]) if weight == 0 else (args[0], args[1])
         x, w = _as_floats(x, w), _as_floats(w, x)
         extra = tuple(map(rounded, args[2:]))
-        x, how, key = self.operand(step, rounded(x), how, key)
+        x, roundings, key = self.operand(step, rounded(x), roundings, key)
         if weight < 0:  # both operands are data
-            return contract(product, x, rounded(w), how, key, extra=extra)
+            return contract(product, x, rounded(w), roundings, key, extra=extra)
         full = w.full if isinstance(w, Twin) else w
-        codes = w.codes if isinstance(w, Twin) and how.codes else None
-        if how.codes and how.right is not None and codes is None:  # an error, when all of them are known
+        codes = w.codes if isinstance(w, Twin) and roundings.codes else None
+        if roundings.codes and roundings.right is not None and codes is None:  # an error, when all of them are known
             path = next((self.paths[use.leaf] for use in step.uses[weight] if use.leaf < len(self.paths)), "*")
-            self.without_codes.setdefault(path, (step, weight, how))
-            how = replace(how, codes=False)
-        group = None if codes is None or how.right is None else block_of(how.right, product.forward.right.ndim)
+            self.without_codes.setdefault(path, (step, weight, roundings))
+            roundings = replace(roundings, codes=False)
+        group = (
+            None if codes is None or roundings.right is None else block_of(roundings.right, product.forward.right.ndim)
+        )
         if codes is not None and group is not None:
             codes = replace(codes, block=math.gcd(group, *(use.block_of(group) for use in step.uses[weight])))
-        return contract(product, x, full, how, key, rounded=rounded(w), codes=codes, extra=extra)
+        return contract(product, x, full, roundings, key, rounded=rounded(w), codes=codes, extra=extra)
 
 
 class _Inlined(Runner):
@@ -196,7 +198,7 @@ def _adapter_of(x: Any) -> Any:
 def _without_codes(failures: dict[str, tuple[ProductStep, int, Roundings]], paths: Sequence[str]) -> str:
     """Why weights have no codes, and what to do."""
     path, *others = failures
-    step, weight, how = failures[path]
+    step, weight, roundings = failures[path]
     why = "computed with before the product, or put in another order, or sent between devices"
     if all(use.is_intact for use in step.uses[weight]):
         why = (
@@ -207,7 +209,7 @@ def _without_codes(failures: dict[str, tuple[ProductStep, int, Roundings]], path
     pattern = path if path == "*" else pattern_of_all(failures, (path for path in paths if path not in failures))
     return (
         f"product='codes': the weight {path!r}{rest} of {step.name} at {step.source or 'an unknown line'} is {why}, so "
-        f"it has no codes there; put Rule({pattern!r}, ...) without product before {how.place.rule}"
+        f"it has no codes there; put Rule({pattern!r}, ...) without product before {roundings.place.rule}"
     )
 
 

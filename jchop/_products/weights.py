@@ -1,4 +1,4 @@
-"""Parameters within a program that is run: as they are held, until something computes with them."""
+"""Parameters within a program that is run, rounded where something first computes with them."""
 
 from __future__ import annotations
 
@@ -88,10 +88,10 @@ class Held:
 @partial(jax.tree_util.register_dataclass, data_fields=["low", "full", "codes", "adapter"], meta_fields=["stack"])
 @dataclass(frozen=True, eq=False)
 class Twin:
-    """A rounded parameter beside itself in full precision, and its codes if they are multiplied, all moved alike.
+    """A rounded parameter with itself in full precision, and its codes if they are multiplied, all transformed alike.
 
-    `stack` is the number of axes of a stack that it has still; 0 if it has been moved. `adapter` is for the products
-    that take it.
+    `stack` is the number of axes of a stack that it has still; 0 after a move of its numbers. `adapter` is for the
+    products that take it.
     """
 
     low: Any
@@ -111,7 +111,7 @@ def _codes_of(packed: QArray | StoredAs, numbers: jax.Array | None) -> Coded:
 
 
 def rounded(value: Any) -> Any:
-    """A value without its twin.
+    """A value in low precision, without itself in full precision.
 
     Raises:
         ValueError: if it has an adapter, which would be lost.

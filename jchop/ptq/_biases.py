@@ -156,7 +156,7 @@ class _Search:
                 self.loops[site.leaf] = loops.get(site.leaf, ())
             if len(some) != 1:
                 return []
-            return [(_Term(Origin(some[0].leaf, _of_result(step.product, side, some[0].view, step.eqn))),)]
+            return [(_Term(Origin(some[0].leaf, _of_result(step.product, side, some[0].laid, step.eqn))),)]
         if step.kind == "control":
             if step.name in ENTERED:
                 inner = step.inner[0]

@@ -54,17 +54,17 @@ class Keeping(Quantization):
 
     # -- one product ---------------------------------------------------------------------------------------------------
 
-    def operand(self, step: ProductStep, x: Array, how: Roundings, key: Any) -> tuple[Array, Roundings, Any]:
+    def operand(self, step: ProductStep, x: Array, roundings: Roundings, key: Any) -> tuple[Array, Roundings, Any]:
         """The operand of data, rounded under its kept scale."""
         slot = self.slots.get(id(step))
         if slot is None or (self.mode != "observe" and slot.source is None and slot.name not in self.entries):
-            return x, how, key
-        how = replace(how, left=None)
+            return x, roundings, key
+        roundings = replace(roundings, left=None)
         if self.mode == "observe":
             self.updates[slot.name] = lax.stop_gradient(x).astype(jnp.float32)
-            return x, how, key
+            return x, roundings, key
         round_key, key = (None, None) if key is None else split(key)
-        return self._round_input(slot, x, round_key), how, key
+        return self._round_input(slot, x, round_key), roundings, key
 
     def _round_input(self, slot: Site, x: Array, key: Array | None) -> Array:
         entry = self.entries.get(slot.name)

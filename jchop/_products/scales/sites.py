@@ -123,10 +123,10 @@ def sites_of(
     for step, scans, enclosure, in_branch in _walk(plan, (), "", False):
         if id(step) not in roundings or id(step) not in rules:
             continue
-        how, weight = roundings[id(step)]
+        product_roundings, weight = roundings[id(step)]
         rule = rules[id(step)]
         source = rule.scale_from if rule.scale_from is not None and "activation" in rule.scale_from.fields else None
-        if weight < 0 or not _keeps(how, source):
+        if weight < 0 or not _keeps(product_roundings, source):
             continue
         leaf = step.uses[weight][0].leaf
         name = f"{paths[leaf] or 'params'}_activation_{RANGE if source is None else _KINDS[type(source)]}"
@@ -136,16 +136,16 @@ def sites_of(
         if enclosure and (enclosure != _WHILE or isinstance(source, LSQ)):
             raise NotImplementedError(
                 f"{rule}: scale_from of {step.name} at {step.source or 'an unknown line'}, which is within "
-                f"{enclosure}, out of which its data cannot come. Put Rule({pattern_of(paths[leaf])!r}, ...) without scale_from "
-                "before it"
+                f"{enclosure}, out of which its data cannot come. Put Rule({pattern_of(paths[leaf])!r}, ...) without "
+                "scale_from before it"
             )
         counts[name] = counts.get(name, 0) + 1
         name = name if counts[name] == 1 else f"{name}_{counts[name] - 1}"
         for scan in (scan for scan, _, leaves in scans if leaf in leaves):
             entries_of_scan[scan] = (*entries_of_scan.get(scan, ()), name)
-        assert how.left is not None
+        assert product_roundings.left is not None
         loops = tuple((length, leaf in leaves) for _, length, leaves in scans)
-        slots[id(step)] = Site(name, how.left, source, loops, how.place, in_branch)
+        slots[id(step)] = Site(name, product_roundings.left, source, loops, product_roundings.place, in_branch)
     return slots, entries_of_scan
 
 
@@ -189,11 +189,13 @@ def _may_be_kept(name: str, rules: Mapping[str, Any]) -> bool:
     return match[3] == _KINDS[type(source)]
 
 
-def _keeps(how: Roundings, source: ScaleFrom | None) -> bool:
+def _keeps(roundings: Roundings, source: ScaleFrom | None) -> bool:
     """Whether the left operand has kept scales by the rule, or is rounded once under one scale, which can be fixed."""
-    if how.left is None or how.codes:
+    if roundings.left is None or roundings.codes:
         return False
-    return source is not None or (is_tensor_scaled(how.left) and how.keeps_left and how.left.gradient == Gradient())
+    return source is not None or (
+        is_tensor_scaled(roundings.left) and roundings.keeps_left and roundings.left.gradient == Gradient()
+    )
 
 
 _Scans = tuple[tuple[int, int, frozenset[int]], ...]

@@ -69,7 +69,7 @@ def multiply_weights(x: Coded, w: Coded, leading: bool, dtype: Any) -> Array:
 
     Args:
         x: as `by_panels` allows.
-        w: laid out as (n, k); its `stored` array, if it has one, as (k, n) or (n, k).
+        w: in the layout (n, k); its `qarray`, if it has one, as (k, n) or (n, k).
         leading: whether k is the first axis of the weights.
         dtype: of the result.
     """

@@ -134,15 +134,15 @@ class Resolved:
         )
 
     def _product_row(self, step: ProductStep, rule: Rule | None, platform: str | None) -> ProductRow:
-        how = self.runner.roundings.get(id(step))
+        roundings, _ = self.runner.roundings.get(id(step), (None, -1))
         slot = self.slots.get(id(step))
-        fields = {} if how is None else {
-            "activation": how[0].left, "gradient": how[0].gradient,
-            "input_gradient": how[0].input_gradient, "weight_gradient": how[0].weight_gradient,
-            "matmul": how[0].matmul, "rotation": how[0].rotation, "product": "codes" if how[0].codes else None,
-            "scale_from": None if slot is None else slot.source,
+        fields = {} if roundings is None else {
+            "activation": roundings.left, "gradient": roundings.gradient,
+            "input_gradient": roundings.input_gradient, "weight_gradient": roundings.weight_gradient,
+            "matmul": roundings.matmul, "rotation": roundings.rotation,
+            "product": "codes" if roundings.codes else None, "scale_from": None if slot is None else slot.source,
         }  # fmt: skip
-        refusal = step.refusal or ("complex" if how is None and is_complex(step.eqn) else "")
+        refusal = step.refusal or ("complex" if roundings is None and is_complex(step.eqn) else "")
         return ProductRow(
             step.scope,
             f"{step.name} ({refusal})" if refusal else step.name,
@@ -213,11 +213,11 @@ def resolve(
     by_leaf = {leaf: rules[n] for leaf in placements if (n := numbers[leaf]) is not None}
     roundings, refusals = {}, {}
     for step, rule in products:
-        how = None if rule is None else _roundings(step, rule, placements)
-        how = turned(step, how, placements, call.paths, by_leaf)
-        if rule is not None and how is not None:
-            roundings[id(step)] = how
-            if how[0].codes:
+        roundings_of_step = None if rule is None else _roundings(step, rule, placements)
+        roundings_of_step = turned(step, roundings_of_step, placements, call.paths, by_leaf)
+        if rule is not None and roundings_of_step is not None:
+            roundings[id(step)] = roundings_of_step
+            if roundings_of_step[0].codes:
                 refusals |= dict(_without_blocks(step, rule, call.paths, shapes, placements))
     if refusals:
         path, *others = refusals
@@ -305,15 +305,17 @@ def _roundings(step: ProductStep, rule: Rule, placements: Mapping[int, Any]) -> 
     if weights and not any(use.leaf in placements for use in step.uses[weight]):
         right = None  # no weight of its is rounded
     codes = rule.product == "codes" and (rule.activation is not None or right is not None)
-    how = Roundings(
+    roundings = Roundings(
         rule.activation, right, rule.gradient, rule.input_gradient, rule.weight_gradient, rule.matmul, rule.rotation,
         place, codes,
     )  # fmt: skip
-    idle = how.left is None and not how.backward and not how.codes and how.forward_rotation is None
-    if idle or _scales_complex(step, how):
+    idle = (
+        roundings.left is None and not roundings.backward and not roundings.codes and roundings.forward_rotation is None
+    )
+    if idle or _scales_complex(step, roundings):
         return None
-    check_operands(Flipped(step.product) if weight == 0 else step.product, how)
-    return how, weight
+    check_operands(Flipped(step.product) if weight == 0 else step.product, roundings)
+    return roundings, weight
 
 
 def _without_blocks(
@@ -500,9 +502,9 @@ def _of_parameters_alone(step: ProductStep) -> bool:
     return bool(step.uses) and all(step.uses[:2])
 
 
-def _scales_complex(step: ProductStep, how: Roundings) -> bool:
+def _scales_complex(step: ProductStep, roundings: Roundings) -> bool:
     """Whether complex operands would have scales, which formats give to real numbers alone."""
-    return is_complex(step.eqn) and any(spec is not None and spec.scaled is not None for spec in how.specs)
+    return is_complex(step.eqn) and any(spec is not None and spec.scaled is not None for spec in roundings.specs)
 
 
 _ORDER = {"product": 0, "rows": 1, "complex": 2, "sum": 3, "opaque": 4, "other": 5}

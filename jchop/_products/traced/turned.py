@@ -52,7 +52,7 @@ def turn_of(rule: Rule, path: str, shape: Sequence[int], uses: Sequence[Use], is
 
 def turned(
     step: ProductStep,
-    how: tuple[Roundings, int] | None,
+    roundings: tuple[Roundings, int] | None,
     placements: Mapping[int, tuple[Placement, Use]],
     paths: Sequence[str],
     rules: Mapping[int, Rule],
@@ -61,7 +61,7 @@ def turned(
 
     Args:
         step: the product.
-        how: its roundings, and which operand the weight is; None if nothing is rounded.
+        roundings: its roundings, and which operand the weight is; None if nothing is rounded.
         placements: of the parameters that are rounded.
         paths: of the parameters.
         rules: of the parameters that are rounded.
@@ -71,26 +71,26 @@ def turned(
     """
     uses = [use for some in step.uses for use in some]
     rotations = {use.leaf: placements[use.leaf][0].rotation if use.leaf in placements else None for use in uses}
-    if how is not None and (rotation := how[0].forward_rotation) is not None and step.product is not None:
+    if roundings is not None and (rotation := roundings[0].forward_rotation) is not None and step.product is not None:
         width = _sum_of(step)
         if rotation.size == "all" and width % 2:
             raise ValueError(
-                f"rotation={rotation} of the {how[0].place}: its sum has {width} numbers, which is odd, so there is no "
-                "Hadamard matrix; put a rule without a rotation before it"
+                f"rotation={rotation} of the {roundings[0].place}: its sum has {width} numbers, which is odd, so "
+                "there is no Hadamard matrix; put a rule without a rotation before it"
             )
     if not any(rotations.values()):
-        return how
+        return roundings
     for use in uses:
         param_rotation = rotations[use.leaf] or next(filter(None, rotations.values()))
-        how_rotation = None if how is None else how[0].forward_rotation
+        own_rotation = None if roundings is None else roundings[0].forward_rotation
         whole = use.view is not None and math.prod(part.size for part in use.view.contracting) == _sum_of(step)
-        if rotations[use.leaf] is None or how_rotation != param_rotation.rotation or not whole:
+        if rotations[use.leaf] is None or own_rotation != param_rotation.rotation or not whole:
             where = step.source or "an unknown line"
             why = f"the inputs of {step.name} at {where} are not rotated in the same way"
             leaf = next(leaf for leaf, own in rotations.items() if own is not None)
             raise _refused(rules[leaf], paths[leaf], why)
-    assert how is not None
-    return replace(how[0], skip_weight_rotation=True), how[1]
+    assert roundings is not None
+    return replace(roundings[0], skip_weight_rotation=True), roundings[1]
 
 
 def _sum_of(step: ProductStep) -> int:

@@ -111,7 +111,7 @@ def which_integers_are_multiplied_by_panels() -> None:
     assert chosen(row, groups) and chosen(row, "int4(group=all,axis=0)") and chosen(row, "int8(group=16,axis=0)")
     assert chosen("int8(group=16)", groups) and chosen("int8(group=16)", "int8(group=all,axis=0)")
     assert not chosen(row, "int8(group=all,axis=0)") and not chosen("int8(group=32)", groups)
-    assert not chosen(row, groups, qarray=False) and not chosen("e4m3fn(group=all)", groups)
+    assert not chosen(row, groups, stored=False) and not chosen("e4m3fn(group=all)", groups)
 
 
 FITTING = [
