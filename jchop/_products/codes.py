@@ -77,7 +77,7 @@ class Coded:
 
     Args:
         elements: int8 for integers of up to 8 bits, float8 for its values, else a float dtype that holds them.
-        scale: of each element; None for a plain format, unless NaN of its numbers are marked (`parts_of`).
+        scale: of each element; None for a plain format, unless NaN of its numbers are marked (`expand_codes`).
         zero: of each element, int32; None if all are zero.
         block: how many numbers along the sum have one scale; None for all.
         qarray: the array itself, if it has not been moved since.
@@ -438,7 +438,7 @@ def _blocks_body(
         names: what they are, of "x_scale", "w_scale", "x_zero", "w_zero".
         block: numbers of the sum in a block.
         dtype: of the result.
-        apart: as in `Matrices`.
+        apart: as in `MatrixSums`.
         tiling: used by kernels only.
         sums: the sums of another product.
     """

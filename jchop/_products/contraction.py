@@ -219,8 +219,8 @@ def check_operands(product: Product, roundings: Roundings) -> None:
     rotates = Dot if roundings.weight_rotation is not None else Dot | Ragged
     if roundings.rotation is not None and not isinstance(_inner(product), rotates):
         raise NotImplementedError(
-            f"rotation={roundings.rotation} of the {roundings.place}: the rows of a convolution or, backward, of experts "
-            "are not independent; put a rule with operation='conv' or 'ragged_dot' and no rotation before it"
+            f"rotation={roundings.rotation} of the {roundings.place}: the rows of a convolution or, backward, of "
+            "experts are not independent; put a rule with operation='conv' or 'ragged_dot' and no rotation before it"
         )
     for field, spec, layout in operands:
         check_axes(field, spec, layout.ndim, roundings.place)

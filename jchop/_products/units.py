@@ -41,7 +41,7 @@ def operands_on(platform: str, rule: Rule, carrier: str, has_weight: bool, matri
     """The types of the operands of a forward product under a rule, on a platform.
 
     Args:
-        platform: a name of `PLATFORMS`.
+        platform: a name of `OPERANDS_BY_PLATFORM`.
         rule: the rule.
         carrier: the dtype that its layer computes in.
         has_weight: whether one operand is a weight; else both are activations.

@@ -74,7 +74,7 @@ def round_within(x: Array, spec: Spec, span: Array, key: Array | None = None) ->
 
 
 def codes_within(x: Array, spec: Spec, span: Array, key: Array | None = None) -> tuple[Array, Coded]:
-    """As `round_within`, with the codes of the numbers beside them."""
+    """As `round_in_range`, and the codes of the numbers."""
     numbers = lax.stop_gradient(x)
     return round_within(x, spec, span, key), parts_of(_stored(spec, numbers, span, key), numbers)
 

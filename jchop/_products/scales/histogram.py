@@ -16,7 +16,7 @@ BINS = 2048
 
 @dataclass(frozen=True, eq=False)
 class Histogram:
-    """How many magnitudes lie in each of `BINS` bins of one width, from zero on.
+    """How many magnitudes lie in each of `HISTOGRAM_BINS` bins of one width, from zero on.
 
     Args:
         counts: int64, shape (BINS,).

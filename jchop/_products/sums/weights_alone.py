@@ -68,7 +68,7 @@ def multiply_weights(x: Coded, w: Coded, leading: bool, dtype: Any) -> Array:
     """The product of rows (m, k) and weights with k as their first axis or their last, as (m, n).
 
     Args:
-        x: as `by_panels` allows.
+        x: as `suits_panels` allows.
         w: in the layout (n, k); its `qarray`, if it has one, as (k, n) or (n, k).
         leading: whether k is the first axis of the weights.
         dtype: of the result.

@@ -335,7 +335,7 @@ def _laid(origin: Origin, layout: Layout) -> Laid:
 def _with_biases(out: Fact, eqn: Any, facts: Sequence[Fact], source: str) -> Fact:
     """A sum without data, in which a parameter may be a bias: spread, and added to a value made of parameters.
 
-    Whether it is one is known where a product takes the sum (`_is_matrix`).
+    Whether it is one is known where a product takes the sum (`_is_weight_matrix`).
     """
     origins = []
     for origin in out.origins:

@@ -111,7 +111,7 @@ class Resolved:
         """A row for each parameter and each product.
 
         Raises:
-            TypeError, ValueError: for another platform than None and those of `PLATFORMS`.
+            TypeError, ValueError: for another platform than None and those of `OPERANDS_BY_PLATFORM`.
         """
         if platform is not None:
             check_choice("platform", platform, tuple(PLATFORMS))
