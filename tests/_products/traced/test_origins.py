@@ -209,4 +209,4 @@ def test_a_scan_takes_one_of_a_stack_and_a_loop_keeps_what_it_carries() -> None:
     )
     plan = Analyst().plan(closed, [of_parameter(0, shape), DATA])
     laid = [use.view for step in plan.walk() for some in step.uses for use in some]
-    assert [[part.axis for part in use.summed] for use in laid if use] == [[1], [2]]
+    assert [[part.axis for part in use.contracting] for use in laid if use] == [[1], [2]]
