@@ -220,8 +220,8 @@ def place(shape: Sequence[int], view: Laid | None, spec: Spec) -> Placement:
                 continue
             runs.append(ids)
             kinds[ids[0]] = kind
-    merged_shape, kinds, owners = _joined(sizes, kinds, [axis for axis, _ in entries], runs)
-    array_shape, array_kinds = _axes_again(merged_shape, kinds, owners)
+    joint_shape, kinds, owners = _joined(sizes, kinds, [axis for axis, _ in entries], runs)
+    array_shape, array_kinds = _axes_again(joint_shape, kinds, owners)
     array_format = _with_inner(with_kinds(fmt, array_kinds), fmt, array_kinds)
     if fmt.sparse is not None:
         # Without a part of two numbers, each number is alone, and stays.

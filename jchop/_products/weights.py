@@ -152,6 +152,6 @@ class Keys:
         """That of turn `step` of the equation or program that has the number."""
         return Keys(jax.random.fold_in(jax.random.fold_in(self.key, number), step))
 
-    def within(self, axes: tuple[str, ...], typed: bool) -> Keys:
+    def within(self, axes: tuple[str, ...], check_vma: bool) -> Keys:
         """That of a shard: all draw alike if the types of values say what varies, because some may not."""
-        return self if typed else self.turn(0, jax.lax.axis_index(axes))
+        return self if check_vma else self.turn(0, jax.lax.axis_index(axes))
