@@ -211,7 +211,7 @@ QUIRKS: tuple[Quirk, ...] = (
     Quirk(
         "tall_integers_read_in_columns",
         "A product of int8 with 4,096 rows of weights or more takes up to six times the time of its parts of 512 rows.",
-        "`suits_panels` in `_products/sums/weights_alone.py`.",
+        "`by_panels` in `_products/sums/weights_alone.py`.",
         seen=("0.10",),
         gone=("0.12",),
         timed=True,

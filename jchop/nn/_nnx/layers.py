@@ -168,7 +168,7 @@ def _base(cls: type) -> Any:
 
 
 def rules_for(placed: Placed, kind: Kind | None, rules: Sequence[Rule]) -> list[int]:
-    """As `module_rule_indexes`, of a module that has a line in the table or none."""
+    """As `rules_of`, of a module that has a line in the table or none."""
     return rules_of(placed.paths, rules, type(placed.module).__name__, "" if kind is None else kind.operation)
 
 
