@@ -101,24 +101,26 @@ def beside(adapter: Adapter, step: ProductStep, side: int, x: Array, y: Array, k
         key: for dropout of x; None for none.
     """
     (use,), dot = step.uses[side], step.product
-    assert isinstance(dot, Dot) and use.laid is not None and not adapter.stack
+    assert isinstance(dot, Dot) and use.view is not None and not adapter.stack
     rate = adapter.rule.dropout
     if rate and key is not None:
         x = jnp.where(jax.random.bernoulli(key, 1 - rate, x.shape), x / (1 - rate), 0)
-    summed = dot.contracting[1 - side]
-    kept = dot.forward.left.kept if side == 0 else dot.forward.right.kept
+    contracting = dot.contracting[1 - side]
+    free = dot.forward.left.free if side == 0 else dot.forward.right.free
     dtype = jnp.result_type(x, adapter.lora_a, adapter.lora_b)
-    a = _in_order(adapter.lora_a, use.laid.summed).reshape(*(x.shape[axis] for axis in summed), -1)
-    sizes = [step.eqn.invars[side].aval.shape[axis] for axis in kept]
-    b = _in_order(adapter.lora_b.T, tuple(part for parts in use.laid.kept for part in parts)).T.reshape(-1, *sizes)
-    x, a, b = (v.astype(dtype) for v in (x, a, b))
-    low = lax.dot_general(x, a, ((summed, tuple(range(len(summed)))), ((), ())), precision=dot.precision)
-    last = low.ndim - 1
+    lora_a = _in_order(adapter.lora_a, use.view.contracting).reshape(*(x.shape[axis] for axis in contracting), -1)
+    sizes = [step.eqn.invars[side].aval.shape[axis] for axis in free]
+    lora_b = _in_order(adapter.lora_b.T, tuple(part for parts in use.view.free for part in parts)).T.reshape(-1, *sizes)
+    x, lora_a, lora_b = (v.astype(dtype) for v in (x, lora_a, lora_b))
+    projection = lax.dot_general(
+        x, lora_a, ((contracting, tuple(range(len(contracting)))), ((), ())), precision=dot.precision
+    )
+    last = projection.ndim - 1
     if side:
-        more = lax.dot_general(low, b, (((last,), (0,)), ((), ())), precision=dot.precision)
+        delta = lax.dot_general(projection, lora_b, (((last,), (0,)), ((), ())), precision=dot.precision)
     else:
-        more = lax.dot_general(b, low, (((0,), (last,)), ((), ())), precision=dot.precision)
-    return y + (more * adapter.rule.factor).astype(y.dtype)
+        delta = lax.dot_general(lora_b, projection, (((0,), (last,)), ((), ())), precision=dot.precision)
+    return y + (delta * adapter.rule.factor).astype(y.dtype)
 
 
 def _in_order(matrix: Array, parts: Axis) -> Array:
@@ -126,5 +128,5 @@ def _in_order(matrix: Array, parts: Axis) -> Array:
     order = sorted(range(len(parts)), key=lambda i: (parts[i].axis, -parts[i].inner))
     if order == list(range(len(parts))):
         return matrix
-    spread = matrix.reshape(*(parts[i].size for i in order), -1)
-    return spread.transpose(*np.argsort(order), len(parts)).reshape(matrix.shape)
+    factors = matrix.reshape(*(parts[i].size for i in order), -1)
+    return factors.transpose(*np.argsort(order), len(parts)).reshape(matrix.shape)

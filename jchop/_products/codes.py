@@ -68,7 +68,7 @@ __all__ = [
 
 @partial(
     jax.tree_util.register_dataclass,
-    data_fields=["elements", "scale", "zero", "stored"],
+    data_fields=["elements", "scale", "zero", "qarray"],
     meta_fields=["block", "shift"],
 )
 @dataclass(frozen=True, eq=False)
@@ -77,10 +77,10 @@ class Coded:
 
     Args:
         elements: int8 for integers of up to 8 bits, float8 for its values, else a float dtype that holds them.
-        scale: of each element; None for a plain format, unless NaN of its numbers are marked (`parts_of`).
+        scale: of each element; None for a plain format, unless NaN of its numbers are marked (`expand_codes`).
         zero: of each element, int32; None if all are zero.
         block: how many numbers along the sum have one scale; None for all.
-        stored: the array itself, if it has not been moved since.
+        qarray: the array itself, if it has not been moved since.
         shift: what is added to its elements to get these.
     """
 
@@ -88,10 +88,10 @@ class Coded:
     scale: Array | None
     zero: Array | None
     block: int | None = None
-    stored: QArray | None = None
+    qarray: QArray | None = None
     shift: int = 0
 
-    def moved(self, move: Callable[[Array], Array]) -> Coded:
+    def map_parts(self, move: Callable[[Array], Array]) -> Coded:
         """The array after a move of each of its parts."""
         scale, zero = (None if part is None else move(part) for part in (self.scale, self.zero))
         return Coded(move(self.elements), scale, zero, self.block)
@@ -100,11 +100,11 @@ class Coded:
     def is_plain(self) -> bool:
         """Whether it is of floats that were not rounded."""
         wide = jnp.issubdtype(self.elements.dtype, jnp.floating) and self.elements.dtype.itemsize > 1
-        return self.scale is None and self.zero is None and self.stored is None and wide
+        return self.scale is None and self.zero is None and self.qarray is None and wide
 
-    def shaped(self, *shape: int) -> Coded:
+    def reshape(self, *shape: int) -> Coded:
         """The array in another shape."""
-        return self.moved(lambda v: v.reshape(shape))
+        return self.map_parts(lambda v: v.reshape(shape))
 
 
 # -- from numbers to codes ---------------------------------------------------------------------------------------------
@@ -116,14 +116,14 @@ def check_codes(field: str, spec: Spec, where: Any, instead: str = "leave produc
     Raises:
         ValueError: that names the field and what is allowed.
     """
-    fmt, scaled = spec.element, spec.scaled
+    fmt, scaled_format = spec.element, spec.scaled
     if not isinstance(fmt, FloatFormat) and (fmt.bits > 8 or not holds(Spec(fmt), _FLOAT32)):
         why = "its elements have more than 8 bits, or are no numbers of float32"
-    elif scaled is not None and scaled.zero_point == "float":
+    elif scaled_format is not None and scaled_format.zero_point == "float":
         why = "its zero points are numbers"
-    elif scaled is not None and scaled.sparse is not None:
+    elif scaled_format is not None and scaled_format.sparse is not None:
         why = "it stores no codes of the numbers that sparse drops"
-    elif scaled is not None and fmt.code_of(1) is None:
+    elif scaled_format is not None and fmt.code_of(1) is None:
         why = "its elements have no 1"
     else:
         return
@@ -139,12 +139,12 @@ def block_of(spec: Spec, ndim: int) -> int | None:
 
 
 @partial(compiled, static_argnames="spec", inline=True)
-def coded(laid: Array, spec: Spec | None, key: Array | None = None) -> Coded:
+def coded(operand: Array, spec: Spec | None, key: Array | None = None) -> Coded:
     """An array, with the sum along its last axis, as codes, without derivatives; without a spec as it is."""
-    laid = lax.stop_gradient(laid)
+    operand = lax.stop_gradient(operand)
     if spec is None:
-        return Coded(laid, None, None)
-    return replace(parts_of(quantize(laid, spec, key), laid), block=block_of(spec, laid.ndim))
+        return Coded(operand, None, None)
+    return replace(parts_of(quantize(operand, spec, key), operand), block=block_of(spec, operand.ndim))
 
 
 def parts_of(q: QArray, numbers: Array | None = None) -> Coded:
@@ -167,13 +167,13 @@ def parts_of(q: QArray, numbers: Array | None = None) -> Coded:
                 _has_nan(numbers, Groups(q.shape, sizes)), jnp.nan, jnp.float32(1) if scale is None else scale
             )
 
-        def over(values: Array) -> Array:
+        def per_element(values: Array) -> Array:
             return jnp.broadcast_to(expand(values, kinds, q.shape), q.shape)
 
-        zero = None if q.zero_point is None else over(q.zero_point).astype(jnp.int32)
+        zero = None if q.zero_point is None else per_element(q.zero_point).astype(jnp.int32)
         if shift:
             zero = (jnp.zeros(q.shape, jnp.int32) if zero is None else zero) - shift
-        return Coded(elements, None if scale is None else over(scale), zero, None, q, -shift)
+        return Coded(elements, None if scale is None else per_element(scale), zero, None, q, -shift)
 
 
 def _has_nan(x: Array, groups: Groups) -> Array:
@@ -236,22 +236,24 @@ def _holds(wide: ElementFormat, fmt: ElementFormat) -> bool:
     """Whether every value of a format of at most 8 bits is one of another."""
     if fmt.bits > 8:
         return False
-    have, wanted = wide.values(), fmt.values()
-    return bool((np.isin(wanted, have) | np.isnan(wanted)).all()) and (wide.has_nan or not fmt.has_nan)
+    wide_values, narrow_values = wide.values(), fmt.values()
+    return bool((np.isin(narrow_values, wide_values) | np.isnan(narrow_values)).all()) and (
+        wide.has_nan or not fmt.has_nan
+    )
 
 
 # -- the product -------------------------------------------------------------------------------------------------------
 
 
 def matrices(x: Coded, batch: int) -> Coded:
-    """An array in the layout of its product as (batch, rows, summed)."""
-    return x.moved(lambda v: v.reshape(math.prod(v.shape[:batch]), math.prod(v.shape[batch:-1]), v.shape[-1]))
+    """An array in the layout of its product as (batch, rows, contracting)."""
+    return x.map_parts(lambda v: v.reshape(math.prod(v.shape[:batch]), math.prod(v.shape[batch:-1]), v.shape[-1]))
 
 
-def codes_of(stored: QArray, layout: Layout | None, shape: tuple[int, ...]) -> Coded:
+def codes_of(qarray: QArray, layout: Layout | None, shape: tuple[int, ...]) -> Coded:
     """The codes of a parameter of `shape` that is stored in a layout (None: with its own axes)."""
-    parts = parts_of(stored)
-    return parts if layout is None else parts.moved(lambda v: layout.back(v, shape))
+    parts = parts_of(qarray)
+    return parts if layout is None else parts.map_parts(lambda v: layout.back(v, shape))
 
 
 def in_own_shape(q: QArray, layout: Layout, shape: tuple[int, ...]) -> QArray | None:
@@ -260,7 +262,7 @@ def in_own_shape(q: QArray, layout: Layout, shape: tuple[int, ...]) -> QArray | 
     Then no transpose stands between its numbers and the product. A compiler may take a transpose into the product,
     which then adds in another order than that of the rounded parameter in training.
     """
-    order = (*layout.kept, *layout.summed)
+    order = (*layout.free, *layout.contracting)
     try:
         apart = q.reshape(*(shape[axis] for axis in order))
     except ValueError:
@@ -332,8 +334,8 @@ class Matrices:
 
     def integers_on_cpu(self, a: Array, b: Array) -> Array:
         """The exact sums of int8 on a CPU."""
-        found = one_row(a, b) if self.apart and a.shape[1] == 1 else None
-        return found if found is not None else with_two_rows(partial(self.dot, dtype=jnp.int32), a, b)
+        row = one_row(a, b) if self.apart and a.shape[1] == 1 else None
+        return row if row is not None else with_two_rows(partial(self.dot, dtype=jnp.int32), a, b)
 
     def panels(self, product: Callable[[Array, Array], Array], a: Array, b: Array) -> Array:
         """A product panel by panel along the sum, added from the first to the last: no operand is written wide."""
@@ -356,14 +358,14 @@ LARGEST_WIDTH = _PANEL
 _MATRICES = Matrices()
 
 
-def multiply(x: Coded, w: Coded, dtype: Any, how: Matrices = _MATRICES) -> Array:
+def multiply(x: Coded, w: Coded, dtype: Any, sums: Matrices = _MATRICES) -> Array:
     """The product of (batch, m, k) and (batch, n, k), as (batch, m, n).
 
     Args:
         x: the first operand.
         w: the second.
         dtype: of the result.
-        how: the sums of another product, with its shapes.
+        sums: the sums of another product, with its shapes.
 
     Raises:
         ValueError: for blocks of lengths of which neither divides the other.
@@ -376,11 +378,11 @@ def multiply(x: Coded, w: Coded, dtype: Any, how: Matrices = _MATRICES) -> Array
             f"the operands of a product of codes have scales of {blocks[0]} and of {blocks[1]} numbers along the sum; "
             "one length must divide the other"
         )
-    out = how.shape(x.elements, w.elements)
+    out = sums.shape(x.elements, w.elements)
     if not all(math.prod(shape) for shape in (x.elements.shape, w.elements.shape, out)):
         return jnp.zeros(out, dtype)
     with jax.named_scope(OWN_SCOPE):
-        return own_results(_of_blocks(x, w, block, blocks, dtype, how))
+        return own_results(_of_blocks(x, w, block, blocks, dtype, sums))
 
 
 def _work(dtype: Any) -> Any:
@@ -395,24 +397,24 @@ def scaled(total: Array, scale: Array) -> Array:
     return prevent_fma(product, jnp.broadcast_to(scale, product.shape)) if total.dtype == jnp.float32 else product
 
 
-def _of_blocks(x: Coded, w: Coded, block: int, blocks: Sequence[int], dtype: Any, how: Matrices) -> Array:
+def _of_blocks(x: Coded, w: Coded, block: int, blocks: Sequence[int], dtype: Any, sums: Matrices) -> Array:
     """The product of operands with scales of `blocks` numbers along the sum each."""
     parts = {
-        name: values[..., :: block if each < x.elements.shape[-1] else each]
-        for side, v, each in zip("xw", (x, w), blocks, strict=True)
+        name: values[..., :: block if length < x.elements.shape[-1] else length]
+        for side, v, length in zip("xw", (x, w), blocks, strict=True)
         for name, values in ((f"{side}_scale", v.scale), (f"{side}_zero", v.zero))
         if values is not None
     }
-    given = x.elements, w.elements, *parts.values()
+    arrays = x.elements, w.elements, *parts.values()
     static = {"names": tuple(parts), "block": block, "dtype": jnp.dtype(dtype).name}
-    op = partial(product_of_blocks_op, **static, apart=how.apart)
-    if type(how) is Matrices and block < x.elements.shape[-1]:
-        return op(*given)
-    if type(how) is not Matrices or any(v.elements.dtype.itemsize > 1 for v in (x, w)):
-        return _blocks_body(*given, **static, how=how)
+    op = partial(product_of_blocks_op, **static, apart=sums.apart)
+    if type(sums) is Matrices and block < x.elements.shape[-1]:
+        return op(*arrays)
+    if type(sums) is not Matrices or any(v.elements.dtype.itemsize > 1 for v in (x, w)):
+        return _blocks_body(*arrays, **static, sums=sums)
     # A single block has a kernel on some GPUs alone; elsewhere it is not kept from the operations around it.
-    body = {p: partial(_blocks_body, **static, how=Matrices(apart=how.apart, platform=p)) for p in ("cpu", "tpu")}
-    return by_platform(op, *given, **body)
+    body = {p: partial(_blocks_body, **static, sums=Matrices(apart=sums.apart, platform=p)) for p in ("cpu", "tpu")}
+    return by_platform(op, *arrays, **body)
 
 
 def _blocks_body(
@@ -424,7 +426,7 @@ def _blocks_body(
     dtype: str,
     apart: bool = False,
     tiling: object = None,
-    how: Matrices | None = None,
+    sums: Matrices | None = None,
 ) -> Array:
     """The scaled sums of the blocks, added from the first to the last.
 
@@ -436,43 +438,43 @@ def _blocks_body(
         names: what they are, of "x_scale", "w_scale", "x_zero", "w_zero".
         block: numbers of the sum in a block.
         dtype: of the result.
-        apart: as in `Matrices`.
+        apart: as in `MatrixSums`.
         tiling: used by kernels only.
-        how: the sums of another product.
+        sums: the sums of another product.
     """
     del tiling
-    how = how or Matrices(apart=apart)
-    given, work, size = dict(zip(names, parts, strict=True)), _work(dtype), x.shape[-1]
+    sums = sums or Matrices(apart=apart)
+    parts_by_name, sum_dtype, size = dict(zip(names, parts, strict=True)), _work(dtype), x.shape[-1]
     count = -(-size // block)
 
-    def cut(v: Array) -> Array:
+    def split_blocks(v: Array) -> Array:
         """(blocks, ..., block); zeros fill up the last block."""
         v = jnp.pad(v, ((0, 0),) * (v.ndim - 1) + ((0, count * block - size),))
         return jnp.moveaxis(v.reshape(*v.shape[:-1], count, block), -2, 0)
 
-    changing = {name: jnp.moveaxis(v, -1, 0)[..., None] for name, v in given.items() if v.shape[-1] > 1}
+    changing = {name: jnp.moveaxis(v, -1, 0)[..., None] for name, v in parts_by_name.items() if v.shape[-1] > 1}
     lengths = np.minimum(block, size - block * np.arange(count)).astype(np.int32)
-    spreads = {"x_scale": how.left, "w_scale": how.right}
+    spreads = {"x_scale": sums.left, "w_scale": sums.right}
 
-    def turn(total: Array, now: Any) -> tuple[Array, None]:
-        left, right, length, changed = now
-        known = given | changed
-        a, b = (Coded(v, None, known.get(f"{side}_zero")) for side, v in (("x", left), ("w", right)))
-        term = _sum(a, b, length, work, how)
+    def add_block(total: Array, block_of_each: Any) -> tuple[Array, None]:
+        left, right, length, block_scales = block_of_each
+        scales = parts_by_name | block_scales
+        a, b = (Coded(v, None, scales.get(f"{side}_zero")) for side, v in (("x", left), ("w", right)))
+        term = _sum(a, b, length, sum_dtype, sums)
         for name, spread in spreads.items():
-            if name in changed:
-                term = scaled(term, spread(changed[name][..., 0]))
+            if name in block_scales:
+                term = scaled(term, spread(block_scales[name][..., 0]))
         return total + term, None
 
     if count == 1:
-        a, b = (Coded(v, None, given.get(f"{side}_zero")) for side, v in (("x", x), ("w", w)))
-        total = _sum(a, b, size * how.width, work, how)
+        a, b = (Coded(v, None, parts_by_name.get(f"{side}_zero")) for side, v in (("x", x), ("w", w)))
+        total = _sum(a, b, size * sums.width, sum_dtype, sums)
     else:
-        start = varying_like(jnp.zeros(how.shape(x, w), work), x, w, *parts)
-        total = lax.scan(turn, start, (cut(x), cut(w), lengths, changing))[0]
+        start = varying_like(jnp.zeros(sums.shape(x, w), sum_dtype), x, w, *parts)
+        total = lax.scan(add_block, start, (split_blocks(x), split_blocks(w), lengths, changing))[0]
     for name, spread in spreads.items():
-        if name in given and name not in changing:
-            total = scaled(total, spread(given[name][..., 0]))
+        if name in parts_by_name and name not in changing:
+            total = scaled(total, spread(parts_by_name[name][..., 0]))
     return total.astype(dtype)
 
 
@@ -484,50 +486,51 @@ product_of_blocks_op = make_op(
 )
 
 
-def _sum(x: Coded, w: Coded, length: Any, work: Any, how: Matrices) -> Array:
+def _sum(x: Coded, w: Coded, length: Any, sum_dtype: Any, sums: Matrices) -> Array:
     """The sums of one block of `length` numbers, in which zero points do not change."""
     if x.elements.dtype == w.elements.dtype == jnp.int8:
-        return _integer_sum(x, w, length, work, how)
+        return _integer_sum(x, w, length, sum_dtype, sums)
     kinds = {jnp.dtype(v.elements.dtype) for v in (x, w)}
     small = kinds <= {jnp.dtype(t) for t in (jnp.int8, jnp.bfloat16, jnp.float8_e4m3fn, jnp.float8_e5m2)}
-    given = work if not small or any(v.zero is not None for v in (x, w)) else jnp.bfloat16
+    operand_dtype = sum_dtype if not small or any(v.zero is not None for v in (x, w)) else jnp.bfloat16
     left, right = (
-        v.elements if v.zero is None else v.elements.astype(work) - v.zero[..., :1].astype(work) for v in (x, w)
+        v.elements if v.zero is None else v.elements.astype(sum_dtype) - v.zero[..., :1].astype(sum_dtype)
+        for v in (x, w)
     )
     units = kinds <= {jnp.dtype(jnp.float8_e4m3fn), jnp.dtype(jnp.float8_e5m2)}
 
     def native(dot: Callable[..., Array], a: Array, b: Array) -> Array:
-        return dot(a, b, work) if units else dot(a.astype(given), b.astype(given), work)
+        return dot(a, b, sum_dtype) if units else dot(a.astype(operand_dtype), b.astype(operand_dtype), sum_dtype)
 
-    by_panels = partial(how.panels, lambda a, b: how.wide(a, b, work))
-    return how.run(by_panels, native, left, right)
+    by_panels = partial(sums.panels, lambda a, b: sums.wide(a, b, sum_dtype))
+    return sums.run(by_panels, native, left, right)
 
 
-def exact_sum(x: Coded, w: Coded, length: Any, how: Matrices = _MATRICES) -> Array:
+def exact_sum(x: Coded, w: Coded, length: Any, sums: Matrices = _MATRICES) -> Array:
     """The sum of one block of `length` numbers, of int8, which int32 holds."""
     a, b = x.elements, w.elements
-    total = how.integers(a, b)
-    za = None if x.zero is None else how.left(x.zero[..., 0])
-    zb = None if w.zero is None else how.right(w.zero[..., 0])
+    total = sums.integers(a, b)
+    za = None if x.zero is None else sums.left(x.zero[..., 0])
+    zb = None if w.zero is None else sums.right(w.zero[..., 0])
     if zb is not None:
-        total = total - how.left_sum(a) * zb
+        total = total - sums.left_sum(a) * zb
     if za is not None:
-        total = total - za * how.right_sum(b)
+        total = total - za * sums.right_sum(b)
     return total if za is None or zb is None else total + length * za * zb
 
 
-def _integer_sum(x: Coded, w: Coded, length: Any, work: Any, how: Matrices) -> Array:
+def _integer_sum(x: Coded, w: Coded, length: Any, sum_dtype: Any, sums: Matrices) -> Array:
     """The exact sum, rounded once. One that int32 may not hold is cut, and its parts are added as halves of 16 bits."""
     widest = [128 if v.zero is None else 255 for v in (x, w)]
-    panel = _PANEL // how.width
-    most = (2**31 - 1) // math.prod(widest) // (panel * how.width) * panel
+    panel = _PANEL // sums.width
+    most = (2**31 - 1) // math.prod(widest) // (panel * sums.width) * panel
     size = x.elements.shape[-1]
     parts = []
     for start in range(0, size, most):
         a, b = (replace(v, elements=v.elements[..., start : start + most]) for v in (x, w))
-        count = length if size <= most else min(most, size - start) * how.width
-        parts.append(exact_sum(a, b, count, how))
+        count = length if size <= most else min(most, size - start) * sums.width
+        parts.append(exact_sum(a, b, count, sums))
     if len(parts) == 1:
-        return parts[0].astype(work)
+        return parts[0].astype(sum_dtype)
     high, low = (jnp.sum(jnp.stack(halves), 0) for halves in zip(*((v >> 16, v & 0xFFFF) for v in parts), strict=True))
-    return high.astype(work) * 65536 + low.astype(work)
+    return high.astype(sum_dtype) * 65536 + low.astype(sum_dtype)

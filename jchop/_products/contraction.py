@@ -36,7 +36,8 @@ __all__ = ["Roundings", "contract", "conv_general_dilated", "dot_general", "eins
 class Roundings:
     """The roundings of a product: the fields of a rule by operand, its location, and whether codes are multiplied.
 
-    `turned`: whether a right operand that is rounded already was rotated before, if there is a rotation of the product.
+    `skip_weight_rotation`: whether a right operand that is rounded already was rotated before, if there is a rotation
+    of the product.
     """
 
     left: Spec | None = None
@@ -48,7 +49,7 @@ class Roundings:
     rotation: Hadamard | None = None
     place: StreamOffset = NOWHERE
     codes: bool = False
-    turned: bool = False
+    skip_weight_rotation: bool = False
 
     @property
     def specs(self) -> tuple[Spec | None, ...]:
@@ -102,7 +103,7 @@ def contract(
     product: Product,
     x: Array,
     w: Array,
-    how: Roundings,
+    roundings: Roundings,
     key: Array | None = None,
     *,
     rounded: Array | None = None,
@@ -110,13 +111,13 @@ def contract(
     left_codes: Coded | None = None,
     extra: tuple[Array, ...] = (),
 ) -> Array:
-    """``product(x, w)``, its operands rounded along the axes that are summed over, and its derivative as `how` says.
+    """``product(x, w)``, its operands rounded along the contracting axes, and its derivative as `roundings` says.
 
     Args:
         product: which product.
         x: the left operand, a carrier.
         w: the right operand, of the same dtype.
-        how: the roundings.
+        roundings: the roundings.
         key: a typed key if any rounding is stochastic. It is split into one for each rounding and each product.
         rounded: `w` rounded already, with the same derivative; `how.right` is then of the backward products alone.
         codes: of a `w` that is rounded already, with its axes; for a product of codes.
@@ -126,117 +127,122 @@ def contract(
     Returns:
         The product. Its derivative is straight-through in the roundings of x and w, or as their specs say.
     """
-    check_operands(product, how)
+    check_operands(product, roundings)
     try:
-        return _contract(product, replace(how, place=NOWHERE), x, w, key, rounded, codes, left_codes, extra)
+        return _contract(product, replace(roundings, place=NOWHERE), x, w, key, rounded, codes, left_codes, extra)
     except Exception as error:
-        error.add_note(f"This is of the {how.place}.")
+        error.add_note(f"This is of the {roundings.place}.")
         raise
 
 
 @partial(compiled, static_argnums=(0, 1), inline=True)
 def _contract(
     product: Product,
-    how: Roundings,
+    roundings: Roundings,
     x: Array,
     w: Array,
     key: Array | None,
-    rounded: Array | None,
+    rounded_weight: Array | None,
     codes: Coded | None,
     left_codes: Coded | None,
     extra: tuple[Array, ...],
 ) -> Array:
     """`contract` of operands that are checked: traced once for equal products, wherever they are."""
-    if how.forward_rotation is not None:
-        x = turned(product.forward.left, x, how.forward_rotation)
-        if not how.turned:
-            w = turned(product.forward.right, w, how.forward_rotation)
-            rounded = None if rounded is None else turned(product.forward.right, rounded, how.forward_rotation)
-    keys = _Keys.of(key if how.stochastic else None)
-    left = round_in(product.forward.left, x, how.left, keys.left, keys.left_gradient)
-    right = rounded
+    if roundings.forward_rotation is not None:
+        x = turned(product.forward.left, x, roundings.forward_rotation)
+        if not roundings.skip_weight_rotation:
+            w = turned(product.forward.right, w, roundings.forward_rotation)
+            rounded_weight = (
+                None
+                if rounded_weight is None
+                else turned(product.forward.right, rounded_weight, roundings.forward_rotation)
+            )
+    keys = _Keys.of(key if roundings.stochastic else None)
+    left = round_in(product.forward.left, x, roundings.left, keys.left, keys.left_gradient)
+    right = rounded_weight
     if right is None:
-        right = round_in(product.forward.right, w, how.right, keys.right, keys.right_gradient)
-    if isinstance(_inner(product), Dot) and not how.codes and how.matmul is None:
+        right = round_in(product.forward.right, w, roundings.right, keys.right, keys.right_gradient)
+    if isinstance(_inner(product), Dot) and not roundings.codes and roundings.matmul is None:
         left, right = _vectors_apart(product, left, right)
-    if not how.backward and not how.codes:
+    if not roundings.backward and not roundings.codes:
         return product(left, right, *extra)
-    full = lax.stop_gradient((x if _anew_left(how) else None, w if takes_anew(how) else None))
-    both = _operands_by_codes(product, x, w, how, keys, left_codes, codes) if how.codes else None
-    if not how.backward and how.input_rotation is None and how.weight_rotation is None:
+    full = lax.stop_gradient((x if _anew_left(roundings) else None, w if takes_anew(roundings) else None))
+    both = _operands_by_codes(product, x, w, roundings, keys, left_codes, codes) if roundings.codes else None
+    if not roundings.backward and roundings.input_rotation is None and roundings.weight_rotation is None:
         return _product_of_codes(product, left, right, lax.stop_gradient(both), extra)
-    return _product(product, how, left, right, full, (keys, extra, both))
+    return _product(product, roundings, left, right, full, (keys, extra, both))
 
 
 def _vectors_apart(product: Product, x: Array, w: Array) -> tuple[Array, Array]:
     """Both operands; the other one of a single row or column is read from memory (quirk `sums_ordered_by_fusion`)."""
     rows, columns = (
-        math.prod(v.shape[axis] for axis in layout.kept)
+        math.prod(v.shape[axis] for axis in layout.free)
         for v, layout in ((x, product.forward.left), (w, product.forward.right))
     )
     return (settled_on_cpu(x) if columns == 1 else x), (settled_on_cpu(w) if rows == 1 else w)
 
 
 def _operands_by_codes(
-    product: Product, x: Array, w: Array, how: Roundings, keys: _Keys, data: Coded | None, weight: Coded | None
+    product: Product, x: Array, w: Array, roundings: Roundings, keys: _Keys, data: Coded | None, weight: Coded | None
 ) -> tuple[Coded, Coded]:
     """Both operands as codes, in the layouts of the forward product; from their own codes if they have any."""
     left, right = product.forward.left, product.forward.right
-    first = coded(left.lay(x), how.left, keys.left) if data is None else data.moved(left.lay)
-    if weight is None and how.left is None and how.right is not None and data is None:
-        laid = quantize(right.lay(lax.stop_gradient(w)), how.right, keys.right)  # weights alone are read as they lie
-        own = in_own_shape(laid, right, w.shape)
-        weight = codes_of(laid, right, w.shape) if own is None else parts_of(own)
+    first = coded(left.lay(x), roundings.left, keys.left) if data is None else data.map_parts(left.lay)
+    if weight is None and roundings.left is None and roundings.right is not None and data is None:
+        qarray = quantize(right.lay(lax.stop_gradient(w)), roundings.right, keys.right)
+        own = in_own_shape(qarray, right, w.shape)  # a weight alone is read in its own order of axes
+        weight = codes_of(qarray, right, w.shape) if own is None else parts_of(own)
     if weight is None:
-        return first, replace(coded(right.lay(w), how.right, keys.right), stored=None)  # not in the shape of w
-    assert how.right is not None
-    block = block_of(how.right, right.ndim) if weight.block is None else weight.block
-    laid = replace(weight.moved(right.lay), block=block, stored=weight.stored, shift=weight.shift)
-    return first, jax.tree.map(lax.stop_gradient, laid)
+        return first, replace(coded(right.lay(w), roundings.right, keys.right), qarray=None)  # not in the shape of w
+    assert roundings.right is not None
+    block = block_of(roundings.right, right.ndim) if weight.block is None else weight.block
+    second = replace(weight.map_parts(right.lay), block=block, qarray=weight.qarray, shift=weight.shift)
+    return first, jax.tree.map(lax.stop_gradient, second)
 
 
-def check_operands(product: Product, how: Roundings) -> None:
+def check_operands(product: Product, roundings: Roundings) -> None:
     """Refuse formats that name axes which an operand has not, in any of the three products."""
     forward, for_input, for_weight = product.forward, product.for_input, product.for_weight
-    rule = how.place.rule
+    rule = roundings.place.rule
     right = "activation" if rule is not None and rule.weight is None else "weight"  # attention has no weight
-    operands = [("activation", how.left, forward.left), (right, how.right, forward.right)]
-    g_input, w_input = how.for_input
-    x_weight, g_weight = how.for_weight
-    names = ("gradient", right) if how.input_gradient is None else ("input_gradient",) * 2
+    operands = [("activation", roundings.left, forward.left), (right, roundings.right, forward.right)]
+    g_input, w_input = roundings.for_input
+    x_weight, g_weight = roundings.for_weight
+    names = ("gradient", right) if roundings.input_gradient is None else ("input_gradient",) * 2
     operands += [(names[0], g_input, for_input.left)]
-    if takes_anew(how):
+    if takes_anew(roundings):
         operands += [(names[1], w_input, for_input.right)]
-    names = ("activation", "gradient") if how.weight_gradient is None else ("weight_gradient",) * 2
-    if _anew_left(how):
+    names = ("activation", "gradient") if roundings.weight_gradient is None else ("weight_gradient",) * 2
+    if _anew_left(roundings):
         operands += [(names[0], x_weight, for_weight.left)]
     operands += [(names[1], g_weight, for_weight.right)]
-    rotates = Dot if how.weight_rotation is not None else Dot | Ragged
-    if how.rotation is not None and not isinstance(_inner(product), rotates):
+    rotates = Dot if roundings.weight_rotation is not None else Dot | Ragged
+    if roundings.rotation is not None and not isinstance(_inner(product), rotates):
         raise NotImplementedError(
-            f"rotation={how.rotation} of the {how.place}: the rows of a convolution or, backward, of experts are not "
-            "independent; put a rule with operation='conv' or 'ragged_dot' and no rotation before it"
+            f"rotation={roundings.rotation} of the {roundings.place}: the rows of a convolution or, backward, of "
+            "experts are not independent; put a rule with operation='conv' or 'ragged_dot' and no rotation before it"
         )
     for field, spec, layout in operands:
-        check_axes(field, spec, layout.ndim, how.place)
-        if how.codes and spec is not None:
-            check_codes(field, spec, how.place)
+        check_axes(field, spec, layout.ndim, roundings.place)
+        if roundings.codes and spec is not None:
+            check_codes(field, spec, roundings.place)
 
 
-def _anew_left(how: Roundings) -> bool:
+def _anew_left(roundings: Roundings) -> bool:
     """Whether dw takes an x that is rounded otherwise than the forward product's, or whose codes it needs."""
     return (
-        (how.codes and how.gradient is not None)
-        or how.weight_gradient is not None
-        or how.weight_rotation is not None
-        or (how.gradient is not None and not same_transposed(how.left))
+        (roundings.codes and roundings.gradient is not None)
+        or roundings.weight_gradient is not None
+        or roundings.weight_rotation is not None
+        or (roundings.gradient is not None and not same_transposed(roundings.left))
     )
 
 
-def takes_anew(how: Roundings) -> bool:
+def takes_anew(roundings: Roundings) -> bool:
     """Whether dx takes a w that is rounded otherwise than the forward product's, or whose codes it needs."""
-    return how.input_gradient is not None or (
-        how.gradient is not None and (how.codes or how.input_rotation is not None or not same_transposed(how.right))
+    return roundings.input_gradient is not None or (
+        roundings.gradient is not None
+        and (roundings.codes or roundings.input_rotation is not None or not same_transposed(roundings.right))
     )
 
 
@@ -300,51 +306,57 @@ _product_of_codes.defjvp(_jvp_of_codes, symbolic_zeros=True)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def _product(product: Product, how: Roundings, x: Array, w: Array, full: tuple, more: tuple) -> Array:
+def _product(product: Product, roundings: Roundings, x: Array, w: Array, full: tuple, more: tuple) -> Array:
     """The product of rounded operands; `full` are those that are to be rounded anew, in full precision."""
     keys, extra, both = more
     if both is not None:
         return _product_of_codes(product, x, w, both, extra)
-    return product(x, w, *extra) if how.matmul is None else product.emulated(x, w, how.matmul, keys.forward)
+    return product(x, w, *extra) if roundings.matmul is None else product.emulate(x, w, roundings.matmul, keys.forward)
 
 
-def _forward(product: Product, how: Roundings, x: Array, w: Array, full: tuple, more: tuple) -> tuple[Array, tuple]:
-    return _product(product, how, x, w, full, more), (x, w, full, (*more[:2], None))
+def _forward(
+    product: Product, roundings: Roundings, x: Array, w: Array, full: tuple, more: tuple
+) -> tuple[Array, tuple]:
+    return _product(product, roundings, x, w, full, more), (x, w, full, (*more[:2], None))
 
 
 @partial(compiled, static_argnums=(0, 1), inline=True)
-def _backward(product: Product, how: Roundings, kept: tuple, g: Array) -> tuple:
-    x, w, (full_x, full_w), (keys, extra, _) = kept
-    if how.codes and how.gradient is not None:
-        return (*_backward_by_codes(product, how, kept, g), None, None)
+def _backward(product: Product, roundings: Roundings, residuals: tuple, g: Array) -> tuple:
+    x, w, (full_x, full_w), (keys, extra, _) = residuals
+    if roundings.codes and roundings.gradient is not None:
+        return (*_backward_by_codes(product, roundings, residuals, g), None, None)
     for_input, for_weight = product.for_input, product.for_weight
-    turn, turn_weight = how.input_rotation, how.weight_rotation
-    spec, right = how.for_input
-    g_input = round_in(for_input.left, g, spec, keys.gradient_input, rotation=turn)
-    w_input = w if full_w is None else round_in(for_input.right, full_w, right, keys.right_input, rotation=turn)
-    left, spec = how.for_weight
-    g_weight = round_in(for_weight.right, g, spec, keys.gradient_weight, rotation=turn_weight)
-    x_weight = x if full_x is None else round_in(for_weight.left, full_x, left, keys.left_weight, rotation=turn_weight)
-    if how.matmul is not None and isinstance(product, Dot | Flipped) and product.emulates_backward:
-        dx = product.emulated_input(g_input, w_input, x.shape, how.matmul, keys.input)
-        dw = product.emulated_weight(x_weight, g_weight, w.shape, how.matmul, keys.weight)
+    input_rotation, weight_rotation = roundings.input_rotation, roundings.weight_rotation
+    spec, right = roundings.for_input
+    g_input = round_in(for_input.left, g, spec, keys.gradient_input, rotation=input_rotation)
+    w_input = (
+        w if full_w is None else round_in(for_input.right, full_w, right, keys.right_input, rotation=input_rotation)
+    )
+    left, spec = roundings.for_weight
+    g_weight = round_in(for_weight.right, g, spec, keys.gradient_weight, rotation=weight_rotation)
+    x_weight = (
+        x if full_x is None else round_in(for_weight.left, full_x, left, keys.left_weight, rotation=weight_rotation)
+    )
+    if roundings.matmul is not None and isinstance(product, Dot | Flipped) and product.emulates_backward:
+        dx = product.emulate_input(g_input, w_input, x.shape, roundings.matmul, keys.input)
+        dw = product.emulate_weight(x_weight, g_weight, w.shape, roundings.matmul, keys.weight)
     else:
         (dx,) = jax.linear_transpose(lambda t: product(t, w_input, *extra), x)(g_input)
         (dw,) = jax.linear_transpose(lambda t: product(x_weight, t, *extra), w)(g_weight)
     return dx, dw, None, None
 
 
-def _backward_by_codes(product: Product, how: Roundings, kept: tuple, g: Array) -> tuple[Array, Array]:
+def _backward_by_codes(product: Product, roundings: Roundings, residuals: tuple, g: Array) -> tuple[Array, Array]:
     """Both backward products of codes: of each operand rounded anew along their sums."""
-    x, w, (full_x, full_w), (keys, extra, _) = kept
+    x, w, (full_x, full_w), (keys, extra, _) = residuals
     for_input, for_weight = product.for_input, product.for_weight
-    spec, right = how.for_input
-    turn, turn_weight = how.input_rotation, how.weight_rotation
-    g_input = coded(for_input.left.lay(g, turn), spec, keys.gradient_input)
-    w_input = coded(for_input.right.lay(full_w, turn), right, keys.right_input)
-    left, spec = how.for_weight
-    g_weight = coded(for_weight.right.lay(g, turn_weight), spec, keys.gradient_weight)
-    x_weight = coded(for_weight.left.lay(full_x, turn_weight), left, keys.left_weight)
+    spec, right = roundings.for_input
+    input_rotation, weight_rotation = roundings.input_rotation, roundings.weight_rotation
+    g_input = coded(for_input.left.lay(g, input_rotation), spec, keys.gradient_input)
+    w_input = coded(for_input.right.lay(full_w, input_rotation), right, keys.right_input)
+    left, spec = roundings.for_weight
+    g_weight = coded(for_weight.right.lay(g, weight_rotation), spec, keys.gradient_weight)
+    x_weight = coded(for_weight.left.lay(full_x, weight_rotation), left, keys.left_weight)
     shapes = x.shape, w.shape
     with jax.named_scope(OWN_SCOPE):
         dx = product.input_by_codes(g_input, w_input, shapes, x.dtype, *extra)
@@ -356,8 +368,8 @@ def _inner(product: Product) -> Any:
 
 
 def _result_dtype(product: Product, x: Array, w: Array) -> Any:
-    preferred = _inner(product).preferred_element_type
-    return jnp.result_type(x, w) if preferred is None else preferred
+    out_dtype = _inner(product).preferred_element_type
+    return jnp.result_type(x, w) if out_dtype is None else out_dtype
 
 
 _product.defvjp(_forward, _backward)
@@ -376,14 +388,14 @@ def dot_general(
     out_sharding: Any = None,
     how: Roundings,
     key: Array | None = None,
-    **known: Any,
+    **options: Any,
 ) -> Array:
-    """`jax.lax.dot_general` with rounded operands; `known` is for `contract`."""
+    """`jax.lax.dot_general` with rounded operands; `options` is for `contract`."""
     (cx, cw), (bx, bw) = (tuple(tuple(int(a) for a in axes) for axes in pair) for pair in dimension_numbers)
     contracting = tuple(a % x.ndim for a in cx), tuple(a % w.ndim for a in cw)
     batch = tuple(a % x.ndim for a in bx), tuple(a % w.ndim for a in bw)
     product = Dot(contracting, batch, (x.ndim, w.ndim), precision, preferred_element_type, out_sharding)
-    return contract(product, x, w, how, key, **known)
+    return contract(product, x, w, how, key, **options)
 
 
 def conv_general_dilated(
@@ -401,9 +413,9 @@ def conv_general_dilated(
     out_sharding: Any = None,
     how: Roundings,
     key: Array | None = None,
-    **known: Any,
+    **options: Any,
 ) -> Array:
-    """`jax.lax.conv_general_dilated` with rounded operands; `known` is for `contract`."""
+    """`jax.lax.conv_general_dilated` with rounded operands; `options` is for `contract`."""
     ones = (1,) * (x.ndim - 2)
     pads = padding if isinstance(padding, str) else tuple((int(low), int(high)) for low, high in padding)
     product = Conv(
@@ -417,7 +429,7 @@ def conv_general_dilated(
         preferred_element_type,
         out_sharding,
     )
-    return contract(product, x, w, how, key, **known)
+    return contract(product, x, w, how, key, **options)
 
 
 def einsum(
@@ -430,9 +442,9 @@ def einsum(
     out_sharding: Any = None,
     how: Roundings,
     key: Array | None = None,
-    **known: Any,
+    **options: Any,
 ) -> Array:
-    """`jax.numpy.einsum` of two arrays, as one `dot_general` of rounded operands; `known` is for `contract`.
+    """`jax.numpy.einsum` of two arrays, as one `dot_general` of rounded operands; `options` is for `contract`.
 
     Raises:
         ValueError: for an index that stands twice in an array, or in one array alone and not in the result.
@@ -441,14 +453,14 @@ def einsum(
         raise NotImplementedError(f"out_sharding={out_sharding!r}: a quantized einsum has none; leave it None")
     left, right, result = letters_of(subscripts, x.ndim, w.ndim)
     both = [c for c in left if c in right]
-    batch, summed = [c for c in both if c in result], [c for c in both if c not in result]
+    batch, contracting = [c for c in both if c in result], [c for c in both if c not in result]
     dims = (
-        (tuple(left.index(c) for c in summed), tuple(right.index(c) for c in summed)),
+        (tuple(left.index(c) for c in contracting), tuple(right.index(c) for c in contracting)),
         (tuple(left.index(c) for c in batch), tuple(right.index(c) for c in batch)),
     )
-    y = dot_general(x, w, dims, precision, preferred_element_type, how=how, key=key, **known)
-    have = [*batch, *(c for c in left if c not in both), *(c for c in right if c not in both)]
-    return y.transpose([have.index(c) for c in result])
+    y = dot_general(x, w, dims, precision, preferred_element_type, how=how, key=key, **options)
+    letters = [*batch, *(c for c in left if c not in both), *(c for c in right if c not in both)]
+    return y.transpose([letters.index(c) for c in result])
 
 
 def letters_of(subscripts: str, *ndims: int) -> tuple[str, str, str]:
@@ -458,13 +470,15 @@ def letters_of(subscripts: str, *ndims: int) -> tuple[str, str, str]:
     if len(operands) != 2 or not arrow:
         raise ValueError(f"subscripts={subscripts!r} must name two arrays and the result, as in 'ij,jk->ik'")
     spare = [c for c in "ABCDEFGHIJKLMNOPQRSTUVWXYZ" if c not in subscripts]
-    hidden = [
+    ellipsis_ndims = [
         ndim - len(term.replace("...", "")) if "..." in term else 0 for term, ndim in zip(operands, ndims, strict=True)
     ]
-    widest = max(hidden)
-    if len(set(hidden) - {0}) > 1 or widest < 0:
-        raise ValueError(f"subscripts={subscripts!r}: the ellipses stand for {hidden} axes; they must be as many")
-    full = ["".join(spare[:count]) for count in (*hidden, widest)]
+    widest = max(ellipsis_ndims)
+    if len(set(ellipsis_ndims) - {0}) > 1 or widest < 0:
+        raise ValueError(
+            f"subscripts={subscripts!r}: the ellipses stand for {ellipsis_ndims} axes; they must be as many"
+        )
+    full = ["".join(spare[:count]) for count in (*ellipsis_ndims, widest)]
     left, right, out = (term.replace("...", more) for term, more in zip((*operands, result), full, strict=True))
     for term, ndim in zip((left, right), ndims, strict=True):
         if len(set(term)) != len(term) or len(term) != ndim:

@@ -90,14 +90,14 @@ def einsum(subscripts: str, x: Any, w: Any, *, dtype: Any = None) -> Array:
             if sizes.setdefault(letter, n) != n:
                 raise ValueError(f"subscripts={subscripts!r}: {letter!r} is {sizes[letter]} in x and {n} in {name}")
     both = [c for c in left if c in right]
-    batch, summed = [c for c in both if c in result], [c for c in both if c not in result]
+    batch, contracting = [c for c in both if c in result], [c for c in both if c not in result]
     product = Dot(
-        (tuple(left.index(c) for c in summed), tuple(right.index(c) for c in summed)),
+        (tuple(left.index(c) for c in contracting), tuple(right.index(c) for c in contracting)),
         (tuple(left.index(c) for c in batch), tuple(right.index(c) for c in batch)),
         (x.ndim, w.ndim),
     )
-    have = [*batch, *(c for c in left if c not in both), *(c for c in right if c not in both)]
-    return _product(product, x, w, dtype, order=tuple(have.index(c) for c in result))
+    order = [*batch, *(c for c in left if c not in both), *(c for c in right if c not in both)]
+    return _product(product, x, w, dtype, order=tuple(order.index(c) for c in result))
 
 
 def ragged_dot(x: Any, w: Any, group_sizes: Any, *, dtype: Any = None) -> Array:
@@ -150,8 +150,8 @@ def _product(
 
     The axes of the result are in this order.
     """
-    summed = product.forward.left.summed, product.forward.right.summed
-    blocks = tuple(_block(name, value, axes) for name, value, axes in zip("xw", (x, w), summed, strict=True))
+    contracting = product.forward.left.contracting, product.forward.right.contracting
+    blocks = tuple(_block(name, value, axes) for name, value, axes in zip("xw", (x, w), contracting, strict=True))
     dtype = jnp.result_type(x.dtype, w.dtype) if dtype is None else jnp.dtype(dtype)
     floats = [value if isinstance(value, QArray) else jnp.asarray(value) for value in (x, w)]
     return _run(product, blocks, dtype, order, *floats, extra)
@@ -166,21 +166,21 @@ def _run(
         return own_results(jnp.asarray(_multiply(product, blocks, dtype, x, w, extra)).transpose(order))
 
 
-def _block(name: str, q: Any, summed: tuple[int, ...]) -> int | None:
+def _block(name: str, q: Any, contracting: tuple[int, ...]) -> int | None:
     """How many numbers of a checked operand share a scale along the sum; None for all."""
     if not isinstance(q, QArray):
         return None
     check_codes(name, q.spec, "product", f"multiply jchop.dequantize({name}) with JAX, as x @ w does")
     if (fmt := spec_of_part(q.spec, q.ndim).scaled) is None:
         return None
-    *slow, last = (kinds_of(fmt, q.ndim, batch_axes(q.spec, q.shape, q.scale))[axis] for axis in summed)
+    *slow, last = (kinds_of(fmt, q.ndim, batch_axes(q.spec, q.shape, q.scale))[axis] for axis in contracting)
     if last == WHOLE and all(kind == WHOLE for kind in slow):
         return None
-    if isinstance(last, int) and (not slow or (q.shape[summed[-1]] % last == 0 and all(k == OWN for k in slow))):
+    if isinstance(last, int) and (not slow or (q.shape[contracting[-1]] % last == 0 and all(k == OWN for k in slow))):
         return last
     raise ValueError(
-        f"{name}: the groups of {str(q.spec)!r} are no blocks along the sum, over axes {summed} of {q.shape}; quantize "
-        "with groups along these axes"
+        f"{name}: the groups of {str(q.spec)!r} are no blocks along the sum, over axes {contracting} of {q.shape}; "
+        "quantize with groups along these axes"
     )
 
 
@@ -194,20 +194,20 @@ def _laid(value: Any, layout: Layout, block: int | None) -> Coded:
     if not isinstance(value, QArray):
         return coded(layout.lay(value), None)
     parts = parts_of(value)
-    return replace(parts.moved(layout.lay), block=block, stored=parts.stored, shift=parts.shift)
+    return replace(parts.map_parts(layout.lay), block=block, qarray=parts.qarray, shift=parts.shift)
 
 
 def _forward(product: Dot | Ragged, blocks: tuple, dtype: Any, x: Any, w: Any, extra: tuple) -> tuple[Array, tuple]:
     return _multiply(product, blocks, dtype, x, w, extra), (x, w, extra)
 
 
-def _backward(product: Dot | Ragged, blocks: tuple, dtype: Any, kept: tuple, g: Array) -> tuple:
+def _backward(product: Dot | Ragged, blocks: tuple, dtype: Any, residuals: tuple, g: Array) -> tuple:
     del blocks
-    *both, extra = kept
-    numbers = [dequantize(v) if isinstance(v, QArray) else v for v in both]
+    *operands, extra = residuals
+    numbers = [dequantize(v) if isinstance(v, QArray) else v for v in operands]
     wide = jnp.result_type(*numbers)
     _, back = jax.vjp(lambda x, w: product(x.astype(wide), w.astype(wide), *extra).astype(dtype), *numbers)
-    return *(None if isinstance(v, QArray) else d for v, d in zip(both, back(g), strict=True)), None
+    return *(None if isinstance(v, QArray) else d for v, d in zip(operands, back(g), strict=True)), None
 
 
 _multiply.defvjp(_forward, _backward)

@@ -38,44 +38,44 @@ __all__ = [
 
 @dataclass(frozen=True)
 class Layout:
-    """The axes of an operand: those that are kept, in order, then those that are summed over, as one.
+    """The axes of an operand: the free ones, in order, then the contracting ones (summed over), as one.
 
     Args:
-        kept: axes that stay axes.
-        summed: axes that become the last one, in C order.
+        free: axes that stay axes, and are axes of the result.
+        contracting: axes that become the last one, in C order.
     """
 
-    kept: tuple[int, ...]
-    summed: tuple[int, ...]
+    free: tuple[int, ...]
+    contracting: tuple[int, ...]
 
     @staticmethod
-    def of(kept: Sequence[int], summed: Sequence[int]) -> Layout:
+    def of(free: Sequence[int], contracting: Sequence[int]) -> Layout:
         """A layout of any sequences of axes."""
-        return Layout(tuple(kept), tuple(summed))
+        return Layout(tuple(free), tuple(contracting))
 
     @property
     def ndim(self) -> int:
         """How many axes an array has in this layout."""
-        return len(self.kept) + 1
+        return len(self.free) + 1
 
     @property
     def _order(self) -> tuple[int, ...]:
-        return (*self.kept, *self.summed)
+        return (*self.free, *self.contracting)
 
     def shape(self, shape: Sequence[int]) -> tuple[int, ...]:
         """The shape that an array of `shape` has in this layout."""
-        return (*(shape[axis] for axis in self.kept), math.prod(shape[axis] for axis in self.summed))
+        return (*(shape[axis] for axis in self.free), math.prod(shape[axis] for axis in self.contracting))
 
     def lay(self, x: Array, rotation: Hadamard | None = None) -> Array:
         """`x` in this layout, rotated along its last axis."""
-        laid = reshape(x.transpose(self._order), self.shape(x.shape))
-        return laid if rotation is None else rotation.rotate(laid)
+        y = reshape(x.transpose(self._order), self.shape(x.shape))
+        return y if rotation is None else rotation.rotate(y)
 
-    def back(self, laid: Any, shape: Sequence[int]) -> Any:
+    def back(self, y: Any, shape: Sequence[int]) -> Any:
         """An array of `shape`, of JAX or NumPy, from its layout."""
         order = self._order
         inverse = sorted(range(len(order)), key=order.__getitem__)
-        return reshape(laid, [shape[axis] for axis in order]).transpose(inverse)
+        return reshape(y, [shape[axis] for axis in order]).transpose(inverse)
 
     def entries(self, entries: Sequence[Any], shape: Sequence[int]) -> tuple[Any, ...]:
         """The entries of a `PartitionSpec` for the layout of an array, with a stack in front, from those of its axes.
@@ -83,47 +83,47 @@ class Layout:
         Of the axes that become one, the first keeps its entry.
         """
         entries, stack = (*entries, *[None] * (len(shape) - len(entries))), len(shape) - len(self._order)
-        first = next((axis for axis in self.summed if shape[stack + axis] > 1), None)
-        kept = (*entries[:stack], *(entries[stack + axis] for axis in self.kept))
-        return (*kept, None if first is None else entries[stack + first])
+        first = next((axis for axis in self.contracting if shape[stack + axis] > 1), None)
+        front = (*entries[:stack], *(entries[stack + axis] for axis in self.free))
+        return (*front, None if first is None else entries[stack + first])
 
-    def concerns(self, spec: Spec) -> bool:
-        """Whether rounding to `spec` in this layout may differ from rounding the array as it lies."""
+    def matters_for(self, spec: Spec) -> bool:
+        """Whether rounding to `spec` in this layout may differ from rounding the array with its own axes."""
         fmt = spec.format
         if not isinstance(fmt, ScaledFormat) or (fmt.group is None and fmt.channel is None and fmt.sparse is None):
             return False
-        return self._order != tuple(range(len(self._order))) or len(self.summed) != 1
+        return self._order != tuple(range(len(self._order))) or len(self.contracting) != 1
 
-    def as_it_lies(self, spec: Spec, shape: Sequence[int]) -> Spec | None:
+    def spec_in_place(self, spec: Spec, shape: Sequence[int]) -> Spec | None:
         """A spec that rounds an array of `shape` with its own axes as `spec` does in this layout, or None.
 
         Groups along one axis need not be moved. But drawn bits depend on the layout, and so do sums over a group, where
         a rule takes some, and groups of scales.
         """
-        fmt, behind = spec.format, spec.gradient.round
+        fmt, backward = spec.format, spec.gradient.round
         if not isinstance(fmt, ScaledFormat) or not fmt.scale_rule.by_ends or isinstance(fmt.scale, ScaledFormat):
             return None
-        fastest = next(reversed(self.summed), None)
+        fastest = next(reversed(self.contracting), None)
         if fmt.sparse is not None:
-            several = len(self.summed) > 1
+            several = len(self.contracting) > 1
             elsewhere = fmt.axis_of_sparse % self.ndim < self.ndim - 1
             if elsewhere or fastest is None or (several and shape[fastest] % fmt.sparse[1]):
                 return None  # its groups are along another axis, or run over several
-        placed = behind is not None and (behind.rounding.stochastic or behind.scaled is not None)
-        if spec.rounding.stochastic or placed:
+        gradient_depends = backward is not None and (backward.rounding.stochastic or backward.scaled is not None)
+        if spec.rounding.stochastic or gradient_depends:
             return None
-        *kept, along = kinds_of(fmt, self.ndim)
+        *free_kinds, along = kinds_of(fmt, self.ndim)
         kinds: list[Kind] = [OWN] * len(shape)
-        for axis, kind in zip(self.kept, kept, strict=True):
+        for axis, kind in zip(self.free, free_kinds, strict=True):
             kinds[axis] = kind
-        for axis in self.summed if isinstance(along, str) else self.summed[-1:]:
+        for axis in self.contracting if isinstance(along, str) else self.contracting[-1:]:
             kinds[axis] = along
-        if isinstance(along, int) and len(self.summed) > 1 and shape[self.summed[-1]] % along:
+        if isinstance(along, int) and len(self.contracting) > 1 and shape[self.contracting[-1]] % along:
             return None  # a block over several axes
-        same = with_kinds(fmt, kinds)
+        in_place = with_kinds(fmt, kinds)
         if fmt.sparse is not None and fastest is not None:
-            same = with_sparse_axis(same, fastest - len(shape))
-        return replace(spec, format=same)
+            in_place = with_sparse_axis(in_place, fastest - len(shape))
+        return replace(spec, format=in_place)
 
 
 def round_in(
@@ -135,14 +135,14 @@ def round_in(
     *,
     rotation: Hadamard | None = None,
 ) -> Array:
-    """`x` rotated and rounded in a layout (None: as it lies); its own dtype, shape and order of axes come back."""
+    """`x` rotated and rounded in a layout (None: with its own axes); its dtype, shape and order of axes come back."""
     if layout is not None and rotation is not None:
         x = turned(layout, x, rotation)
     if spec is None:
         return x
-    if layout is None or not layout.concerns(spec):
+    if layout is None or not layout.matters_for(spec):
         y = round_to_format(x, spec, key, gradient_key=gradient_key)
-    elif (same := layout.as_it_lies(spec, x.shape)) is not None:
+    elif (same := layout.spec_in_place(spec, x.shape)) is not None:
         y = round_to_format(jnp.asarray(x), same, key, gradient_key=gradient_key)
     else:
         y = layout.back(round_to_format(layout.lay(jnp.asarray(x)), spec, key, gradient_key=gradient_key), x.shape)
@@ -207,10 +207,10 @@ def check_axes(field: str, spec: Spec | None, ndim: int, place: StreamOffset) ->
     try:
         spec.scaled.group_shape((1,) * ndim)
     except ValueError as error:
-        allowed = f"axes from {-ndim} to {ndim - 1}" if ndim else "group='tensor' alone"
+        axes = f"axes from {-ndim} to {ndim - 1}" if ndim else "group='tensor' alone"
         raise ValueError(
             f"{field}={str(spec)!r} of the {place}: {error}. As it is laid out there, with what a product sums over "
-            f"as its last axis, it may name {allowed}"
+            f"as its last axis, it may name {axes}"
         ) from None
 
 

@@ -20,69 +20,71 @@ __all__ = ["Laid", "MatrixLayout", "Turn"]
 
 @dataclass(frozen=True)
 class Laid:
-    """The axes of a parameter as a product takes them: those that are kept, in order, and those that are summed over.
+    """The axes of a parameter as a product takes them: the free ones, in order, and the contracting ones (summed over).
 
     Args:
-        kept: the parts of each axis of the operand that is kept.
-        summed: the parts that are summed over, the last one moving fastest.
+        free: the parts of each free axis of the operand.
+        contracting: the parts that are summed over, the last one moving fastest.
     """
 
-    kept: tuple[Axis, ...]
-    summed: Axis
+    free: tuple[Axis, ...]
+    contracting: Axis
 
 
 @dataclass(frozen=True)
 class MatrixLayout:
-    """The axes of a parameter as matrices (batch, summed, kept).
+    """The axes of a parameter as matrices (batch, contracting, free).
 
     Args:
         shape: of the parameter, without axes of a stack.
         sizes: of the parts of its axes, in their order.
         batch: the parts over which the product is batched, each index of which has a matrix of its own.
-        summed: the parts that the product sums over, the last one moving fastest.
-        kept: all others.
+        contracting: the parts that the product sums over, the last one moving fastest.
+        free: all others.
     """
 
     shape: tuple[int, ...]
     sizes: tuple[int, ...]
     batch: tuple[int, ...]
-    summed: tuple[int, ...]
-    kept: tuple[int, ...]
+    contracting: tuple[int, ...]
+    free: tuple[int, ...]
 
     @staticmethod
-    def of(shape: Sequence[int], stack: int, laid: Laid, batch: int) -> MatrixLayout | None:
+    def of(shape: Sequence[int], stack: int, view: Laid, batch: int) -> MatrixLayout | None:
         """The layout of a parameter.
 
         Args:
             shape: of the parameter, with the axes of a stack.
             stack: how many of these there are.
-            laid: how a product takes the parameter.
-            batch: how many of the kept axes, the first ones, are axes of a batch.
+            view: how a product takes the parameter.
+            batch: how many of the free axes, the first ones, are axes of a batch.
 
         Returns:
             None if the product sums, or is batched, over a part of an axis of which the rest is elsewhere.
         """
-        own_batch = tuple(part for parts in laid.kept[:batch] for part in parts)
-        matters = {*own_batch, *laid.summed}
-        named = {*matters, *(part for parts in laid.kept for part in parts)}
+        own_batch = tuple(part for parts in view.free[:batch] for part in parts)
+        matters = {*own_batch, *view.contracting}
+        factors = {*matters, *(part for parts in view.free for part in parts)}
         parts: list[Part] = []
         for axis in range(stack, len(shape)):
-            own = sorted((part for part in named if part.axis == axis), key=lambda part: -part.inner)
+            own = sorted((part for part in factors if part.axis == axis), key=lambda part: -part.inner)
             ends = [*(part.inner * part.size for part in own[1:]), 1]
             whole = own and own[0].inner * own[0].size == shape[axis] and [part.inner for part in own] == ends
             if not whole and any(part in matters for part in own):
                 return None
             parts += own if whole else [Part(axis, shape[axis])]
         number = {part: i for i, part in enumerate(parts)}
-        first, along = (tuple(number[part] for part in some) for some in (own_batch, laid.summed))
+        first, along = (tuple(number[part] for part in some) for some in (own_batch, view.contracting))
         rest = tuple(i for i in range(len(parts)) if i not in {*first, *along})
         return MatrixLayout(tuple(shape[stack:]), tuple(part.size for part in parts), first, along, rest)
 
     @property
     def matrices(self) -> tuple[int, int, int]:
         """The shape of the matrices."""
-        batch, summed, kept = (math.prod(self.sizes[i] for i in some) for some in (self.batch, self.summed, self.kept))
-        return batch, summed, kept
+        batch, contracting, free = (
+            math.prod(self.sizes[i] for i in some) for some in (self.batch, self.contracting, self.free)
+        )
+        return batch, contracting, free
 
     def lay(self, x: Array) -> Array:
         """A parameter, or what has its shape or another with its numbers in their order, as matrices."""
@@ -94,14 +96,14 @@ class MatrixLayout:
         return parts.transpose(*np.argsort(self._order)).reshape(self.shape)
 
     def results(self, x: Any) -> Any:
-        """An array in the shape of the parameter, the same along the axes summed over, as (batch, kept)."""
-        parts = x.reshape(self.sizes).transpose(*self.batch, *self.kept, *self.summed)
-        first = parts[(..., *(0,) * len(self.summed))]
+        """An array in the shape of the parameter, the same along the axes summed over, as (batch, free)."""
+        parts = x.reshape(self.sizes).transpose(*self.batch, *self.free, *self.contracting)
+        first = parts[(..., *(0,) * len(self.contracting))]
         return first.reshape(self.matrices[0], self.matrices[2])
 
     @property
     def _order(self) -> tuple[int, ...]:
-        return (*self.batch, *self.summed, *self.kept)
+        return (*self.batch, *self.contracting, *self.free)
 
 
 @dataclass(frozen=True)
@@ -125,5 +127,5 @@ class Turn:
         return self.rotation.rotate(x)
 
     def gram(self, x: Array) -> Array:
-        """Means of x y^T of inputs, (batch, summed, summed), as those of rotated ones."""
+        """Means of x y^T of inputs, (batch, contracting, contracting), as those of rotated ones."""
         return self.inputs(self.inputs(x).swapaxes(1, 2)).swapaxes(1, 2)

@@ -42,40 +42,40 @@ class Placement:
         shape: of the rounded array, without the axes of a stack; it has the parameter's numbers in their order.
         ndim: how many axes the parameter has, without those of a stack in front. Each array of a stack is rounded by
             itself.
-        turn: the rotation of the parameter before it is rounded (`turned`), which `round` and `pack` leave to the
+        rotation: the rotation of the parameter before it is rounded (`rotate`), which `round` and `pack` leave to the
             caller; None for none.
     """
 
     spec: Spec
     shape: tuple[int, ...]
     ndim: int
-    turn: Turn | None = None
+    rotation: Turn | None = None
 
-    def turned(self, x: Array) -> Array:
+    def rotate(self, x: Array) -> Array:
         """A parameter, or a stack, in full precision, as it is before it is rounded."""
-        return x if self.turn is None else over_stack(x.ndim - self.ndim, self.turn.parameter, x)
+        return x if self.rotation is None else over_stack(x.ndim - self.ndim, self.rotation.parameter, x)
 
     def round(self, x: Array, key: Array | None = None, gradient_key: Array | None = None) -> Array:
         """A parameter, or one of a stack, rounded; straight-through, but for what the spec does to its cotangent."""
         stack = x.ndim - self.ndim
-        laid = reshape(x, x.shape[:stack] + self.shape)
-        return reshape(over_stack(stack, partial(_round, self.spec), laid, key, gradient_key), x.shape)
+        array = reshape(x, x.shape[:stack] + self.shape)
+        return reshape(over_stack(stack, partial(_round, self.spec), array, key, gradient_key), x.shape)
 
-    def round_under(self, kept: Kept, x: Array, key: Array | None = None) -> Array:
+    def round_under(self, state: Kept, x: Array, key: Array | None = None) -> Array:
         """A parameter rounded under kept scales."""
         stack = x.ndim - self.ndim
-        laid = reshape(x, x.shape[:stack] + self.shape)
+        array = reshape(x, x.shape[:stack] + self.shape)
 
-        def one(both: tuple[Array, Array], key: Array | None) -> Array:
+        def round_one(both: tuple[Array, Array], key: Array | None) -> Array:
             v, entry = both
-            if isinstance(kept.source, LSQ):
-                sharing = v.size // entry.size if kept.source.factor else None
+            if isinstance(state.source, LSQ):
+                sharing = v.size // entry.size if state.source.factor else None
                 return with_nan(v, round_learned(v, self.spec, entry, key, sharing=sharing), self.spec)
             return round_within(v, self.spec, entry, key)
 
-        return reshape(over_stack(stack, one, (laid, kept.entry), key), x.shape)
+        return reshape(over_stack(stack, round_one, (array, state.entry), key), x.shape)
 
-    def fitted(self, x: Array) -> Array:
+    def fit_scales(self, x: Array) -> Array:
         """The scales that a parameter has by the format's rule."""
         stack = x.ndim - self.ndim
         return over_stack(stack, lambda v: fit_scale(v, self.spec)[0], reshape(x, x.shape[:stack] + self.shape))
@@ -86,19 +86,19 @@ class Placement:
         """A parameter as codes and scales, in its own shape; under given scales and zero points, if it has such."""
         stack = x.ndim - self.ndim
         core = tuple(x.shape[stack:])
-        laid = reshape(x, x.shape[:stack] + self.shape)
+        array = reshape(x, x.shape[:stack] + self.shape)
 
-        def one(given: tuple[Array, Array | None, Array | None], key: Array | None) -> QArray:
-            return quantize(given[0], self.spec, key, scale=given[1], zero_point=given[2])
+        def pack_one(operands: tuple[Array, Array | None, Array | None], key: Array | None) -> QArray:
+            return quantize(operands[0], self.spec, key, scale=operands[1], zero_point=operands[2])
 
-        packed = over_stack(stack, one, (laid, scale, zero_point), key)
-        return packed if core == self.shape else StoredAs(packed, core, len(self.shape))
+        qarray = over_stack(stack, pack_one, (array, scale, zero_point), key)
+        return qarray if core == self.shape else StoredAs(qarray, core, len(self.shape))
 
 
 @partial(jax.tree_util.register_dataclass, data_fields=["entry"], meta_fields=["source"])
 @dataclass(frozen=True, eq=False)
 class Kept:
-    """What a parameter's kept scales are made of: the learned scale, or the range by its history.
+    """The state of a parameter's scales: the learned scale, or the range by its history.
 
     Args:
         entry: with the axes of a stack in front.
@@ -182,17 +182,17 @@ export.register_pytree_node_serialization(
 # -- formats along the axes of a parameter -----------------------------------------------------------------------------
 
 
-def place(shape: Sequence[int], laid: Laid | None, spec: Spec) -> Placement:
-    """The rounding of a parameter of `shape` that a product takes as `laid` (None: with its own axes).
+def place(shape: Sequence[int], view: Laid | None, spec: Spec) -> Placement:
+    """The rounding of a parameter of `shape` that a product takes as `view` (None: with its own axes).
 
     Raises:
         ValueError: for a format that names axes which the operand has not, or whose groups run over parts of axes that
             do not lie together.
     """
-    if laid is None:
+    if view is None:
         return _checked(Placement(spec, tuple(shape), len(shape)))
-    factors = _factors(shape, laid)
-    stack = stack_of(shape, laid)
+    factors = _factors(shape, view)
+    stack = stack_of(shape, view)
     entries = [(axis, part) for axis in range(stack, len(shape)) for part in factors[axis]]
     core = tuple(shape[stack:])
     fmt = spec.scaled
@@ -206,33 +206,33 @@ def place(shape: Sequence[int], laid: Laid | None, spec: Spec) -> Placement:
 
     kinds: list[Kind] = [OWN] * len(entries)
     runs: list[list[int]] = []
-    every = [numbers(_split(parts, factors)) for parts in (*laid.kept, laid.summed)]
-    sparse, crossing = _ids_of_sparse(spec, every, sizes)
-    for kind, ids in zip(kinds_of(fmt, len(every)), every, strict=True):
+    factors_of_axis = [numbers(_split(parts, factors)) for parts in (*view.free, view.contracting)]
+    sparse, crossing = _ids_of_sparse(spec, factors_of_axis, sizes)
+    for kind, ids in zip(kinds_of(fmt, len(factors_of_axis)), factors_of_axis, strict=True):
         if isinstance(kind, str):
             for i in ids:
                 kinds[i] = kind
             runs += [ids] if crossing and ids == sparse else []
         elif (crossing and ids == sparse) or not _spread(int(kind), ids, sizes, kinds):
-            ids = sorted(ids)  # groups run over the numbers as they lie
+            ids = sorted(ids)  # groups run over the numbers in the order of memory
             if ids != list(range(ids[0], ids[0] + len(ids))):
                 _spread(int(kind), ids, sizes, kinds, whole=False)
                 continue
             runs.append(ids)
             kinds[ids[0]] = kind
-    shape_now, kinds, owners = _joined(sizes, kinds, [axis for axis, _ in entries], runs)
-    stored, final = _axes_again(shape_now, kinds, owners)
-    placed = _with_inner(with_kinds(fmt, final), fmt, final)
+    joint_shape, kinds, owners = _joined(sizes, kinds, [axis for axis, _ in entries], runs)
+    array_shape, array_kinds = _axes_again(joint_shape, kinds, owners)
+    array_format = _with_inner(with_kinds(fmt, array_kinds), fmt, array_kinds)
     if fmt.sparse is not None:
         # Without a part of two numbers, each number is alone, and stays.
-        placed = _with_sparse(placed, sparse[-1], sizes, stored) if sparse else placed.dense
-    return _checked(Placement(replace(spec, format=placed), stored, len(core)))
+        array_format = _with_sparse(array_format, sparse[-1], sizes, array_shape) if sparse else array_format.dense
+    return _checked(Placement(replace(spec, format=array_format), array_shape, len(core)))
 
 
-def blocks_fit(laid: Laid, block: int | None) -> bool:
+def blocks_fit(view: Laid, block: int | None) -> bool:
     """Whether blocks of the axes are blocks along the sum: none cut at the end of an axis but the slowest."""
     rest = block
-    for part in reversed(laid.summed[1:]):
+    for part in reversed(view.contracting[1:]):
         if rest is None or part.size % rest == 0:
             return True
         if rest % part.size:
@@ -247,14 +247,14 @@ def _checked(placement: Placement) -> Placement:
     return placement
 
 
-def _factors(shape: Sequence[int], laid: Laid) -> list[tuple[Part, ...]]:
+def _factors(shape: Sequence[int], view: Laid) -> list[tuple[Part, ...]]:
     """The parts of each axis of a parameter, the slowest first; an axis that is not taken whole is one part."""
-    found: list[list[Part]] = [[] for _ in shape]
-    for part in (*(part for axis in laid.kept for part in axis), *laid.summed):
-        if part not in found[part.axis]:
-            found[part.axis].append(part)
+    factors_of_axis: list[list[Part]] = [[] for _ in shape]
+    for part in (*(part for axis in view.free for part in axis), *view.contracting):
+        if part not in factors_of_axis[part.axis]:
+            factors_of_axis[part.axis].append(part)
     result: list[tuple[Part, ...]] = []
-    for axis, (n, parts) in enumerate(zip(shape, found, strict=True)):
+    for axis, (n, parts) in enumerate(zip(shape, factors_of_axis, strict=True)):
         parts.sort(key=lambda part: -part.inner)
         ends = [*(part.inner * part.size for part in parts[1:]), 1]
         whole = parts and parts[0].inner * parts[0].size == n and [part.inner for part in parts] == ends
@@ -271,9 +271,9 @@ def _split(parts: Axis, factors: Sequence[tuple[Part, ...]]) -> Axis:
     return tuple(result)
 
 
-def stack_of(shape: Sequence[int], laid: Laid) -> int:
+def stack_of(shape: Sequence[int], view: Laid) -> int:
     """How many axes in front the operand has not, because one index of them was taken."""
-    present = {part.axis for parts in (*laid.kept, laid.summed) for part in parts}
+    present = {part.axis for parts in (*view.free, view.contracting) for part in parts}
     count = 0
     while count < len(shape) and count not in present and shape[count] != 1:
         count += 1
@@ -332,11 +332,11 @@ def _ids_of_sparse(spec: Spec, ids: Sequence[Sequence[int]], sizes: Sequence[int
 def _with_sparse(fmt: ScaledFormat, part: int, sizes: Sequence[int], shape: Sequence[int]) -> ScaledFormat:
     """A format that keeps n of every m numbers along the axis of which a part is the fastest."""
     step = math.prod(sizes[part + 1 :])
-    found = [i for i, n in enumerate(shape) if n > 1 and math.prod(shape[i + 1 :]) == step]
-    if not found:
+    axes = [i for i, n in enumerate(shape) if n > 1 and math.prod(shape[i + 1 :]) == step]
+    if not axes:
         raise ValueError(f"{fmt}: its numbers lie apart in a parameter of shape {tuple(shape)}, along an axis that the "
                          "product takes in parts; put a rule without sparse before it")  # fmt: skip
-    return with_sparse_axis(fmt, found[0] - len(shape))
+    return with_sparse_axis(fmt, axes[0] - len(shape))
 
 
 def _joined(
@@ -345,16 +345,16 @@ def _joined(
     """Sizes, kinds and axes of the parameter after the parts of each run have become one."""
     first = {i: run[0] for run in runs for i in run}
     shape: list[int] = []
-    found: list[Kind] = []
+    new_kinds: list[Kind] = []
     axes: list[tuple[int, ...]] = []
     for i, (n, kind, owner) in enumerate(zip(sizes, kinds, owners, strict=True)):
         if first.get(i, i) != i:
             shape[-1], axes[-1] = shape[-1] * n, (*axes[-1], owner)
         else:
             shape.append(n)
-            found.append(kind)
+            new_kinds.append(kind)
             axes.append((owner,))
-    return shape, found, axes
+    return shape, new_kinds, axes
 
 
 def _axes_again(
@@ -362,17 +362,17 @@ def _axes_again(
 ) -> tuple[tuple[int, ...], list[Kind]]:
     """Parts of one axis as that axis again, if blocks of the axis are blocks of its parts."""
     shape: list[int] = []
-    found: list[Kind] = []
+    new_kinds: list[Kind] = []
     before: tuple[int, ...] = ()
     for n, kind, own in zip(sizes, kinds, axes, strict=True):
-        together = _kind_of_both(found[-1], kind, n) if before and before[-1] == own[0] else None
+        together = _kind_of_both(new_kinds[-1], kind, n) if before and before[-1] == own[0] else None
         if together is None:
             shape.append(n)
-            found.append(kind)
+            new_kinds.append(kind)
         else:
-            shape[-1], found[-1] = shape[-1] * n, together
+            shape[-1], new_kinds[-1] = shape[-1] * n, together
         before = own
-    return tuple(shape), found
+    return tuple(shape), new_kinds
 
 
 def _kind_of_both(slow: Kind, fast: Kind, n: int) -> Kind | None:
@@ -385,11 +385,11 @@ def _kind_of_both(slow: Kind, fast: Kind, n: int) -> Kind | None:
     return None
 
 
-def _with_inner(fmt: ScaledFormat, given: ScaledFormat, kinds: Sequence[Kind]) -> ScaledFormat:
+def _with_inner(fmt: ScaledFormat, original: ScaledFormat, kinds: Sequence[Kind]) -> ScaledFormat:
     """Scales that are quantized themselves have their groups along the blocks of the numbers."""
-    if not isinstance(given.scale, ScaledFormat) or given.scale.group is None or given.scale.axis != -1:
+    if not isinstance(original.scale, ScaledFormat) or original.scale.group is None or original.scale.axis != -1:
         return fmt
     blocks = [i - len(kinds) for i, kind in enumerate(kinds) if isinstance(kind, int)]
     if not blocks:
         return fmt
-    return fmt(scale=_with_inner(given.scale(axis=blocks[-1]), given.scale, kinds))
+    return fmt(scale=_with_inner(original.scale(axis=blocks[-1]), original.scale, kinds))

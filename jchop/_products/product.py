@@ -58,18 +58,18 @@ class Dot:
         run = partial(
             lax.dot_general, precision=self.precision, preferred_element_type=self.preferred_element_type, **more
         )
-        kept, summed = self._free(0), self.contracting[0]
-        if len(kept) < 2 or (*kept, *summed) != tuple(range(x.ndim)) or more or not one_device_at_hand():
+        free, contracting = self._free(0), self.contracting[0]
+        if len(free) < 2 or (*free, *contracting) != tuple(range(x.ndim)) or more or not one_device_at_hand():
             return run(x, w, (self.contracting, self.batch))
         # The quirk `rows_of_two_axes_moved` (`_core/xla_cpu.py`): with one axis of rows dw is up to twice as fast. But
         # axes that are sharded should not be joined.
-        rows = x.reshape(math.prod(x.shape[axis] for axis in kept), *(x.shape[axis] for axis in summed))
+        rows = x.reshape(math.prod(x.shape[axis] for axis in free), *(x.shape[axis] for axis in contracting))
         y = run(rows, w, ((tuple(range(1, rows.ndim)), self.contracting[1]), self.batch))
-        return y.reshape(*(x.shape[axis] for axis in kept), *y.shape[1:])
+        return y.reshape(*(x.shape[axis] for axis in free), *y.shape[1:])
 
     def _free(self, side: int) -> tuple[int, ...]:
-        taken = {*self.contracting[side], *self.batch[side]}
-        return tuple(axis for axis in range(self.ndims[side]) if axis not in taken)
+        others = {*self.contracting[side], *self.batch[side]}
+        return tuple(axis for axis in range(self.ndims[side]) if axis not in others)
 
     def _of_result(self) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]:
         """The axes of the result: of the batch, from x, from w."""
@@ -94,16 +94,16 @@ class Dot:
         return Operands(Layout((*self.batch[0], *self.contracting[0]), self._free(0)), Layout((*batch, *columns), rows))
 
     def _matrices(self, operands: Operands, left: Array, right: Array) -> tuple[Array, Array]:
-        """Both operands as (batch, rows, summed)."""
+        """Both operands as (batch, rows, contracting)."""
         b = len(self.batch[0])
-        laid = operands.left.lay(left), operands.right.lay(right)
-        x, y = (v.reshape(math.prod(v.shape[:b]), math.prod(v.shape[b:-1]), v.shape[-1]) for v in laid)
+        arrays = operands.left.lay(left), operands.right.lay(right)
+        x, y = (v.reshape(math.prod(v.shape[:b]), math.prod(v.shape[b:-1]), v.shape[-1]) for v in arrays)
         return x, y
 
-    def emulated(self, x: Array, w: Array, spec: MatmulSpec, key: Array | None) -> Array:
+    def emulate(self, x: Array, w: Array, spec: MatmulSpec, key: Array | None) -> Array:
         """The product, in an emulated arithmetic."""
         left, right = self._matrices(self.forward, x, w)
-        shape = [x.shape[axis] for axis in self.forward.left.kept] + [w.shape[axis] for axis in self._free(1)]
+        shape = [x.shape[axis] for axis in self.forward.left.free] + [w.shape[axis] for axis in self._free(1)]
         return emulated_matmul(left, right.swapaxes(1, 2), spec, key).reshape(shape)
 
     def by_codes(self, x: Coded, w: Coded, shapes: Shapes, dtype: Any) -> Array:
@@ -112,13 +112,13 @@ class Dot:
         axes = self.contracting[1]
         leading, last = axes == tuple(range(len(axes))), axes == tuple(range(self.ndims[1] - len(axes), self.ndims[1]))
         if not b and (leading or last) and math.prod(shape) * x.elements.shape[-1]:
-            rows = replace(x.shaped(-1, x.elements.shape[-1]), block=x.block)
-            stored = w.stored if w.stored is not None and reads(w.stored, leading, w.block) else None
-            right = replace(w.shaped(-1, w.elements.shape[-1]), block=w.block, stored=stored, shift=w.shift)
+            rows = replace(x.reshape(-1, x.elements.shape[-1]), block=x.block)
+            qarray = w.qarray if w.qarray is not None and reads(w.qarray, leading, w.block) else None
+            right = replace(w.reshape(-1, w.elements.shape[-1]), block=w.block, qarray=qarray, shift=w.shift)
             if by_panels(rows, right, leading):
                 return multiply_weights(rows, right, leading, dtype).reshape(shape)
-            how = Matrices(apart=stored is not None and leading and not last)
-            return multiply(matrices(x, b), matrices(w, b), dtype, how).reshape(shape)
+            sums = Matrices(apart=qarray is not None and leading and not last)
+            return multiply(matrices(x, b), matrices(w, b), dtype, sums).reshape(shape)
         return multiply(matrices(x, b), matrices(w, b), dtype).reshape(shape)
 
     def input_by_codes(self, g: Coded, w: Coded, shapes: Shapes, dtype: Any) -> Array:
@@ -136,12 +136,12 @@ class Dot:
         """Whether its backward products can be in an emulated arithmetic, too."""
         return True
 
-    def emulated_input(self, g: Array, w: Array, shape: Sequence[int], spec: MatmulSpec, key: Array | None) -> Array:
+    def emulate_input(self, g: Array, w: Array, shape: Sequence[int], spec: MatmulSpec, key: Array | None) -> Array:
         """The product dx of `shape`, in an emulated arithmetic."""
         left, right = self._matrices(self.for_input, g, w)
         return self.forward.left.back(emulated_matmul(left, right.swapaxes(1, 2), spec, key), shape)
 
-    def emulated_weight(self, x: Array, g: Array, shape: Sequence[int], spec: MatmulSpec, key: Array | None) -> Array:
+    def emulate_weight(self, x: Array, g: Array, shape: Sequence[int], spec: MatmulSpec, key: Array | None) -> Array:
         """The product dw of `shape`, in an emulated arithmetic."""
         left, right = self._matrices(self.for_weight, x, g)
         return self.forward.right.back(emulated_matmul(right, left.swapaxes(1, 2), spec, key), shape)
@@ -198,7 +198,7 @@ class Conv:
         """Of x and g, for dw: summed over images and places."""
         return Operands(*(Layout((s[1],), (s[0], *s[2:])) for s in (self.numbers.lhs_spec, self.numbers.out_spec)))
 
-    def emulated(self, x: Array, w: Array, spec: MatmulSpec, key: Array | None) -> Array:
+    def emulate(self, x: Array, w: Array, spec: MatmulSpec, key: Array | None) -> Array:
         """The product, in an emulated arithmetic."""
         if self.feature_groups != 1 or set(self.input_dilation) != {1}:
             raise NotImplementedError(
@@ -221,42 +221,44 @@ class Conv:
             padding = lax.padtype_to_pads(space, spans, self.strides, padding)
         return tuple((int(low), int(high)) for low, high in padding)
 
-    def _apart(self, shapes: Shapes) -> tuple[list[int], list[int], Geometry]:
+    def _image_and_kernel(self, shapes: Shapes) -> tuple[list[int], list[int], Geometry]:
         """The shapes of x, as (n, channels, *space), and of w, as (rows, channels of a group, *places)."""
         x, w = ([shape[a] for a in s] for shape, s in zip(shapes, self.numbers[:2], strict=True))
-        how = Geometry(self.strides, self._pads(x[2:], w[2:]), self.input_dilation, self.kernel_dilation)
-        return x, w, how
+        geometry = Geometry(self.strides, self._pads(x[2:], w[2:]), self.input_dilation, self.kernel_dilation)
+        return x, w, geometry
 
     def by_codes(self, x: Coded, w: Coded, shapes: Shapes, dtype: Any) -> Array:
         """The product of codes, each in its layout; `shapes` are those of x and w."""
-        (n, channels, *space), (rows, inner, *places), how = self._apart(shapes)
+        (n, channels, *space), (rows, inner, *places), geometry = self._image_and_kernel(shapes)
         groups = self.feature_groups
-        image = x.shaped(n, *space, groups, channels // groups)
-        kernel = w.shaped(groups, rows // groups, *places, inner).moved(lambda v: jnp.moveaxis(v, (0, 1), (-3, -2)))
-        y = convolve(image, kernel, how, dtype)
+        image = x.reshape(n, *space, groups, channels // groups)
+        kernel = w.reshape(groups, rows // groups, *places, inner).map_parts(
+            lambda v: jnp.moveaxis(v, (0, 1), (-3, -2))
+        )
+        y = convolve(image, kernel, geometry, dtype)
         return _image_of(y, self.numbers.out_spec)
 
     def input_by_codes(self, g: Coded, w: Coded, shapes: Shapes, dtype: Any) -> Array:
         """The product dx, of codes in their layouts: a convolution with the mirrored kernel."""
-        (n, _, *space), (rows, inner, *places), how = self._apart(shapes)
-        groups, windows = self.feature_groups, how.windows(space, places)
-        image = g.shaped(n, *windows, groups, rows // groups)
-        kernel = w.shaped(inner, *places, groups, rows // groups).moved(lambda v: jnp.moveaxis(v, 0, -2))
-        return _image_of(convolve(image, kernel, how.backward(space, places), dtype), self.numbers.lhs_spec)
+        (n, _, *space), (rows, inner, *places), geometry = self._image_and_kernel(shapes)
+        groups, windows = self.feature_groups, geometry.windows(space, places)
+        image = g.reshape(n, *windows, groups, rows // groups)
+        kernel = w.reshape(inner, *places, groups, rows // groups).map_parts(lambda v: jnp.moveaxis(v, 0, -2))
+        return _image_of(convolve(image, kernel, geometry.backward(space, places), dtype), self.numbers.lhs_spec)
 
     def weight_by_codes(self, x: Coded, g: Coded, shapes: Shapes, dtype: Any) -> Array:
         """The product dw, of codes in their layouts: summed over images and places."""
-        (n, channels, *space), (rows, inner, *places), how = self._apart(shapes)
-        gradient = g.shaped(rows, n, *how.windows(space, places))
-        y = correlate(gradient, x.shaped(channels, n, *space), how, places, self.feature_groups, dtype)
+        (n, channels, *space), (rows, inner, *places), geometry = self._image_and_kernel(shapes)
+        gradient = g.reshape(rows, n, *geometry.windows(space, places))
+        y = correlate(gradient, x.reshape(channels, n, *space), geometry, places, self.feature_groups, dtype)
         y = y.reshape(*places, rows, inner)
         return jnp.moveaxis(y, (-2, -1), (0, 1)).transpose(np.argsort(self.numbers.rhs_spec))
 
 
 def _image_of(y: Array, axes: Sequence[int]) -> Array:
     """An image (n, *space, groups, channels) with its axes (n, channels, *space) at `axes`."""
-    joined = y.reshape(*y.shape[:-2], y.shape[-2] * y.shape[-1])
-    return jnp.moveaxis(joined, -1, 1).transpose(np.argsort(axes))
+    image = y.reshape(*y.shape[:-2], y.shape[-2] * y.shape[-1])
+    return jnp.moveaxis(image, -1, 1).transpose(np.argsort(axes))
 
 
 @dataclass(frozen=True)
@@ -310,7 +312,7 @@ class Ragged:
         """The product dw, of codes in their layouts: for each expert of its rows."""
         return weights_of_experts(g, x, sizes, shapes[1][0], dtype)
 
-    def emulated(self, x: Array, w: Array, spec: MatmulSpec, key: Array | None) -> Array:
+    def emulate(self, x: Array, w: Array, spec: MatmulSpec, key: Array | None) -> Array:
         """Refused."""
         raise NotImplementedError(f"matmul={str(spec)!r}: ragged_dot cannot be emulated; leave matmul out of its rule")
 
@@ -340,9 +342,9 @@ class Flipped:
         """Of x and g, for dw."""
         return _turned(self.product.for_input)
 
-    def emulated(self, x: Array, w: Array, spec: MatmulSpec, key: Array | None) -> Array:
+    def emulate(self, x: Array, w: Array, spec: MatmulSpec, key: Array | None) -> Array:
         """The product, in an emulated arithmetic."""
-        return self.product.emulated(w, x, spec, key)
+        return self.product.emulate(w, x, spec, key)
 
     def by_codes(self, x: Coded, w: Coded, shapes: Shapes, dtype: Any, *extra: Array) -> Array:
         """The product of codes, each in its layout."""
@@ -361,15 +363,15 @@ class Flipped:
         """Whether its backward products can be in an emulated arithmetic, too."""
         return isinstance(self.product, Dot)
 
-    def emulated_input(self, g: Array, w: Array, shape: Sequence[int], spec: MatmulSpec, key: Array | None) -> Array:
+    def emulate_input(self, g: Array, w: Array, shape: Sequence[int], spec: MatmulSpec, key: Array | None) -> Array:
         """The product dx of `shape`, in an emulated arithmetic."""
         assert isinstance(self.product, Dot)
-        return self.product.emulated_weight(w, g, shape, spec, key)
+        return self.product.emulate_weight(w, g, shape, spec, key)
 
-    def emulated_weight(self, x: Array, g: Array, shape: Sequence[int], spec: MatmulSpec, key: Array | None) -> Array:
+    def emulate_weight(self, x: Array, g: Array, shape: Sequence[int], spec: MatmulSpec, key: Array | None) -> Array:
         """The product dw of `shape`, in an emulated arithmetic."""
         assert isinstance(self.product, Dot)
-        return self.product.emulated_input(g, x, shape, spec, key)
+        return self.product.emulate_input(g, x, shape, spec, key)
 
 
 Product = Dot | Conv | Ragged | Flipped

@@ -79,11 +79,11 @@ def quantize_fn(
     """
     if not callable(fun):
         raise TypeError(f"fun={fun!r} must be a function of parameters and other arguments")
-    given = as_rules(rules)
-    check_fields(given)
+    all_rules = as_rules(rules)
+    check_fields(all_rules)
     if key is not None:
         check_key("key", key)
-    return QuantizedFunction(fun, given, key, all_in_use=True)
+    return QuantizedFunction(fun, all_rules, key, all_in_use=True)
 
 
 def check_fields(rules: Iterable[Rule]) -> None:
@@ -182,25 +182,25 @@ class QuantizedFunction:
         """
         call = Call(params, args, kwargs)
         program = self._program(call)
-        scales = Scales({}, {site.name: site.start() for site in program.sites.values() if site.follows})
-        for i, (name, placement, source) in program.kept_weights().items():
+        scales = Scales({}, {slot.name: slot.start() for slot in program.slots.values() if slot.follows})
+        for i, (name, placement, source) in program.weights_with_state().items():
             value = call.values[i]
             if is_packed(value):
                 raise ValueError(f"params: {program.paths[i]!r} is packed; start with the parameters themselves")
             if isinstance(source, LSQ):
-                scales.learned[name] = placement.fitted(jnp.asarray(value))
+                scales.learned[name] = placement.fit_scales(jnp.asarray(value))
             else:
                 assert isinstance(source, DelayedScaling)
                 stack = value.shape[: value.ndim - placement.ndim]
                 scales.stats[name] = jnp.zeros((*stack, source.length))
-        learned = [site for site in program.sites.values() if isinstance(site.source, LSQ)]
-        if learned and from_data:
+        learned_slots = [slot for slot in program.slots.values() if isinstance(slot.source, LSQ)]
+        if learned_slots and from_data:
             if any(isinstance(x, jax.ShapeDtypeStruct) for x in call.values):
-                raise ValueError(f"{learned[0].place}: a learned scale begins with data; pass arrays, not shapes")
-            _, seen = self.observe(params, *args, scales=scales, key=key, **kwargs)
-            for site in learned:
-                spans = by_turn(site, seen[site.name][1], span_of)
-                scales.learned[site.name] = over_entries(site, spans, lambda span, s=site: step_of(span, s.spec))
+                raise ValueError(f"{learned_slots[0].place}: a learned scale begins with data; pass arrays, not shapes")
+            _, data = self.observe(params, *args, scales=scales, key=key, **kwargs)
+            for slot in learned_slots:
+                spans = by_turn(slot, data[slot.name][1], span_of)
+                scales.learned[slot.name] = over_entries(slot, spans, lambda span, s=slot: step_of(span, s.spec))
         return scales
 
     def calibrate(
@@ -240,24 +240,24 @@ class QuantizedFunction:
             >>> fixed.stats["w_activation_range"].tolist(), low(params, jnp.array([[9.0, 0.0]]), scales=fixed).tolist()
             ([-3.0, 2.0], [[3.0, 3.0]])
         """
-        observed = Observed(method, combine)
+        calibration = Observed(method, combine)
         for count, batch in numbered(batches):
             args = arguments_of(batch)
             if scales is None and any(rule.scale_from is not None for rule in self.rules):
                 scales = self.start(params, *args, key=key, from_data=False)
-            observed.see(self.observe(params, *args, scales=scales, key=key)[1])
+            calibration.see(self.observe(params, *args, scales=scales, key=key)[1])
             if progress is not None:
                 progress(count)
-        return observed.into(scales or Scales({}, {}))
+        return calibration.into(scales or Scales({}, {}))
 
     def observe(
         self, params: Any, *args: Any, scales: Scales | None = None, key: Array | None = None, **kwargs: Any
     ) -> tuple[Any, dict[str, tuple[Site, Array]]]:
-        """The result, and by name the sites of activations with one scale, each with its data before rounding."""
+        """The result, and by name the slots of activations with one scale, each with its data before rounding."""
         call = Call(params, args, kwargs)
-        out, _, seen = self._run(call, scales or Scales({}, {}), "observe", key)
-        sites = self._program(call).sites.values()
-        return out, {site.name: (site, seen[site.name]) for site in sites}
+        out, _, data = self._run(call, scales or Scales({}, {}), "observe", key)
+        slots = self._program(call).slots.values()
+        return out, {slot.name: (slot, data[slot.name]) for slot in slots}
 
     def pack(
         self, params: Any, *args: Any, scales: Scales | None = None, key: Array | None = None, **kwargs: Any
@@ -274,42 +274,42 @@ class QuantizedFunction:
         Raises:
             ValueError: as in a call; for infinities or NaN in a parameter to be packed.
         """
-        return self._packed(Call(params, args, kwargs), scales, key, again=False)
+        return self._pack(Call(params, args, kwargs), scales, key, again=False)
 
     def pack_more(
         self, params: Any, *args: Any, scales: Scales | None = None, key: Array | None = None, **kwargs: Any
     ) -> Any:
         """As `pack`, of parameters some of which are packed already: these stay as they are."""
-        return self._packed(Call(params, args, kwargs), scales, key, again=True)
+        return self._pack(Call(params, args, kwargs), scales, key, again=True)
 
-    def _packed(self, call: Call, scales: Scales | None, key: Array | None, again: bool) -> Any:
+    def _pack(self, call: Call, scales: Scales | None, key: Array | None, again: bool) -> Any:
         _refuse_adapters(call)
-        program = self._checked(call)
-        leaves, kept = list(call.leaves), program.kept_weights()
+        program = self._valid_program(call)
+        leaves, scale_states = list(call.leaves), program.weights_with_state()
         for i, (placement, _) in program.placements.items():
             value = call.values[i]
             if is_packed(value) and again:
                 continue
             if is_packed(value):
                 raise ValueError(f"params: {program.paths[i]!r} is packed already; pack the parameters themselves")
-            drawn = None
+            round_key = None
             if placement.spec.rounding.stochastic:
                 keys = self._keys(key)
                 assert keys is not None
-                drawn = jax.random.fold_in(keys.key, i)
+                round_key = jax.random.fold_in(keys.key, i)
             if isinstance(value, jax.ShapeDtypeStruct):
-                leaves[call.places[i]] = jax.eval_shape(placement.pack, value, drawn)
+                leaves[call.places[i]] = jax.eval_shape(placement.pack, value, round_key)
                 continue
             scale = None
-            if i in kept:
-                name, _, source = kept[i]
+            if i in scale_states:
+                name, _, source = scale_states[i]
                 if isinstance(source, DelayedScaling):
                     raise ValueError(
                         f"{program.rule_of(i)}: a history of scales is for training; leave scale_from out to pack"
                     )
-                scale = entry_of(scales, name, placement.fitted, value)
+                scale = entry_of(scales, name, placement.fit_scales, value)
             check_finite(value, f"params: {program.paths[i]!r}")
-            leaves[call.places[i]] = placement.pack(placement.turned(jnp.asarray(value)), drawn, scale)
+            leaves[call.places[i]] = placement.pack(placement.rotate(jnp.asarray(value)), round_key, scale)
         return jax.tree.unflatten(call.tree, leaves)[0][0]
 
     def report(self, params: Any, *args: Any, platform: str | None = None, **kwargs: Any) -> ProgramReport:
@@ -339,7 +339,7 @@ class QuantizedFunction:
 
     def resolved(self, params: Any, *args: Any, **kwargs: Any) -> Resolved:
         """The planned program for arguments, with what the rules do in it."""
-        return self._checked(Call(params, args, kwargs))
+        return self._valid_program(Call(params, args, kwargs))
 
     def traced(self, params: Any, *args: Any, **kwargs: Any) -> tuple[Resolved, Call]:
         """The planned program for arguments, and these taken apart: for `jchop.ptq`, which runs it in its own way."""
@@ -354,9 +354,9 @@ class QuantizedFunction:
     ) -> tuple[Any, dict[str, Array], dict[str, Array]]:
         """The result, the ranges and histories after the call, and the observed arrays."""
         program = self._program(call)
-        keys, kept = self._keys(key), program.kept_weights()
-        keeping = any(site.source is not None for site in program.sites.values())
-        keeping |= not all(is_packed(call.values[i]) for i in kept)
+        keys, scale_states = self._keys(key), program.weights_with_state()
+        keeping = any(slot.source is not None for slot in program.slots.values())
+        keeping |= not all(is_packed(call.values[i]) for i in scale_states)
         if scales is None and keeping:
             rule = next(rule for rule in self.rules if rule.scale_from is not None)
             raise ValueError(f"scales=None, but {rule} keeps scales: pass scales=low.start(params, ...)")
@@ -364,22 +364,22 @@ class QuantizedFunction:
             raise TypeError(f"scales={scales!r} must be what start, update or calibrate returns")
         scales = Scales({}, {}) if scales is None else scales
         if self.all_in_use and mode != "observe":
-            check_names(scales.entries, program.sites.values(), program.rules_by_path)
-        values, after = list(call.values), {}
+            check_names(scales.entries, program.slots.values(), program.rules_by_path)
+        values, weight_updates = list(call.values), {}
         for i in range(call.count):
             entry = None
-            if i in kept and not is_packed(values[i]):
-                entry, more = weight_entry(*kept[i], jnp.asarray(values[i]), scales)
-                after |= more
-            values[i] = self._held(program, i, values[i], entry, call.adapters.get(i))
+            if i in scale_states and not is_packed(values[i]):
+                entry, history = weight_entry(*scale_states[i], jnp.asarray(values[i]), scales)
+                weight_updates |= history
+            values[i] = self._lazy_param(program, i, values[i], entry, call.adapters.get(i))
         runner = program.runner
         if keeping or mode != "fixed" or scales.stats:
-            runner = Keeping(runner, program.sites, program.turns, scales.entries, mode)
+            runner = Keeping(runner, program.slots, program.entries_of_scan, scales.entries, mode)
         with jax.disable_jit(False):
             out = typed(interpret(runner, program.plan, keys, values), program.plan.jaxpr.outvars)
         runner.check_codes()
-        found = runner.found if isinstance(runner, Keeping) else {}
-        return jax.tree.unflatten(program.tree, out), {**after, **found}, found
+        updates = runner.updates if isinstance(runner, Keeping) else {}
+        return jax.tree.unflatten(program.tree, out), {**weight_updates, **updates}, updates
 
     def _keys(self, key: Array | None) -> Keys | None:
         key = self.key if key is None else key
@@ -395,7 +395,7 @@ class QuantizedFunction:
             )
         return Keys(key)
 
-    def _held(self, program: Resolved, i: int, value: Any, entry: Kept | None, adapter: Adapter | None) -> Any:
+    def _lazy_param(self, program: Resolved, i: int, value: Any, entry: Kept | None, adapter: Adapter | None) -> Any:
         if adapter is not None and program.adaptable.get(i) != adapter.layout:
             why = program.adaptable.get(i, "no product takes it")
             why = why if isinstance(why, str) else "its products sum over other axes than those it was made for"
@@ -405,23 +405,25 @@ class QuantizedFunction:
         if i not in program.placements:
             return numbers_of(value) if is_packed(value) else value
         (placement, use), rule = program.placements[i], program.rule_of(i)
-        coded = rule.product == "codes" and use.kind == "product"
-        how = Roundings(
+        by_codes = rule.product == "codes" and use.kind == "product"
+        roundings = Roundings(
             right=weight_rounding(rule), gradient=rule.gradient, input_gradient=rule.input_gradient,
-            rotation=rule.rotation, codes=coded,
+            rotation=rule.rotation, codes=by_codes,
         )  # fmt: skip
-        twin = rule.weight is not None and takes_anew(how)
-        computed = any(other.kind == "other" for other in program.uses[i])
-        held = value if is_packed(value) else jnp.asarray(value)
-        return Held(held, placement, i, twin, coded, entry, computed, adapter)
+        keeps_full = rule.weight is not None and takes_anew(roundings)
+        barrier = any(other.kind == "other" for other in program.uses[i])
+        array = value if is_packed(value) else jnp.asarray(value)
+        return Held(array, placement, i, keeps_full, by_codes, entry, barrier, adapter)
 
-    def _checked(self, call: Call) -> Resolved:
+    def _valid_program(self, call: Call) -> Resolved:
         """The planned program. Which weights have no codes, a run finds, and no plan: so it is run for shapes alone."""
         program = self._program(call)
 
         def run(values: list[Any]) -> list[Any]:
-            held = [self._held(program, i, x, None, None) if i < call.count else x for i, x in enumerate(values)]
-            return interpret(program.runner, program.plan, Keys(jax.random.key(0)), held)
+            params = [
+                self._lazy_param(program, i, x, None, None) if i < call.count else x for i, x in enumerate(values)
+            ]
+            return interpret(program.runner, program.plan, Keys(jax.random.key(0)), params)
 
         if program.runner.is_doubtful:
             with jax.disable_jit(False):
@@ -432,17 +434,17 @@ class QuantizedFunction:
 
     def _program(self, call: Call) -> Resolved:
         signature = call.signature
-        found = self._programs.get(signature) if signature is not None else None
-        if found is not None:
-            return found
+        program = self._programs.get(signature) if signature is not None else None
+        if program is not None:
+            return program
         refuse_parts("params", call.params)
         classes = self.classes if self.classes is not None else call.classes
-        found = resolve(self.fun, self.rules, call, classes, all_in_use=self.all_in_use, whole=self.whole)
-        if signature is not None and found.keeps_constants:
+        program = resolve(self.fun, self.rules, call, classes, all_in_use=self.all_in_use, whole=self.whole)
+        if signature is not None and program.keeps_constants:
             if len(self._programs) >= _MOST_PROGRAMS:
                 self._programs.pop(next(iter(self._programs)))
-            self._programs[signature] = found
-        return found
+            self._programs[signature] = program
+        return program
 
 
 def _refuse_adapters(call: Call) -> None:

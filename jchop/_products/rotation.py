@@ -139,18 +139,18 @@ class Hadamard:
 
 
 @partial(compiled, static_argnums=1)
-def _rotated(laid: Array, rotation: Hadamard) -> Array:
+def _rotated(x: Array, rotation: Hadamard) -> Array:
     """A call that products of one shape share."""
-    width = laid.shape[-1]
-    by = Blocks.of(width if rotation.size == "all" else rotation.size, None) if laid.size else None
-    if by is None or width < by.size or by.block == 1:
-        return laid
-    whole, signs = width // by.size * by.size, rotation.signs or _published(by.size)
-    wide = jnp.promote_types(laid.dtype, jnp.float32)
-    turned = laid[..., :whole].astype(wide).reshape(*laid.shape[:-1], -1, by.size) * jnp.asarray(signs, wide)
-    turned = sylvester(turned, by.power, jnp)
-    if by.paley > 1:
-        parts = turned.reshape(-1, by.paley, by.power)
-        turned = jnp.einsum("bpk,pq->bqk", parts, jnp.asarray(paley(by.paley), wide), precision=lax.Precision.HIGHEST)
-    turned = (turned * (1 / math.sqrt(by.block))).astype(laid.dtype)
-    return jnp.concatenate([turned.reshape(*laid.shape[:-1], whole), laid[..., whole:]], -1)
+    width = x.shape[-1]
+    blocks = Blocks.of(width if rotation.size == "all" else rotation.size, None) if x.size else None
+    if blocks is None or width < blocks.size or blocks.block == 1:
+        return x
+    whole, signs = width // blocks.size * blocks.size, rotation.signs or _published(blocks.size)
+    wide = jnp.promote_types(x.dtype, jnp.float32)
+    y = x[..., :whole].astype(wide).reshape(*x.shape[:-1], -1, blocks.size) * jnp.asarray(signs, wide)
+    y = sylvester(y, blocks.power, jnp)
+    if blocks.paley > 1:
+        parts = y.reshape(-1, blocks.paley, blocks.power)
+        y = jnp.einsum("bpk,pq->bqk", parts, jnp.asarray(paley(blocks.paley), wide), precision=lax.Precision.HIGHEST)
+    y = (y * (1 / math.sqrt(blocks.block))).astype(x.dtype)
+    return jnp.concatenate([y.reshape(*x.shape[:-1], whole), x[..., whole:]], -1)

@@ -147,10 +147,10 @@ class Rule:
         if self.layer is not None:
             check_pattern("layer", self.layer, "'Linear'")
         if self.operation is not None:
-            known = ", ".join(OPERATIONS.values())
-            check_pattern("operation", self.operation, known)
+            operations = ", ".join(OPERATIONS.values())
+            check_pattern("operation", self.operation, operations)
             if not any(matches_path(self.operation, name) for name in OPERATIONS.values()):
-                raise ValueError(f"operation={self.operation!r} must match one of {known}")
+                raise ValueError(f"operation={self.operation!r} must match one of {operations}")
         for name in SPECS:
             value = getattr(self, name)
             object.__setattr__(self, name, None if value is None else as_spec(value, name, scaled=True))
@@ -181,8 +181,8 @@ class Rule:
             raise TypeError(f"rotation={rotation!r} must be a jchop.Hadamard, such as Hadamard(16)")
         if rotation.forward and self.weight is None and self.activation is None:
             raise ValueError(f"rotation={rotation} needs a weight= or an activation=: nothing is rounded")
-        own = (("input_gradient", rotation.of_input), ("weight_gradient", rotation.of_weight))
-        if self.gradient is None and any(turns and getattr(self, name) is None for name, turns in own):
+        backward = (("input_gradient", rotation.of_input), ("weight_gradient", rotation.of_weight))
+        if self.gradient is None and any(rotates and getattr(self, name) is None for name, rotates in backward):
             raise ValueError(f"rotation={rotation} needs a gradient=: the backward products have nothing rounded")
         if self.scale_from is not None:
             raise ValueError(
@@ -299,8 +299,8 @@ def left_alone(paths: Iterable[str], before: Rule, fields: str = "") -> str:
     first, *others = paths
     terms = pattern_of_all([first, *others]).split() if others else [pattern_of(first)]
     pattern = " ".join(term if term.endswith("/") else f"{term}/" for term in terms)
-    told = "it is for that module alone, and the layers below it keep their rule"
-    return f"Put Rule({pattern!r}{fields}) before {before}: {told}"
+    reason = "it is for that module alone, and the layers below it keep their rule"
+    return f"Put Rule({pattern!r}{fields}) before {before}: {reason}"
 
 
 def as_rules(rules: Any) -> tuple[Rule, ...]:
@@ -309,14 +309,14 @@ def as_rules(rules: Any) -> tuple[Rule, ...]:
     Raises:
         TypeError, ValueError: for other values, or no rule.
     """
-    given: Sequence[Any] = (rules,) if isinstance(rules, Rule) else tuple(rules) if isinstance(rules, Iterable) else ()
-    wrong = [rule for rule in given if not isinstance(rule, Rule)]
-    if wrong or not given:
+    items: Sequence[Any] = (rules,) if isinstance(rules, Rule) else tuple(rules) if isinstance(rules, Iterable) else ()
+    wrong = [rule for rule in items if not isinstance(rule, Rule)]
+    if wrong or not items:
         raise TypeError(
             f"rules={brief(rules)} must be a jchop.Rule, or several, as jc.Rule(weight='int4')"
             f"{_of_qwix(next(iter(wrong), rules))}"
         )
-    return tuple(given)
+    return tuple(items)
 
 
 def _of_qwix(rule: Any) -> str:
@@ -325,8 +325,8 @@ def _of_qwix(rule: Any) -> str:
         return ""
     group = rule.tile_size if isinstance(getattr(rule, "tile_size", None), int) else "all"
     fields = {"weight": getattr(rule, "weight_qtype", None), "activation": getattr(rule, "act_qtype", None)}
-    given = {name: qtype if isinstance(qtype, str) else np.dtype(qtype).name for name, qtype in fields.items() if qtype}
-    words = (f"{name}='{text}(group={group})'" for name, text in given.items())
+    specs = {name: qtype if isinstance(qtype, str) else np.dtype(qtype).name for name, qtype in fields.items() if qtype}
+    words = (f"{name}='{text}(group={group})'" for name, text in specs.items())
     return f"; for this rule of qwix write jc.Rule({', '.join(['PATTERN', *words])})"
 
 
@@ -347,12 +347,12 @@ def rules_of(paths: Iterable[str], rules: Sequence[Rule], layer: str = "", opera
     Raises:
         ValueError: for rules that differ.
     """
-    chosen = {path: number for path in paths if (number := rule_of(path, rules, layer, operation)) is not None}
-    numbers = sorted(set(chosen.values()))
+    number_of_path = {path: number for path in paths if (number := rule_of(path, rules, layer, operation)) is not None}
+    numbers = sorted(set(number_of_path.values()))
     if len({replace(rules[number], path="*", layer=None, operation=None) for number in numbers}) > 1:
-        given = ", ".join(f"{path!r} by {rules[number]}" for path, number in chosen.items())
+        matches = ", ".join(f"{path!r} by {rules[number]}" for path, number in number_of_path.items())
         raise ValueError(
-            f"rules disagree about one module that is reached by several paths: {given}. Give all of these paths "
+            f"rules disagree about one module that is reached by several paths: {matches}. Give all of these paths "
             "the same"
         )
     return numbers

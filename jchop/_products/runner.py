@@ -56,22 +56,22 @@ class Quantization(Runner):
     def prepare(self, part: ProductStep, env: dict[Any, Any], seeds: Keys | None) -> None:
         """Parameters are rounded once, before the first equation that computes with them."""
         for i, v in enumerate(part.operands):
-            held = None if isinstance(v, Literal) else env[v]
-            if isinstance(held, Held) and not self._passes(part, i, held):
-                env[v] = held.numbers(seeds)
+            param = None if isinstance(v, Literal) else env[v]
+            if isinstance(param, Held) and not self._passes(part, i, param):
+                env[v] = param.numbers(seeds)
 
     def finish(self, value: Any, seeds: Keys | None) -> Any:
         """A result, which is an array."""
         return rounded(value.numbers(seeds) if isinstance(value, Held) else value)
 
-    def _passes(self, step: ProductStep, i: int, held: Held) -> bool:
-        """Whether a program within a step takes a parameter as it is held."""
+    def _passes(self, step: ProductStep, i: int, param: Held) -> bool:
+        """Whether a program within a step takes a parameter before it is rounded."""
         if step.kind != "control":
             return False
         if i < _shared(step):  # its codes are multiplied as they are stored: nothing is computed again in each turn
-            return held.codes and is_packed(held.value)
+            return param.codes and is_packed(param.value)
         if step.name == "scan":
-            return i >= sum(carry_count(step.eqn.params)) and held.stack > 0
+            return i >= sum(carry_count(step.eqn.params)) and param.stack > 0
         return step.name in _ENTERED or (step.name == "cond" and i > 0)
 
     def control(self, step: ProductStep, seeds: Keys | None, args: list[Any]) -> list[Any]:
@@ -93,18 +93,18 @@ class Quantization(Runner):
         return super().control(step, seeds, args)
 
     def _is_busy(self, step: ProductStep) -> bool:
-        found = self._busy.get(id(step))
-        if found is None:
-            found = any(id(inner) in self.roundings for plan in step.inner for inner in plan.walk())
-            self._busy[id(step)] = found
-        return found
+        busy = self._busy.get(id(step))
+        if busy is None:
+            busy = any(id(inner) in self.roundings for plan in step.inner for inner in plan.walk())
+            self._busy[id(step)] = busy
+        return busy
 
     def run(self, part: ProductStep, seeds: Keys | None, args: list[Any]) -> list[Any]:
         """One equation."""
         if part.moves and any(isinstance(x, Twin) for x in args):
-            return self._moved(part, args)
+            return self._move_param(part, args)
         if part.product is not None and any(map(_adapter_of, args)):
-            return [self._adapted(part, seeds, args)]
+            return [self._adapter_product(part, seeds, args)]
         if id(part) in self.roundings:
             return [self._product(part, seeds, args)]
         return bind(part.eqn.primitive, part.eqn.params, *map(rounded, args))
@@ -115,11 +115,11 @@ class Quantization(Runner):
         Raises:
             ValueError: that names all of them, and the rule that leaves them in floats.
         """
-        lost, self.without_codes = self.without_codes, {}
-        if lost:
-            raise ValueError(_without_codes(lost, self.paths))
+        failures, self.without_codes = self.without_codes, {}
+        if failures:
+            raise ValueError(_without_codes(failures, self.paths))
 
-    def _adapted(self, part: ProductStep, seeds: Keys | None, args: list[Any]) -> Array:
+    def _adapter_product(self, part: ProductStep, seeds: Keys | None, args: list[Any]) -> Array:
         """A product of a parameter that has an adapter."""
         side = next(i for i, x in enumerate(args) if _adapter_of(x) is not None)
         adapter, x = _adapter_of(args[side]), rounded(args[1 - side])
@@ -133,17 +133,17 @@ class Quantization(Runner):
             inner = partial(interpret, _Inlined(self))
         return super().enter(step, seeds, args, inner)
 
-    def operand(self, step: ProductStep, x: Array, how: Roundings, key: Any) -> tuple[Array, Roundings, Any]:
+    def operand(self, step: ProductStep, x: Array, roundings: Roundings, key: Any) -> tuple[Array, Roundings, Any]:
         """The operand of data, the roundings that remain, and their key."""
-        return x, how, key
+        return x, roundings, key
 
-    def _moved(self, part: ProductStep, args: list[Any]) -> list[Any]:
+    def _move_param(self, part: ProductStep, args: list[Any]) -> list[Any]:
         """Numbers that move with those before their rounding; codes move alone, and a cast leaves them as they are."""
         run = partial(bind, part.eqn.primitive, part.eqn.params)
         adapters = [_adapter_of(x) for x in args]
-        stacked = any(adapter is not None and adapter.stack for adapter in adapters)
-        if any(adapters) and part.name in _KEEPS_ADAPTER and (not stacked or part.name in _CASTS):
-            outs = self._moved(part, [replace(x, adapter=None) if isinstance(x, Twin) else x for x in args])
+        has_stack = any(adapter is not None and adapter.stack for adapter in adapters)
+        if any(adapters) and part.name in _KEEPS_ADAPTER and (not has_stack or part.name in _CASTS):
+            outs = self._move_param(part, [replace(x, adapter=None) if isinstance(x, Twin) else x for x in args])
             return [replace(out, adapter=adapter) for out, adapter in zip(outs, adapters, strict=True)]
         low, full = run(*map(rounded, args)), run(*(x.full if isinstance(x, Twin) else x for x in args))
         first, *rest = args
@@ -152,30 +152,32 @@ class Quantization(Runner):
             if part.name == "convert_element_type":
                 codes = [first.codes]
             elif part.name in _ALONE and not _fills(part):
-                codes = [first.codes.moved(lambda v, i=i: _run_alone(part, v, rest)[i]) for i in range(len(low))]
+                codes = [first.codes.map_parts(lambda v, i=i: _run_alone(part, v, rest)[i]) for i in range(len(low))]
         return [Twin(*each) for each in zip(low, full, codes, strict=True)]
 
     def _product(self, step: ProductStep, seeds: Keys | None, args: list[Any]) -> Array:
-        how, weight = self.roundings[id(step)]
+        roundings, weight = self.roundings[id(step)]
         assert step.product is not None
-        key = None if seeds is None or not how.stochastic else seeds.turn(step.number).key
+        key = None if seeds is None or not roundings.stochastic else seeds.turn(step.number).key
         product = Flipped(step.product) if weight == 0 else step.product
         x, w = (args[1], args[0]) if weight == 0 else (args[0], args[1])
         x, w = _as_floats(x, w), _as_floats(w, x)
         extra = tuple(map(rounded, args[2:]))
-        x, how, key = self.operand(step, rounded(x), how, key)
+        x, roundings, key = self.operand(step, rounded(x), roundings, key)
         if weight < 0:  # both operands are data
-            return contract(product, x, rounded(w), how, key, extra=extra)
+            return contract(product, x, rounded(w), roundings, key, extra=extra)
         full = w.full if isinstance(w, Twin) else w
-        codes = w.codes if isinstance(w, Twin) and how.codes else None
-        if how.codes and how.right is not None and codes is None:  # an error, when all of them are known
+        codes = w.codes if isinstance(w, Twin) and roundings.codes else None
+        if roundings.codes and roundings.right is not None and codes is None:  # an error, when all of them are known
             path = next((self.paths[use.leaf] for use in step.uses[weight] if use.leaf < len(self.paths)), "*")
-            self.without_codes.setdefault(path, (step, weight, how))
-            how = replace(how, codes=False)
-        group = None if codes is None or how.right is None else block_of(how.right, product.forward.right.ndim)
+            self.without_codes.setdefault(path, (step, weight, roundings))
+            roundings = replace(roundings, codes=False)
+        group = (
+            None if codes is None or roundings.right is None else block_of(roundings.right, product.forward.right.ndim)
+        )
         if codes is not None and group is not None:
             codes = replace(codes, block=math.gcd(group, *(use.block_of(group) for use in step.uses[weight])))
-        return contract(product, x, full, how, key, rounded=rounded(w), codes=codes, extra=extra)
+        return contract(product, x, full, roundings, key, rounded=rounded(w), codes=codes, extra=extra)
 
 
 class _Inlined(Runner):
@@ -193,21 +195,21 @@ def _adapter_of(x: Any) -> Any:
     return x.adapter if isinstance(x, Twin) else None
 
 
-def _without_codes(lost: dict[str, tuple[ProductStep, int, Roundings]], paths: Sequence[str]) -> str:
+def _without_codes(failures: dict[str, tuple[ProductStep, int, Roundings]], paths: Sequence[str]) -> str:
     """Why weights have no codes, and what to do."""
-    path, *others = lost
-    step, weight, how = lost[path]
+    path, *others = failures
+    step, weight, roundings = failures[path]
     why = "computed with before the product, or put in another order, or sent between devices"
-    if all(use.moved for use in step.uses[weight]):
+    if all(use.is_intact for use in step.uses[weight]):
         why = (
             "joined with others, padded, chosen by a branch, carried by a loop, or an argument of shard_map or of a "
             "function with a derivative of its own"
         )
     rest = f", like {len(others)} other{'s' * (len(others) > 1)}, such as {others[0]!r}," if others else ""
-    pattern = path if path == "*" else pattern_of_all(lost, (path for path in paths if path not in lost))
+    pattern = path if path == "*" else pattern_of_all(failures, (path for path in paths if path not in failures))
     return (
         f"product='codes': the weight {path!r}{rest} of {step.name} at {step.source or 'an unknown line'} is {why}, so "
-        f"it has no codes there; put Rule({pattern!r}, ...) without product before {how.place.rule}"
+        f"it has no codes there; put Rule({pattern!r}, ...) without product before {roundings.place.rule}"
     )
 
 
@@ -239,7 +241,7 @@ def _stacked(x: Any) -> Any:
         return x
     if x.stack:
         return replace(x, stack=x.stack - 1)
-    return replace(x, codes=replace(x.codes, stored=None))  # the scales of the stored array have no axis of turns
+    return replace(x, codes=replace(x.codes, qarray=None))  # the scales of the stored array have no axis of turns
 
 
 def _as_floats(x: Any, other: Any) -> Any:

@@ -129,8 +129,8 @@ def check_scale_from(source: Any, specs: Mapping[str, Spec | None]) -> None:
     """
     if not isinstance(source, ScaleFrom):
         raise TypeError(f"scale_from={source!r} must be a jchop.MovingAverage, DelayedScaling or LSQ")
-    given = {name: spec for name in source.fields if (spec := specs[name]) is not None}
-    if not given:
+    operand_specs = {name: spec for name in source.fields if (spec := specs[name]) is not None}
+    if not operand_specs:
         raise ValueError(f"scale_from={source!r} has no effect without {' or '.join(source.fields)}")
     for name in ("input_gradient", "weight_gradient"):
         if specs[name] is not None:
@@ -138,10 +138,10 @@ def check_scale_from(source: Any, specs: Mapping[str, Spec | None]) -> None:
                 f"scale_from={source!r} with {name}={str(specs[name])!r}: operands under such a scale are rounded "
                 "once, for all three products"
             )
-    for name, spec in given.items():
-        wrong = _wrong(source, name, spec)
-        if wrong:
-            raise ValueError(f"{name}={str(spec)!r} with scale_from={source!r} must {wrong}")
+    for name, spec in operand_specs.items():
+        requirement = _wrong(source, name, spec)
+        if requirement:
+            raise ValueError(f"{name}={str(spec)!r} with scale_from={source!r} must {requirement}")
 
 
 def _wrong(source: ScaleFrom, name: str, spec: Spec) -> str | None:

@@ -41,7 +41,7 @@ def operands_on(platform: str, rule: Rule, carrier: str, has_weight: bool, matri
     """The types of the operands of a forward product under a rule, on a platform.
 
     Args:
-        platform: a name of `PLATFORMS`.
+        platform: a name of `OPERANDS_BY_PLATFORM`.
         rule: the rule.
         carrier: the dtype that its layer computes in.
         has_weight: whether one operand is a weight; else both are activations.
@@ -54,14 +54,14 @@ def operands_on(platform: str, rule: Rule, carrier: str, has_weight: bool, matri
     left, right = rule.activation, rule.weight if has_weight else rule.activation
     if rule.product == "float" or (left is None and right is None):
         return f"{carrier} x {carrier}"
-    kinds, known = {_kind(left), _kind(right)}, PLATFORMS[platform]
+    kinds, operands = {_kind(left), _kind(right)}, PLATFORMS[platform]
     if kinds in ({"int8"}, {"float8"}):
         kind = min(kinds)
-        return known[kind] if matrices else known.get(f"{kind} windows", known[kind])
+        return operands[kind] if matrices else operands.get(f"{kind} windows", operands[kind])
     if kinds == {"int8", "float8"} and platform != "cpu" and not (_shifted(left) or _shifted(right)):
         return "bfloat16 x bfloat16 -> float32"
     if left is None and matrices:
-        return known["alone"]
+        return operands["alone"]
     return _WIDE
 
 

@@ -1,4 +1,4 @@
-"""Parameters within a program that is run: as they are held, until something computes with them."""
+"""Parameters within a program that is run, rounded where something first computes with them."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ __all__ = ["Held", "Keys", "Twin", "is_packed", "numbers_of", "rounded"]
 
 @partial(
     jax.tree_util.register_dataclass,
-    data_fields=["value", "kept", "adapter"],
-    meta_fields=["placement", "leaf", "twin", "codes", "settled"],
+    data_fields=["value", "scale_state", "adapter"],
+    meta_fields=["placement", "leaf", "keeps_full", "codes", "barrier"],
 )
 @dataclass(frozen=True, eq=False)
 class Held:
@@ -36,10 +36,10 @@ class Held:
         value: its numbers, or its codes and scales.
         placement: its rounding; None if it has an adapter and is not rounded.
         leaf: its index.
-        twin: whether its numbers before the rounding are needed, too.
+        keeps_full: whether its numbers before the rounding are needed, too.
         codes: whether its codes are.
-        kept: its kept scales; None: from its numbers.
-        settled: whether other operations than products compute with it. These are then compiled alike for codes and
+        scale_state: its kept scales; None: from its numbers.
+        barrier: whether other operations than products compute with it. These are then compiled alike for codes and
             for numbers.
         adapter: beside the products that take it; None for none.
     """
@@ -47,10 +47,10 @@ class Held:
     value: Any
     placement: Placement | None
     leaf: int
-    twin: bool = False
+    keeps_full: bool = False
     codes: bool = False
-    kept: Kept | None = None
-    settled: bool = False
+    scale_state: Kept | None = None
+    barrier: bool = False
     adapter: Adapter | None = None
 
     @property
@@ -70,28 +70,28 @@ class Held:
         else:
             seeds = keys if is_stochastic(self.placement.spec) else None
             key, backward = (None if seeds is None else seeds.turn(_LEAVES + i, self.leaf).key for i in range(2))
-            full = self.placement.turned(self.value)
+            full = self.placement.rotate(self.value)
             low = (
                 self.placement.round(full, key, backward)
-                if self.kept is None
-                else self.placement.round_under(self.kept, full, key)
+                if self.scale_state is None
+                else self.placement.round_under(self.scale_state, full, key)
             )
-        if self.settled:
+        if self.barrier:
             low = settled(low)
         if self.placement is None or not self.codes:
-            return Twin(low, full, adapter=self.adapter) if self.twin or self.adapter is not None else low
+            return Twin(low, full, adapter=self.adapter) if self.keeps_full or self.adapter is not None else low
         numbers = None if is_packed(self.value) else jax.lax.stop_gradient(full)
-        packed = self.value if numbers is None else self.placement.pack(numbers, key)
-        return Twin(low, full, _codes_of(packed, numbers), self.stack, self.adapter)
+        qarray = self.value if numbers is None else self.placement.pack(numbers, key)
+        return Twin(low, full, _codes_of(qarray, numbers), self.stack, self.adapter)
 
 
 @partial(jax.tree_util.register_dataclass, data_fields=["low", "full", "codes", "adapter"], meta_fields=["stack"])
 @dataclass(frozen=True, eq=False)
 class Twin:
-    """A rounded parameter beside itself in full precision, and its codes if they are multiplied, all moved alike.
+    """A rounded parameter with itself in full precision, and its codes if they are multiplied, all transformed alike.
 
-    `stack` is the number of axes of a stack that it has still; 0 if it has been moved. `adapter` is for the products
-    that take it.
+    `stack` is the number of axes of a stack that it has still; 0 after a move of its numbers. `adapter` is for the
+    products that take it.
     """
 
     low: Any
@@ -105,13 +105,13 @@ def _codes_of(packed: QArray | StoredAs, numbers: jax.Array | None) -> Coded:
     """The codes of a packed parameter, in its shape; of its numbers, if they are known."""
     if isinstance(packed, QArray):
         return parts_of(packed, numbers)
-    stored = packed.stored
-    parts = parts_of(stored, None if numbers is None else numbers.reshape(stored.shape))
-    return parts.moved(lambda v: v.reshape(packed.shape))
+    qarray = packed.stored
+    parts = parts_of(qarray, None if numbers is None else numbers.reshape(qarray.shape))
+    return parts.map_parts(lambda v: v.reshape(packed.shape))
 
 
 def rounded(value: Any) -> Any:
-    """A value without its twin.
+    """A value in low precision, without itself in full precision.
 
     Raises:
         ValueError: if it has an adapter, which would be lost.
@@ -152,6 +152,6 @@ class Keys:
         """That of turn `step` of the equation or program that has the number."""
         return Keys(jax.random.fold_in(jax.random.fold_in(self.key, number), step))
 
-    def within(self, axes: tuple[str, ...], typed: bool) -> Keys:
+    def within(self, axes: tuple[str, ...], check_vma: bool) -> Keys:
         """That of a shard: all draw alike if the types of values say what varies, because some may not."""
-        return self if typed else self.turn(0, jax.lax.axis_index(axes))
+        return self if check_vma else self.turn(0, jax.lax.axis_index(axes))

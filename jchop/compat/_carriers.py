@@ -73,7 +73,7 @@ class Draws:
         if isinstance(x, jax.core.Tracer):
             raise ValueError("x is traced, and a compiled program would draw the same bits in every run: pass key=")
         self.calls += 1
-        return self.seed << 32 | (self.calls - 1) & 0xFFFF_FFFF
+        return (self.seed << 32) | ((self.calls - 1) & 0xFFFF_FFFF)
 
 
 def key_of(seed: int) -> jax.Array:

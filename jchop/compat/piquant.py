@@ -155,9 +155,9 @@ def dequantize(
         out = np.empty(shape, _float("dequant_dtype", dequant_dtype))
     elif out.shape != tuple(shape) or out.dtype != _float("dequant_dtype", dequant_dtype):
         raise ValueError(f"out has shape {out.shape} and dtype {out.dtype}, but the result {shape} and {dequant_dtype}")
-    stored = QArray(codes.reshape(-1), *_parameters(scale, zero_point), Spec(fmt), int(np.prod(shape)), out.dtype)
-    added = out.reshape(-1) if reduce_op is ReduceOp.ADD else None
-    out[...] = np.asarray(_dequantize(stored, add_to=added)).reshape(shape)
+    qarray = QArray(codes.reshape(-1), *_parameters(scale, zero_point), Spec(fmt), int(np.prod(shape)), out.dtype)
+    add_to = out.reshape(-1) if reduce_op is ReduceOp.ADD else None
+    out[...] = np.asarray(_dequantize(qarray, add_to=add_to)).reshape(shape)
     return out
 
 
@@ -168,9 +168,9 @@ def _format(quant_dtype: str) -> ScaledFormat:
 
 
 def _float(name: str, dtype: Any) -> np.dtype:
-    wanted = np.dtype(ml_dtypes.bfloat16 if dtype == "bfloat16" else dtype)
-    check_choice(name, wanted.name, _FLOATS)
-    return wanted
+    numpy_dtype = np.dtype(ml_dtypes.bfloat16 if dtype == "bfloat16" else dtype)
+    check_choice(name, numpy_dtype.name, _FLOATS)
+    return numpy_dtype
 
 
 def _vector(name: str, array: np.ndarray) -> np.ndarray:

@@ -64,7 +64,7 @@ def save(path: str | os.PathLike[str], model: Any, *, metadata: Mapping[str, str
     if metadata is not None and PACKED in metadata:
         raise ValueError(f"metadata has an entry {PACKED!r}, which is jchop's own")
     layouts = {
-        _name(keys): {"kept": leaf.layout.kept, "summed": leaf.layout.summed, "shape": leaf.shape}
+        _name(keys): {"kept": leaf.layout.free, "summed": leaf.layout.contracting, "shape": leaf.shape}
         for keys, leaf in jax.tree_util.tree_flatten_with_path(model, is_leaf=_is_stored)[0]
         if isinstance(leaf, Packed)
     }

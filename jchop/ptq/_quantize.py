@@ -356,9 +356,9 @@ class _Job:
         layout, mean = self.weight_sites[leaf].layout, value(inputs.total) / divisor
         shift = None if inputs.shift is None else value(inputs.shift) / divisor
         with types_for(weight.dtype):
-            if placement.turn is not None:  # the statistics are of inputs that are not rotated
-                both, one = placement.turn.gram, placement.turn.inputs
-                weight, gram, mean = placement.turned(weight), both(gram), one(mean)
+            if placement.rotation is not None:  # the statistics are of inputs that are not rotated
+                both, one = placement.rotation.gram, placement.rotation.inputs
+                weight, gram, mean = placement.rotate(weight), both(gram), one(mean)
                 cross, shift = None if cross is None else both(cross), None if shift is None else one(shift)
             how: Any = {"placement": placement, "layout": layout, "steps": self._steps_of(leaf)}
             out = round_parameter(weight, gram, cross, rounding_key, **how)
@@ -520,8 +520,8 @@ def _check_spec(steps: Steps, path: str, shape: Sequence[int], placement: Placem
 
 def _along_sum(shape: Sequence[int], placement: Placement, use: Use) -> bool:
     """Whether the numbers that a format with `sparse` counts together are those of consecutive inputs."""
-    assert use.laid is not None and placement.spec.scaled is not None
-    last = next((part for part in reversed(use.laid.summed) if part.size > 1), None)
+    assert use.view is not None and placement.spec.scaled is not None
+    last = next((part for part in reversed(use.view.contracting) if part.size > 1), None)
     inner = placement.shape[placement.spec.scaled.axis_of_sparse % len(placement.shape) + 1 :]
     return last is None or last.inner * _size(shape[last.axis + 1 :]) == _size(inner)
 

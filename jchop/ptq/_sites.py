@@ -294,9 +294,9 @@ def _refused(step: ProductStep, side: int, use: Use, first: dict[int, Laid], dep
     """Why a product is not looked at; empty if it is."""
     if not step.data[1 - side] and dependence[1 - side]:
         return "a product of parameters alone"
-    if use.laid != first[use.leaf]:
+    if use.view != first[use.leaf]:
         return "another product takes it along other axes"
-    if not use.moved:
+    if not use.is_intact:
         return "its numbers are computed with before the product"
     if any(jnp.issubdtype(v.aval.dtype, jnp.complexfloating) for v in step.eqn.invars[:2]):
         return "its product is complex"

@@ -42,11 +42,11 @@ MOVED = (
 
 
 def laid(layout: Layout, x: np.ndarray) -> np.ndarray:
-    return x.transpose(*layout.kept, *layout.summed).reshape(*(x.shape[axis] for axis in layout.kept), -1)
+    return x.transpose(*layout.free, *layout.contracting).reshape(*(x.shape[axis] for axis in layout.free), -1)
 
 
 def unlaid(layout: Layout, y: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
-    order = (*layout.kept, *layout.summed)
+    order = (*layout.free, *layout.contracting)
     return y.reshape([shape[axis] for axis in order]).transpose(np.argsort(order))
 
 
@@ -70,21 +70,21 @@ def test_an_operand_is_rounded_as_if_it_were_laid_out(name: str) -> None:
 def test_whole_groups_are_not_moved_and_what_has_an_order_is() -> None:
     for shape, layout in OPERANDS.values():
         for text in WHOLE:
-            same = layout.as_it_lies(as_spec(text, scaled=True), shape)
+            same = layout.spec_in_place(as_spec(text, scaled=True), shape)
             assert same is not None and same.scaled is not None
             if "group=all" in text:
-                whole = tuple(1 if axis in layout.kept else size for axis, size in enumerate(shape))
+                whole = tuple(1 if axis in layout.free else size for axis, size in enumerate(shape))
                 assert same.scaled.group_shape(shape) == whole
-        whole = len(layout.summed) == 1 or shape[layout.summed[-1]] % 3 == 0
-        assert (layout.as_it_lies(as_spec(BLOCKS, scaled=True), shape) is not None) == whole
+        whole = len(layout.contracting) == 1 or shape[layout.contracting[-1]] % 3 == 0
+        assert (layout.spec_in_place(as_spec(BLOCKS, scaled=True), shape) is not None) == whole
         for text in MOVED:
-            assert layout.as_it_lies(as_spec(text, scaled=True), shape) is None
+            assert layout.spec_in_place(as_spec(text, scaled=True), shape) is None
         for spec in (
             Spec("int8(group=all)", rounding="stochastic"),
             Spec("int8(group=all)", gradient="e5m2:stochastic"),
             Spec("int8(group=all)", gradient="mxfp8_e5m2"),
         ):
-            assert layout.as_it_lies(spec, shape) is None
+            assert layout.spec_in_place(spec, shape) is None
 
 
 @pytest.mark.smoke

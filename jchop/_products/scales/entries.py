@@ -24,26 +24,26 @@ def weight_entry(
 ) -> tuple[Kept, dict[str, Array]]:
     """The kept scales of a parameter, and its history after the call."""
     if isinstance(source, LSQ):
-        return Kept(entry_of(scales, name, placement.fitted, value), source), {}
+        return Kept(entry_of(scales, name, placement.fit_scales, value), source), {}
     assert isinstance(source, DelayedScaling)
     stack = value.ndim - placement.ndim
 
-    def like(v: Any) -> Array:
+    def history_like(v: Any) -> Array:
         return jnp.zeros((*v.shape[:stack], source.length))
 
-    def one(both: tuple[Array, Array]) -> tuple[Array, Array]:
+    def update_one(both: tuple[Array, Array]) -> tuple[Array, Array]:
         return remembered(source, *both)
 
-    span, after = over_stack(stack, one, (entry_of(scales, name, like, value), value))
+    span, after = over_stack(stack, update_one, (entry_of(scales, name, history_like, value), value))
     return Kept(span, source), {name: after}
 
 
 def entry_of(scales: Scales | None, name: str, like: Callable[[Any], Any], value: Any) -> Array:
     """An entry of a parameter, in the shape that `like` gives for it."""
-    held = None if scales is None else scales.entries.get(name)
-    if held is None:
+    entry = None if scales is None else scales.entries.get(name)
+    if entry is None:
         raise ValueError(f"scales has no {name!r}: pass scales=low.start(params, ...), or what training made of it")
     shape = jax.eval_shape(like, jax.ShapeDtypeStruct(value.shape, value.dtype)).shape
-    if held.shape != shape:
-        raise ValueError(f"scales: {name!r} has shape {held.shape}, and its rule needs {shape}: it is of another rule")
-    return held
+    if entry.shape != shape:
+        raise ValueError(f"scales: {name!r} has shape {entry.shape}, and its rule needs {shape}: it is of another rule")
+    return entry

@@ -21,30 +21,30 @@ Array = jax.Array
 __all__ = ["codes_within", "moved", "remembered", "round_stepwise", "round_within", "span_of", "step_of"]
 
 
-def moved(how: MovingAverage, known: Array, x: Array, fixed: bool) -> Array:
+def moved(source: MovingAverage, current: Array, x: Array, fixed: bool) -> Array:
     """The range for the rounding of `x`: the known one, updated unless it is fixed; that of `x` if there is none."""
-    found = span_of(x)
-    span = known if fixed else how.decay * known + (1 - how.decay) * found
-    return jnp.where(jnp.isnan(known), found, span)
+    own_range = span_of(x)
+    span = current if fixed else source.decay * current + (1 - source.decay) * own_range
+    return jnp.where(jnp.isnan(current), own_range, span)
 
 
-def remembered(how: DelayedScaling, history: Array, x: Array) -> tuple[Array, Array]:
+def remembered(source: DelayedScaling, history: Array, x: Array) -> tuple[Array, Array]:
     """The range that `x` is rounded under, and the history with it."""
-    now = jnp.max(jnp.abs(_numbers(x)))
-    past = history[0] if how.take == "last" else history.max()
-    most = jnp.where(past > 0, past, now)
-    return jnp.stack([-most, most]), jnp.concatenate([now[None], history[:-1]])
+    own_magnitude = jnp.max(jnp.abs(_numbers(x)))
+    past_magnitude = history[0] if source.take == "last" else history.max()
+    magnitude = jnp.where(past_magnitude > 0, past_magnitude, own_magnitude)
+    return jnp.stack([-magnitude, magnitude]), jnp.concatenate([own_magnitude[None], history[:-1]])
 
 
-def round_stepwise(how: LSQ, layout: Layout | None, x: Array, spec: Spec, scale: Array, key: Array | None) -> Array:
+def round_stepwise(source: LSQ, layout: Layout | None, x: Array, spec: Spec, scale: Array, key: Array | None) -> Array:
     """`x` rounded under a learned scale: of a kernel in its layout, or (None) of an activation, which has one scale."""
     if layout is None:
-        laid, scale = x, scale.reshape((1,) * x.ndim)
+        numbers, scale = x, scale.reshape((1,) * x.ndim)
         sharing = x.size // x.shape[0] if x.ndim > 1 else x.size
     else:
-        laid = layout.lay(x)
-        sharing = laid.size // scale.size
-    y = round_learned(laid, spec, scale, key, sharing=sharing if how.factor else None)
+        numbers = layout.lay(x)
+        sharing = numbers.size // scale.size
+    y = round_learned(numbers, spec, scale, key, sharing=sharing if source.factor else None)
     return with_nan(x, y if layout is None else layout.back(y, x.shape), spec)
 
 
@@ -74,7 +74,7 @@ def round_within(x: Array, spec: Spec, span: Array, key: Array | None = None) ->
 
 
 def codes_within(x: Array, spec: Spec, span: Array, key: Array | None = None) -> tuple[Array, Coded]:
-    """As `round_within`, with the codes of the numbers beside them."""
+    """As `round_in_range`, and the codes of the numbers."""
     numbers = lax.stop_gradient(x)
     return round_within(x, spec, span, key), parts_of(_stored(spec, numbers, span, key), numbers)
 

@@ -16,7 +16,7 @@ BINS = 2048
 
 @dataclass(frozen=True, eq=False)
 class Histogram:
-    """How many magnitudes lie in each of `BINS` bins of one width, from zero on.
+    """How many magnitudes lie in each of `HISTOGRAM_BINS` bins of one width, from zero on.
 
     Args:
         counts: int64, shape (BINS,).
@@ -50,7 +50,7 @@ def add(histogram: Histogram, x: Any) -> Histogram:
     return Histogram(counts + np.histogram(magnitudes, BINS, (0.0, end))[0], width)
 
 
-def divergence(counts: np.ndarray, kept: int, levels: int) -> float:
+def divergence(counts: np.ndarray, bin_count: int, levels: int) -> float:
     """The information lost, in nats, if the first bins of a histogram are kept and merged to a few levels.
 
     It is the Kullback-Leibler divergence of P, the kept bins with all that lies beyond added to the last, from Q, in
@@ -58,15 +58,15 @@ def divergence(counts: np.ndarray, kept: int, levels: int) -> float:
 
     Args:
         counts: of each bin.
-        kept: how many bins, from zero.
+        bin_count: how many bins, from zero.
         levels: how many levels.
     """
-    inside = counts[:kept].astype(np.float64)
+    inside = counts[:bin_count].astype(np.float64)
     p = inside.copy()
-    p[-1] += counts[kept:].sum()
-    level = np.arange(kept) * levels // kept
-    occupied = np.bincount(level, inside > 0, levels)
-    shares = np.bincount(level, inside, levels) / np.maximum(occupied, 1)
+    p[-1] += counts[bin_count:].sum()
+    level = np.arange(bin_count) * levels // bin_count
+    nonzero_bins = np.bincount(level, inside > 0, levels)
+    shares = np.bincount(level, inside, levels) / np.maximum(nonzero_bins, 1)
     q = np.where(inside > 0, shares[level], 0.0)
     there = p > 0
     if (q[there] == 0).any():
@@ -88,6 +88,6 @@ def entropy_threshold(counts: np.ndarray, levels: int) -> float:
     Source: S. Migacz, "8-bit inference with TensorRT", GTC 2017; the first bin as NVIDIA's pytorch-quantization has it.
     """
     counts = np.concatenate([counts[1:2], counts[1:]])
-    tried = range(min(levels, len(counts)), len(counts) + 1)
-    losses = [divergence(counts, kept, levels) for kept in tried]
-    return tried[int(np.argmin(losses))] + 0.5
+    candidates = range(min(levels, len(counts)), len(counts) + 1)
+    losses = [divergence(counts, bin_count, levels) for bin_count in candidates]
+    return candidates[int(np.argmin(losses))] + 0.5

@@ -31,172 +31,178 @@ class Keeping(Quantization):
 
     Args:
         plain: the products without kept scales.
-        sites: of products, by the identity of their steps.
-        turns: of each scan the names that have an entry for each turn.
-        known: the entries, by name. A range that `calibrate` may fix and that is missing is that of the array itself.
-        mode: ``"fixed"``: entries stay. ``"update"``: `found` has those after the call. ``"observe"``: `found` has the
-            arrays themselves, which are not rounded.
+        slots: of products, by the identity of their steps.
+        entries_of_scan: of each scan the names that have an entry for each iteration.
+        entries: by name. A range that `calibrate` may fix and that is missing is that of the array itself.
+        mode: ``"fixed"``: entries stay. ``"update"``: `updates` has those after the call. ``"observe"``: `updates` has
+            the arrays themselves, which are not rounded.
     """
 
     def __init__(
         self,
         plain: Quantization,
-        sites: Mapping[int, Site],
-        turns: Mapping[int, tuple[str, ...]],
-        known: Mapping[str, Array],
+        slots: Mapping[int, Site],
+        entries_of_scan: Mapping[int, tuple[str, ...]],
+        entries: Mapping[str, Array],
         mode: Literal["fixed", "update", "observe"],
     ) -> None:
         super().__init__(plain.roundings, plain.paths)
-        self.sites, self.turns, self.mode = sites, turns, mode
-        self.known = {} if mode == "observe" else dict(known)
-        self.found: dict[str, Array] = {}
-        self._within: dict[int, tuple[Site, ...]] = {}
+        self.slots, self.entries_of_scan, self.mode = slots, entries_of_scan, mode
+        self.entries = {} if mode == "observe" else dict(entries)
+        self.updates: dict[str, Array] = {}
+        self._slots_within: dict[int, tuple[Site, ...]] = {}
 
     # -- one product ---------------------------------------------------------------------------------------------------
 
-    def operand(self, step: ProductStep, x: Array, how: Roundings, key: Any) -> tuple[Array, Roundings, Any]:
+    def operand(self, step: ProductStep, x: Array, roundings: Roundings, key: Any) -> tuple[Array, Roundings, Any]:
         """The operand of data, rounded under its kept scale."""
-        site = self.sites.get(id(step))
-        if site is None or (self.mode != "observe" and site.source is None and site.name not in self.known):
-            return x, how, key
-        how = replace(how, left=None)
+        slot = self.slots.get(id(step))
+        if slot is None or (self.mode != "observe" and slot.source is None and slot.name not in self.entries):
+            return x, roundings, key
+        roundings = replace(roundings, left=None)
         if self.mode == "observe":
-            self.found[site.name] = lax.stop_gradient(x).astype(jnp.float32)
-            return x, how, key
-        mine, key = (None, None) if key is None else split(key)
-        return self._rounded(site, x, mine), how, key
+            self.updates[slot.name] = lax.stop_gradient(x).astype(jnp.float32)
+            return x, roundings, key
+        round_key, key = (None, None) if key is None else split(key)
+        return self._round_input(slot, x, round_key), roundings, key
 
-    def _rounded(self, site: Site, x: Array, key: Array | None) -> Array:
-        held = self.known.get(site.name)
-        if held is None or held.shape != (shape := site.shape[len(site.stack) :]):
-            raise ValueError(_wrong(site, held, shape if held is not None else ()))
-        source = site.source
+    def _round_input(self, slot: Site, x: Array, key: Array | None) -> Array:
+        entry = self.entries.get(slot.name)
+        if entry is None or entry.shape != (shape := slot.shape[len(slot.stack) :]):
+            raise ValueError(_wrong(slot, entry, shape if entry is not None else ()))
+        source = slot.source
         if isinstance(source, LSQ):
-            return round_stepwise(source, None, x, site.spec, held, key)
-        span = after = held
+            return round_stepwise(source, None, x, slot.spec, entry, key)
+        span = after = entry
         if isinstance(source, MovingAverage):
-            span = after = moved(source, held, x, self.mode == "fixed")
+            span = after = moved(source, entry, x, self.mode == "fixed")
         elif isinstance(source, DelayedScaling):
-            span, after = remembered(source, held, x)
-        if site.follows and self.mode == "update":
-            self.found[site.name] = self.known[site.name] = after.astype(held.dtype)
-        return round_within(x, site.spec, span, key)
+            span, after = remembered(source, entry, x)
+        if slot.follows and self.mode == "update":
+            self.updates[slot.name] = self.entries[slot.name] = after.astype(entry.dtype)
+        return round_within(x, slot.spec, span, key)
 
     # -- programs within -----------------------------------------------------------------------------------------------
 
     def enter(self, step: ProductStep, seeds: Any, args: list[Any], inner: Callable[..., list[Any]]) -> list[Any]:
         """The results of a step that holds programs; entries are more operands of it, and more results."""
-        sites = self._sites_in(step)
-        if not sites or step.name in (*PLAIN_CALLS, *HIGH_CALLS):
+        slots = self._slots_in(step)
+        if not slots or step.name in (*PLAIN_CALLS, *HIGH_CALLS):
             return super().enter(step, seeds, args, inner)
         if step.name == "scan":
-            return self._scan(step, seeds, args, sites)
+            return self._scan(step, seeds, args, slots)
         if self.mode == "observe" and step.name == "while":
             raise NotImplementedError(
-                f"{sites[0].place}: data within a `while` loop cannot be observed; let the loop be a scan, or give "
+                f"{slots[0].place}: data within a `while` loop cannot be observed; let the loop be a scan, or give "
                 "its product a rule without a scale for the whole array"
             )
-        names = [site.name for site in sites if site.name in self.known]
-        given = [self.known[name] for name in names]
-        last = [name for name in names if name in self._following(sites)] if self.mode == "update" else []
-        seen = self._arrays_in(step, sites) if self.mode == "observe" else {}
+        names = [slot.name for slot in slots if slot.name in self.entries]
+        entry_values = [self.entries[name] for name in names]
+        last = [name for name in names if name in self._following(slots)] if self.mode == "update" else []
+        blanks = self._arrays_in(step, slots) if self.mode == "observe" else {}
 
         def run(plan: Plan, seeds: Any, args: Sequence[Any]) -> list[Any]:
             count = len(plan.jaxpr.invars)
-            out, found = self._inside(plan, seeds, args[:count], dict(zip(names, args[count:], strict=True)))
+            out, updates = self._inside(plan, seeds, args[:count], dict(zip(names, args[count:], strict=True)))
             if step.name == "while":  # the entries are carried values
-                return [*out, *(found.get(name, value) for name, value in zip(names, args[count:], strict=True))]
-            own = dict(zip(names, args[count:], strict=True)) | found
-            return [*out, *(own[name] for name in last), *(found.get(name, blank) for name, blank in seen.items())]
+                return [*out, *(updates.get(name, value) for name, value in zip(names, args[count:], strict=True))]
+            all_entries = dict(zip(names, args[count:], strict=True)) | updates
+            return [
+                *out,
+                *(all_entries[name] for name in last),
+                *(updates.get(name, blank) for name, blank in blanks.items()),
+            ]
 
-        out = super().enter(step, seeds, [*args, *given], run)
+        out = super().enter(step, seeds, [*args, *entry_values], run)
         count = len(step.eqn.outvars)
-        after = dict(zip(names if step.name == "while" else (*last, *seen), out[count:], strict=True))
+        after = dict(zip(names if step.name == "while" else (*last, *blanks), out[count:], strict=True))
         self._take({name: after[name] for name in after if self.mode == "observe" or name in last})
         return out[:count]
 
-    def _scan(self, step: ProductStep, seeds: Any, args: list[Any], sites: Sequence[Site]) -> list[Any]:
+    def _scan(self, step: ProductStep, seeds: Any, args: list[Any], slots: Sequence[Site]) -> list[Any]:
         params = step.eqn.params
-        consts, carried = carry_count(params)
-        fixed, start, xs = args[:consts], args[consts : consts + carried], args[consts + carried :]
-        turns = self.turns.get(id(step), ())
-        names = [site.name for site in sites if site.name in self.known]
-        each = {name: self.known[name] for name in names if name in turns}
-        shared = {name: self.known[name] for name in names if name not in turns}
-        follows = self._following(sites) if self.mode == "update" else ()
+        consts, carry_length = carry_count(params)
+        fixed, start, xs = args[:consts], args[consts : consts + carry_length], args[consts + carry_length :]
+        names_per_iteration = self.entries_of_scan.get(id(step), ())
+        names = [slot.name for slot in slots if slot.name in self.entries]
+        entry_per_iteration = {name: self.entries[name] for name in names if name in names_per_iteration}
+        carry_entries = {name: self.entries[name] for name in names if name not in names_per_iteration}
+        follows = self._following(slots) if self.mode == "update" else ()
 
-        def turn(carry: Any, x: Any) -> Any:
-            values, count, kept = carry
+        def body(carry: Any, x: Any) -> Any:
+            values, count, entries = carry
             own, mine = x
             inside = None if seeds is None else seeds.turn(step.number, count)
-            out, found = self._inside(step.inner[0], inside, [*fixed, *values, *own], {**kept, **mine})
+            out, updates = self._inside(step.inner[0], inside, [*fixed, *values, *own], {**entries, **mine})
             out = strong(out)
-            went = {name: found[name] for name in found if self.mode == "observe" or (name in mine and name in follows)}
-            kept = {name: found.get(name, value) for name, value in kept.items()}
-            return (out[:carried], count + jnp.uint32(1), kept), (out[carried:], went)
+            outputs = {
+                name: updates[name] for name in updates if self.mode == "observe" or (name in mine and name in follows)
+            }
+            entries = {name: updates.get(name, value) for name, value in entries.items()}
+            return (out[:carry_length], count + jnp.uint32(1), entries), (out[carry_length:], outputs)
 
-        (last, _, after), (ys, went) = lax.scan(
-            turn,
-            (strong(start), jnp.uint32(0), shared),
-            (list(xs), each),
+        (last, _, after), (ys, outputs) = lax.scan(
+            body,
+            (strong(start), jnp.uint32(0), carry_entries),
+            (list(xs), entry_per_iteration),
             length=params["length"],
             reverse=params["reverse"],
             unroll=params["unroll"],
         )
-        self._take({**{name: after[name] for name in after if name in follows}, **went})
+        self._take({**{name: after[name] for name in after if name in follows}, **outputs})
         return [*last, *ys]
 
-    def _inside(self, plan: Plan, seeds: Any, args: Sequence[Any], known: dict[str, Array]) -> tuple[list[Any], dict]:
-        """The results of a program within, and the entries that it found."""
-        outer = self.known, self.found
-        self.known, self.found = known, {}
+    def _inside(self, plan: Plan, seeds: Any, args: Sequence[Any], entries: dict[str, Array]) -> tuple[list[Any], dict]:
+        """The results of a program within, and the updates of its entries."""
+        outer = self.entries, self.updates
+        self.entries, self.updates = entries, {}
         try:
-            return interpret(self, plan, seeds, args), self.found
+            return interpret(self, plan, seeds, args), self.updates
         finally:
-            self.known, self.found = outer
+            self.entries, self.updates = outer
 
-    def _take(self, found: Mapping[str, Array]) -> None:
-        self.found.update(found)
+    def _take(self, updates: Mapping[str, Array]) -> None:
+        self.updates.update(updates)
         if self.mode == "update":
-            self.known.update(found)
+            self.entries.update(updates)
 
-    def _sites_in(self, step: ProductStep) -> tuple[Site, ...]:
-        if id(step) not in self._within:
-            inner = (self.sites.get(id(s)) for plan in step.inner for s in plan.walk())
-            self._within[id(step)] = tuple(site for site in inner if site is not None)
-        return self._within[id(step)]
+    def _slots_in(self, step: ProductStep) -> tuple[Site, ...]:
+        if id(step) not in self._slots_within:
+            inner = (self.slots.get(id(s)) for plan in step.inner for s in plan.walk())
+            self._slots_within[id(step)] = tuple(slot for slot in inner if slot is not None)
+        return self._slots_within[id(step)]
 
     @staticmethod
-    def _following(sites: Sequence[Site]) -> set[str]:
-        return {site.name for site in sites if site.follows}
+    def _following(slots: Sequence[Site]) -> set[str]:
+        return {slot.name for slot in slots if slot.follows}
 
-    def _arrays_in(self, step: ProductStep, sites: Sequence[Site]) -> dict[str, Array]:
+    def _arrays_in(self, step: ProductStep, slots: Sequence[Site]) -> dict[str, Array]:
         """Arrays of NaN, which stand for the data of a branch that was not taken."""
         shapes = {}
-        for inner in (s for plan in step.inner for s in plan.walk() if id(s) in self.sites):
+        for inner in (s for plan in step.inner for s in plan.walk() if id(s) in self.slots):
             weight = self.roundings[id(inner)][1]
             aval = inner.eqn.invars[1 - weight].aval
-            turned = [s.eqn.params["length"] for s in _scans_around(step, inner)]
-            shapes[self.sites[id(inner)].name] = jnp.full((*turned, *aval.shape), jnp.nan)
-        return {site.name: shapes[site.name] for site in sites}
+            lengths = [s.eqn.params["length"] for s in _scans_around(step, inner)]
+            shapes[self.slots[id(inner)].name] = jnp.full((*lengths, *aval.shape), jnp.nan)
+        return {slot.name: shapes[slot.name] for slot in slots}
 
 
-def _scans_around(outer: ProductStep, wanted: ProductStep) -> list[ProductStep]:
+def _scans_around(outer: ProductStep, target: ProductStep) -> list[ProductStep]:
     """The scans between a step and one within it, from the outside in."""
     for plan in outer.inner:
         for step in plan.steps:
-            if step is wanted:
+            if step is target:
                 return []
-            if any(inner is wanted for p in step.inner for inner in p.walk()):
-                return [*([step] if step.name == "scan" else []), *_scans_around(step, wanted)]
+            if any(inner is target for p in step.inner for inner in p.walk()):
+                return [*([step] if step.name == "scan" else []), *_scans_around(step, target)]
     return []
 
 
-def _wrong(site: Site, held: Array | None, shape: tuple[int, ...]) -> str:
-    if held is None:
-        more = ", or for a learned scale what calibrate returns" if isinstance(site.source, LSQ) else ""
-        return f"scales has no {site.name!r} of the {site.place}: pass scales=low.start(params, ...){more}"
+def _wrong(slot: Site, entry: Array | None, shape: tuple[int, ...]) -> str:
+    if entry is None:
+        more = ", or for a learned scale what calibrate returns" if isinstance(slot.source, LSQ) else ""
+        return f"scales has no {slot.name!r} of the {slot.place}: pass scales=low.start(params, ...){more}"
     return (
-        f"scales: {site.name!r} of the {site.place} has shape {held.shape} in a call, and its rule needs {shape}: it "
+        f"scales: {slot.name!r} of the {slot.place} has shape {entry.shape} in a call, and its rule needs {shape}: it "
         "belongs to a function with another rule"
     )

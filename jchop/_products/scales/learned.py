@@ -44,17 +44,17 @@ def _forward(spec: Spec, factor: float, x: Array, scale: Array, key: Array | Non
     return y, (x, y, scale)
 
 
-def _backward(spec: Spec, factor: float, kept: tuple, g: Array) -> tuple[Any, Array, None]:
-    x, y, scale = kept
+def _backward(spec: Spec, factor: float, residuals: tuple, g: Array) -> tuple[Any, Array, None]:
+    x, y, scale = residuals
     fmt = spec.scaled
     assert fmt is not None
     wide = jnp.promote_types(x.dtype, jnp.float32)
     groups = Groups(x.shape, fmt.group_shape(x.shape))
-    numbers, rounded, slope = (groups.view(v.astype(wide)) for v in (x, y, g))
+    numbers, rounded_numbers, slope = (groups.view(v.astype(wide)) for v in (x, y, g))
     s = groups.expand(scale.astype(wide))
     inside = (numbers > float(spec.element.min) * s) & (numbers < float(spec.element.max) * s)
     # e - v/s inside, e beyond; both with s e = y
-    by_scale = slope * (rounded - jnp.where(inside, numbers, 0)) / s
+    by_scale = slope * (rounded_numbers - jnp.where(inside, numbers, 0)) / s
     total = factor * jnp.sum(by_scale, axis=groups.axes, keepdims=True)
     of_x = groups.back(jnp.where(inside, slope, 0)).astype(x.dtype)
     return of_x, groups.squeeze(total).astype(scale.dtype), None

@@ -20,23 +20,23 @@ Array = jax.Array
 __all__ = ["Observed", "by_turn", "over_entries"]
 
 
-def by_turn(site: Site, x: Array, function: Callable[[Array], Array]) -> dict[tuple[int, ...], Array]:
-    """A function of the data of each entry of a site: of its turns, by index; of other loops, all turns together."""
-    own = [axis for axis, (_, mine) in enumerate(site.loops) if mine]
-    moved = jnp.moveaxis(x, own, range(len(own)))
-    return {index: function(moved[index]) for index in np.ndindex(*site.stack)}
+def by_turn(slot: Site, x: Array, function: Callable[[Array], Array]) -> dict[tuple[int, ...], Array]:
+    """A function of the data of each entry of a slot: of its iterations, by index; of other loops, all together."""
+    own = [axis for axis, (_, mine) in enumerate(slot.loops) if mine]
+    by_index = jnp.moveaxis(x, own, range(len(own)))
+    return {index: function(by_index[index]) for index in np.ndindex(*slot.stack)}
 
 
 def over_entries(
-    site: Site, values: Mapping[tuple[int, ...], Array], function: Callable[[Array], Array] = jnp.asarray
+    slot: Site, values: Mapping[tuple[int, ...], Array], function: Callable[[Array], Array] = jnp.asarray
 ) -> Array:
-    """The entry of a site from a function of the value of each turn."""
-    each = [function(values[index]) for index in np.ndindex(*site.stack)]
-    return jnp.stack(each).reshape(*site.stack, *each[0].shape)
+    """The entry of a slot from a function of the value of each iteration."""
+    each = [function(values[index]) for index in np.ndindex(*slot.stack)]
+    return jnp.stack(each).reshape(*slot.stack, *each[0].shape)
 
 
 class Observed:
-    """What the sites of a program have seen.
+    """What the slots of a program have seen.
 
     Args:
         method: as of `calibrate`.
@@ -45,40 +45,40 @@ class Observed:
 
     def __init__(self, method: str, combine: str) -> None:
         self._make = observer_of(method, combine)
-        self._sites: dict[str, tuple[Site, dict[tuple[int, ...], Observer]]] = {}
+        self._slots: dict[str, tuple[Site, dict[tuple[int, ...], Observer]]] = {}
 
-    def see(self, seen: Mapping[str, tuple[Site, Array]]) -> None:
+    def see(self, arrays: Mapping[str, tuple[Site, Array]]) -> None:
         """Note the data of one call."""
-        for site, data in seen.values():
-            if isinstance(site.source, DelayedScaling):
+        for slot, data in arrays.values():
+            if isinstance(slot.source, DelayedScaling):
                 continue
-            _, observers = self._sites.setdefault(site.name, (site, {}))
-            for index, x in by_turn(site, data, lambda x: x).items():
+            _, observers = self._slots.setdefault(slot.name, (slot, {}))
+            for index, x in by_turn(slot, data, lambda x: x).items():
                 if isinstance(x, jax.core.Tracer):
                     raise ValueError(
                         "calibrate of a program runs on data, and cannot be part of a traced function, as under "
                         "jax.jit or nnx.eval_shape"
                     )
                 if not bool(jnp.isnan(x).all()):  # else a branch was not taken
-                    check_seen(x, f"product of {site.name!r}")
-                    observers.setdefault(index, self._make(site.spec)).see(x)
+                    check_seen(x, f"product of {slot.name!r}")
+                    observers.setdefault(index, self._make(slot.spec)).see(x)
 
     def into(self, scales: Scales) -> Scales:
-        """Scales with the entries of all sites that have seen data.
+        """Scales with the entries of all slots that have seen data.
 
         Raises:
             ValueError: if there is none.
         """
-        found: dict[str, dict[str, Any]] = {"learned": {}, "stats": {}}
-        for name, (site, observers) in self._sites.items():
+        entries: dict[str, dict[str, Any]] = {"learned": {}, "stats": {}}
+        for name, (slot, observers) in self._slots.items():
             spans = {index: span for index, one in observers.items() if (span := one.range()) is not None}
-            if len(spans) == len([*np.ndindex(*site.stack)]):
-                learned = site.kind == SCALE
-                how = (lambda span, s=site: step_of(span, s.spec)) if learned else (lambda span: span)
-                found["learned" if learned else "stats"][name] = over_entries(site, spans, how)
-        if not found["learned"] and not found["stats"]:
+            if len(spans) == len([*np.ndindex(*slot.stack)]):
+                trainable = slot.kind == SCALE
+                entry_from = (lambda span, s=slot: step_of(span, s.spec)) if trainable else (lambda span: span)
+                entries["learned" if trainable else "stats"][name] = over_entries(slot, spans, entry_from)
+        if not entries["learned"] and not entries["stats"]:
             raise ValueError(
                 "no product of the program has an activation with one scale for the whole array, such as 'int8', "
                 "without a gradient of its own, backward roundings or a history, and data that is finite"
             )
-        return Scales({**scales.learned, **found["learned"]}, {**scales.stats, **found["stats"]})
+        return Scales({**scales.learned, **entries["learned"]}, {**scales.stats, **entries["stats"]})

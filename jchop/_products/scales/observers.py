@@ -55,8 +55,8 @@ def check_seen(x: Array, place: str) -> None:
         return
     if not finite:
         raise ValueError(f"batches give the {place} an input of shape {x.shape} without a finite number")
-    lost = x.size - int(finite)
-    text = f"batches give the {place} {lost} NaN or infinities among {x.size} numbers; its range leaves them out"
+    missing = x.size - int(finite)
+    text = f"batches give the {place} {missing} NaN or infinities among {x.size} numbers; its range leaves them out"
     warnings.warn(text, RuntimeWarning, stacklevel=2)
 
 
@@ -65,15 +65,15 @@ class _OfBatches:
 
     def __init__(self, find: Callable[[Array], Array], combine: str) -> None:
         self.find, self.combine = find, combine
-        self.found: list[Array] = []
+        self.ranges: list[Array] = []
 
     def see(self, x: Array) -> None:
-        self.found.append(self.find(jnp.where(jnp.isfinite(x), x, 0)))
+        self.ranges.append(self.find(jnp.where(jnp.isfinite(x), x, 0)))
 
     def range(self) -> Array | None:
-        if not self.found:
+        if not self.ranges:
             return None
-        ranges = jnp.stack(self.found)
+        ranges = jnp.stack(self.ranges)
         return ranges.mean(0) if self.combine == "mean" else jnp.stack([ranges[:, 0].min(), ranges[:, 1].max()])
 
 
@@ -120,10 +120,10 @@ def observer_of(method: str, combine: str) -> Callable[[Spec], Observer]:
         return lambda spec: _OfBatches(_minmax, combine)
     if method == "mse":
         return lambda spec: _OfBatches(partial(_least_error, spec=spec), combine)
-    found = _PERCENTILE.fullmatch(method) if isinstance(method, str) else None
-    if found is None or not 0 < float(found[1]) <= 100:
+    match = _PERCENTILE.fullmatch(method) if isinstance(method, str) else None
+    if match is None or not 0 < float(match[1]) <= 100:
         raise ValueError(f"method={method!r} must be 'minmax', 'mse', 'entropy', or 'percentile(q)' with 0 < q <= 100")
-    share = float(found[1])
+    share = float(match[1])
     return lambda spec: _OfBatches(partial(_within, share=share), combine)
 
 
@@ -153,8 +153,8 @@ def _least_error(x: Any, spec: Spec) -> Array:
     span = _minmax(x).astype(jnp.float32)
 
     def error(share: Array) -> Array:
-        rounded = round_within(x, nearest, share * span)
-        return jnp.sum(jnp.square(rounded.astype(jnp.float32) - x.astype(jnp.float32)))
+        y = round_within(x, nearest, share * span)
+        return jnp.sum(jnp.square(y.astype(jnp.float32) - x.astype(jnp.float32)))
 
     shares = jnp.arange(1, _STEPS + 1, dtype=jnp.float32) / _STEPS
     return shares[jnp.argmin(jax.lax.map(error, shares))] * span

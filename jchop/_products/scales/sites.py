@@ -70,7 +70,7 @@ class Site:
         name: of its entry.
         spec: of the operand.
         source: the rule's; None for a range that `calibrate` may fix.
-        loops: of the scans around it, the lengths, and whether it has an entry for each turn.
+        loops: of the scans around it, the lengths, and whether it has an entry for each iteration.
         place: of the product, for errors.
         in_branch: whether calls may not reach it.
     """
@@ -112,43 +112,44 @@ class Site:
 def sites_of(
     plan: Plan, roundings: Mapping[int, tuple[Roundings, int]], rules: Mapping[int, Any], paths: Sequence[str]
 ) -> tuple[dict[int, Site], dict[int, tuple[str, ...]]]:
-    """The sites of a program by the identity of their steps, and of each scan the names that have an entry a turn.
+    """The slots of a program by the identity of their steps, and of each scan the names with an entry an iteration.
 
     Raises:
         NotImplementedError: for a source of scales in a program of which nothing but results can come back.
     """
-    sites: dict[int, Site] = {}
-    turns: dict[int, tuple[str, ...]] = {}
+    slots: dict[int, Site] = {}
+    entries_of_scan: dict[int, tuple[str, ...]] = {}
     counts: dict[str, int] = {}
-    for step, scans, closed, in_branch in _walk(plan, (), "", False):
+    for step, scans, enclosure, in_branch in _walk(plan, (), "", False):
         if id(step) not in roundings or id(step) not in rules:
             continue
-        how, weight = roundings[id(step)]
+        product_roundings, weight = roundings[id(step)]
         rule = rules[id(step)]
         source = rule.scale_from if rule.scale_from is not None and "activation" in rule.scale_from.fields else None
-        if weight < 0 or not _keeps(how, source):
+        if weight < 0 or not _keeps(product_roundings, source):
             continue
         leaf = step.uses[weight][0].leaf
         name = f"{paths[leaf] or 'params'}_activation_{RANGE if source is None else _KINDS[type(source)]}"
-        if closed and source is None:
+        if enclosure and source is None:
             continue
-        if closed and (closed != _WHILE or isinstance(source, LSQ)):  # its state can be carried, its data not be seen
+        # The state of a while loop can be carried, its data not be seen.
+        if enclosure and (enclosure != _WHILE or isinstance(source, LSQ)):
             raise NotImplementedError(
-                f"{rule}: scale_from of {step.name} at {step.source or 'an unknown line'}, which is within {closed}, "
-                f"out of which its data cannot come. Put Rule({pattern_of(paths[leaf])!r}, ...) without scale_from "
-                "before it"
+                f"{rule}: scale_from of {step.name} at {step.source or 'an unknown line'}, which is within "
+                f"{enclosure}, out of which its data cannot come. Put Rule({pattern_of(paths[leaf])!r}, ...) without "
+                "scale_from before it"
             )
         counts[name] = counts.get(name, 0) + 1
         name = name if counts[name] == 1 else f"{name}_{counts[name] - 1}"
         for scan in (scan for scan, _, leaves in scans if leaf in leaves):
-            turns[scan] = (*turns.get(scan, ()), name)
-        assert how.left is not None
+            entries_of_scan[scan] = (*entries_of_scan.get(scan, ()), name)
+        assert product_roundings.left is not None
         loops = tuple((length, leaf in leaves) for _, length, leaves in scans)
-        sites[id(step)] = Site(name, how.left, source, loops, how.place, in_branch)
-    return sites, turns
+        slots[id(step)] = Site(name, product_roundings.left, source, loops, product_roundings.place, in_branch)
+    return slots, entries_of_scan
 
 
-def check_names(names: Iterable[str], sites: Iterable[Site], rules: Mapping[str, Any]) -> None:
+def check_names(names: Iterable[str], slots: Iterable[Site], rules: Mapping[str, Any]) -> None:
     """Refuse entries of another function or other rules, and fixed ranges of some products alone.
 
     Without a fixed range all activations have the scales of each array. An entry may be of a product that the program
@@ -156,41 +157,45 @@ def check_names(names: Iterable[str], sites: Iterable[Site], rules: Mapping[str,
 
     Args:
         names: of the entries.
-        sites: of the program.
+        slots: of the program.
         rules: of the parameters, by path.
 
     Raises:
         ValueError: that names what is missing, and what has no use.
     """
-    given, own = set(names), {site.name: site for site in sites}
-    fixed = {name for name, site in own.items() if site.source is None}
-    unused = sorted(name for name in given if name not in own and not _may_be_kept(name, rules))
-    missing = sorted(name for name in fixed - given if not own[name].in_branch) if fixed & given or unused else []
-    said = [f"has no {name!r}" for name in missing] + [f"has {name!r}, which has no use here" for name in unused]
-    if said:
+    present, slot_of_name = set(names), {slot.name: slot for slot in slots}
+    fixed = {name for name, slot in slot_of_name.items() if slot.source is None}
+    extra = sorted(name for name in present if name not in slot_of_name and not _may_be_kept(name, rules))
+    missing = (
+        sorted(name for name in fixed - present if not slot_of_name[name].in_branch) if fixed & present or extra else []
+    )
+    problems = [f"has no {name!r}" for name in missing] + [f"has {name!r}, which has no use here" for name in extra]
+    if problems:
         raise ValueError(
-            f"scales {', '.join(said)}: pass what start, update or calibrate returned for this function, these "
+            f"scales {', '.join(problems)}: pass what start, update or calibrate returned for this function, these "
             "rules and, among the batches, arguments of these shapes"
         )
 
 
 def _may_be_kept(name: str, rules: Mapping[str, Any]) -> bool:
     """Whether a parameter has a rule under which an entry of this name is kept."""
-    found = _NAME.fullmatch(name)
-    rule = None if found is None else rules.get(found[1])
-    if found is None or rule is None or getattr(rule, found[2]) is None:
+    match = _NAME.fullmatch(name)
+    rule = None if match is None else rules.get(match[1])
+    if match is None or rule is None or getattr(rule, match[2]) is None:
         return False
-    source = rule.scale_from if rule.scale_from is not None and found[2] in rule.scale_from.fields else None
+    source = rule.scale_from if rule.scale_from is not None and match[2] in rule.scale_from.fields else None
     if source is None:
-        return found[2] == "activation" and found[3] == RANGE
-    return found[3] == _KINDS[type(source)]
+        return match[2] == "activation" and match[3] == RANGE
+    return match[3] == _KINDS[type(source)]
 
 
-def _keeps(how: Roundings, source: ScaleFrom | None) -> bool:
+def _keeps(roundings: Roundings, source: ScaleFrom | None) -> bool:
     """Whether the left operand has kept scales by the rule, or is rounded once under one scale, which can be fixed."""
-    if how.left is None or how.codes:
+    if roundings.left is None or roundings.codes:
         return False
-    return source is not None or (is_tensor_scaled(how.left) and how.keeps_left and how.left.gradient == Gradient())
+    return source is not None or (
+        is_tensor_scaled(roundings.left) and roundings.keeps_left and roundings.left.gradient == Gradient()
+    )
 
 
 _Scans = tuple[tuple[int, int, frozenset[int]], ...]
@@ -198,19 +203,21 @@ _OPEN = frozenset((*PLAIN_CALLS, *HIGH_CALLS, *REMAT_CALLS, "scan", "cond"))
 _WHILE = "a while loop"
 
 
-def _walk(plan: Plan, scans: _Scans, closed: str, in_branch: bool) -> Iterator[tuple[ProductStep, _Scans, str, bool]]:
+def _walk(
+    plan: Plan, scans: _Scans, enclosure: str, in_branch: bool
+) -> Iterator[tuple[ProductStep, _Scans, str, bool]]:
     """Every step, with the scans around it (each with its length and the parameters that it takes apart)."""
     for step in plan.steps:
-        yield step, scans, closed, in_branch
+        yield step, scans, enclosure, in_branch
         if not step.inner:
             continue
         inside = scans
         if step.name == "scan":
-            taken = step.known[sum(carry_count(step.eqn.params)) :]
-            leaves = frozenset(origin.leaf for fact in taken for origin in fact.origins)
+            slices = step.known[sum(carry_count(step.eqn.params)) :]
+            leaves = frozenset(origin.leaf for fact in slices for origin in fact.origins)
             inside = (*scans, (id(step), step.eqn.params["length"], leaves))
         within = "" if step.name in _OPEN else _SAID.get(step.name, step.name)
-        within = closed if closed and (closed != _WHILE or not within) else within
+        within = enclosure if enclosure and (enclosure != _WHILE or not within) else within
         for inner in step.inner:
             yield from _walk(inner, inside, within, in_branch or step.name == "cond")
 

@@ -46,22 +46,22 @@ class Experts(Matrices):
 
     def wide(self, a: Array, b: Array, dtype: Any) -> Array:
         """The sums of products of elements as numbers of a wider dtype, which one matrix at a time is written in."""
-        return self._in_turn(lambda a, b: Matrices().wide(a, b, dtype), a, b)
+        return self._sum_by_expert(lambda a, b: Matrices().wide(a, b, dtype), a, b)
 
     def integers_on_cpu(self, a: Array, b: Array) -> Array:
         """The exact sums of int8 on a CPU, one matrix after the other."""
-        return self._in_turn(Matrices().integers_on_cpu, a, b)
+        return self._sum_by_expert(Matrices().integers_on_cpu, a, b)
 
-    def _in_turn(self, product: Callable[[Array, Array], Array], a: Array, b: Array) -> Array:
-        def of(i: Array) -> Array:
+    def _sum_by_expert(self, product: Callable[[Array, Array], Array], a: Array, b: Array) -> Array:
+        def product_of_expert(i: Array) -> Array:
             return product(a[None], lax.dynamic_index_in_dim(b, i, 0))[0]
 
-        def turn(i: Array, total: Array) -> Array:
-            return jnp.where(((self.owner == i) & self.inside)[:, None], of(i), total)
+        def add_expert(i: Array, total: Array) -> Array:
+            return jnp.where(((self.owner == i) & self.inside)[:, None], product_of_expert(i), total)
 
-        shape = jax.eval_shape(of, jnp.int32(0))
+        shape = jax.eval_shape(product_of_expert, jnp.int32(0))
         start = varying_like(jnp.zeros(shape.shape, shape.dtype), a, b, self.owner)
-        return lax.fori_loop(0, self.experts, turn, start)
+        return lax.fori_loop(0, self.experts, add_expert, start)
 
     def left(self, rows: Array) -> Array:
         """Of a row, and zero for those of no expert."""
@@ -87,18 +87,18 @@ def weights_of_experts(gradient: Coded, x: Coded, sizes: Array, experts: int, dt
     """
     owner = _owners(sizes, x.elements.shape[1])
 
-    def of(expert: Array) -> Array:
-        mine = owner == expert
+    def gradient_of_expert(expert: Array) -> Array:
+        is_own_row = owner == expert
 
-        def only(v: Coded) -> Coded:
+        def mask_other_rows(v: Coded) -> Coded:
             """Other rows have zeros, which is the code of a zero point where there is one."""
             none = jnp.zeros((), v.elements.dtype) if v.zero is None else v.zero.astype(v.elements.dtype)
-            return replace(v, elements=jnp.where(mine, v.elements, none))
+            return replace(v, elements=jnp.where(is_own_row, v.elements, none))
 
-        left, right = (replace(only(v).moved(lambda u: u[None]), block=v.block) for v in (gradient, x))
+        left, right = (replace(mask_other_rows(v).map_parts(lambda u: u[None]), block=v.block) for v in (gradient, x))
         return multiply(left, right, dtype)[0].T
 
-    return lax.map(of, jnp.arange(experts))
+    return lax.map(gradient_of_expert, jnp.arange(experts))
 
 
 def _owners(sizes: Array, rows: int) -> Array:

@@ -50,11 +50,11 @@ def by_panels(x: Coded, w: Coded, leading: bool) -> bool:
         return not w.is_plain
     count, integers = x.elements.shape[1], x.elements.dtype == w.elements.dtype == jnp.int8
     blocks = {_block(x), _block(w)}
-    if not integers or w.stored is None or len(blocks - {count}) > 1:
+    if not integers or w.qarray is None or len(blocks - {count}) > 1:
         return False
     block = min(blocks)
     tall = leading and count >= _TALL and if_known(lambda: x.elements.shape[0] > 1, True)
-    read = block == count and w.stored.spec.element.bits == 8 and not tall
+    read = block == count and w.qarray.spec.element.bits == 8 and not tall
     return block * 2**16 < 2**31 and not read
 
 
@@ -68,8 +68,8 @@ def multiply_weights(x: Coded, w: Coded, leading: bool, dtype: Any) -> Array:
     """The product of rows (m, k) and weights with k as their first axis or their last, as (m, n).
 
     Args:
-        x: as `by_panels` allows.
-        w: laid out as (n, k); its `stored` array, if it has one, as (k, n) or (n, k).
+        x: as `suits_panels` allows.
+        w: in the layout (n, k); its `qarray`, if it has one, as (k, n) or (n, k).
         leading: whether k is the first axis of the weights.
         dtype: of the result.
     """
@@ -81,7 +81,7 @@ def multiply_weights(x: Coded, w: Coded, leading: bool, dtype: Any) -> Array:
     def on_device(x: Coded, w: Coded) -> Array:
         if x.is_plain and leading and _fits(x.elements, w, dtype):
             return _by_kernel(x.elements, w, dtype)
-        left, right = (replace(v.moved(lambda u: u[None]), block=v.block) for v in (x, w))
+        left, right = (replace(v.map_parts(lambda u: u[None]), block=v.block) for v in (x, w))
         return multiply(left, right, dtype)[0]
 
     return by_platform(on_device, x, w, cpu=on_cpu)
@@ -89,129 +89,133 @@ def multiply_weights(x: Coded, w: Coded, leading: bool, dtype: Any) -> Array:
 
 def _panels(x: Coded, w: Coded, leading: bool, dtype: Any) -> Array:
     """The scaled sums of the panels, added from the first to the last."""
-    work = jnp.float64 if jnp.dtype(dtype) == jnp.float64 else jnp.float32
+    sum_dtype = jnp.float64 if jnp.dtype(dtype) == jnp.float64 else jnp.float32
     integers = x.elements.dtype == jnp.int8
-    kind = jnp.int8 if integers else work
-    (rows, count), given = x.elements.shape, x.elements.astype(kind)
+    kind = jnp.int8 if integers else sum_dtype
+    (rows, count), x_elements = x.elements.shape, x.elements.astype(kind)
     block = min(_block(x), _block(w))
     x_within, w_within = _block(x) < count, _block(w) < count  # whose scales change along the sum
     most = _INTEGERS if integers else _SHORT if if_known(lambda: rows <= _FEW_ROWS) else _LONG
     size = block if block < count else min(most, count)
-    shared, panel = _reader(w, leading, kind)
-    columns = shared if leading else 1  # of which each has numbers of its own
+    per_byte, panel = _reader(w, leading, kind)
+    columns = per_byte if leading else 1  # of which each has numbers of its own
 
-    def of(values: Array, start: Any, dtype: Any) -> list[Array]:
+    def column_numbers(values: Array, start: Any, dtype: Any) -> list[Array]:
         """A number of each column in the block of a place, for each place in a byte."""
         row = lax.dynamic_index_in_dim(values, start // block, 0, keepdims=False).astype(dtype)
-        return list(row.reshape(-1, columns).T) * (shared // columns)
+        return list(row.reshape(-1, columns).T) * (per_byte // columns)
 
-    def of_rows(values: Array, start: Any) -> Array:
+    def row_numbers(values: Array, start: Any) -> Array:
         return lax.dynamic_index_in_dim(values, start // block, 1)
 
     # One number of each block, before the loop, so that it does not carry a number for each element.
     scales, zeros = (None if v is None else v[:, ::block].T for v in (w.scale, w.zero))
     x_scales, x_zeros = (None if v is None else v[:, ::block] for v in (x.scale, x.zero))
 
-    def multiplied(a: Array, part: Array, zero: Array | None, x_zero: Array | None) -> Array:
+    def product_of_panel(rows: Array, part: Array, zero: Array | None, x_zero: Array | None) -> Array:
         if not integers:
             axis = 0 if leading else 1
-            return _dot(a, part if zero is None else part - (zero if leading else zero[:, None]), axis, work)
+            return _dot(rows, part if zero is None else part - (zero if leading else zero[:, None]), axis, sum_dtype)
         left, right = (None if v is None else v.reshape(1, -1, 1) for v in (x_zero, zero))
         b = part.T if leading else part
-        return exact_sum(Coded(a[None], None, left), Coded(b[None], None, right), a.shape[1])[0]
+        return exact_sum(Coded(rows[None], None, left), Coded(b[None], None, right), rows.shape[1])[0]
 
-    def term(start: Any, size: int) -> list[Array]:
+    def sums_of_panel(start: Any, size: int) -> list[Array]:
         parts = panel(start, size)
-        own = [None] * shared if zeros is None else of(zeros, start, jnp.int32 if integers else work)
-        a = lax.dynamic_slice_in_dim(given, start, size, 1)
-        apart = [a] * shared if leading else list(jnp.moveaxis(a.reshape(-1, size // shared, shared), 2, 0))
-        x_zero = None if x_zeros is None else of_rows(x_zeros, start)
-        sums = [multiplied(*given, x_zero) for given in zip(apart, parts, own, strict=True)]
+        own = [None] * per_byte if zeros is None else column_numbers(zeros, start, jnp.int32 if integers else sum_dtype)
+        a = lax.dynamic_slice_in_dim(x_elements, start, size, 1)
+        apart = [a] * per_byte if leading else list(jnp.moveaxis(a.reshape(-1, size // per_byte, per_byte), 2, 0))
+        x_zero = None if x_zeros is None else row_numbers(x_zeros, start)
+        sums = [product_of_panel(*operands, x_zero) for operands in zip(apart, parts, own, strict=True)]
         sums = sums if leading else [reduce(operator.add, sums)]
         if x_within and x_scales is not None:
-            sums = [_scaled_to(work)(v, of_rows(x_scales, start)) for v in sums]
-        return sums if not w_within or scales is None else list(map(_scaled_to(work), sums, of(scales, start, work)))
+            sums = [_scaled_to(sum_dtype)(v, row_numbers(x_scales, start)) for v in sums]
+        return (
+            sums
+            if not w_within or scales is None
+            else list(map(_scaled_to(sum_dtype), sums, column_numbers(scales, start, sum_dtype)))
+        )
 
     def add(total: list[Array], start: Any, size: int) -> list[Array]:
-        return [a + b for a, b in zip(total, term(start, size), strict=True)]
+        return [a + b for a, b in zip(total, sums_of_panel(start, size), strict=True)]
 
     whole, rest = divmod(count, size)
-    first = jnp.zeros((rows, w.elements.shape[0] // columns), jnp.int32 if integers and block == count else work)
+    first = jnp.zeros((rows, w.elements.shape[0] // columns), jnp.int32 if integers and block == count else sum_dtype)
     first = varying_like(first, *jax.tree.leaves((x, w)))
     total = lax.fori_loop(0, whole, lambda i, total: add(total, i * size, size), [first] * columns)
     total = add(total, whole * size, rest) if rest else total
     if x_scales is not None and not x_within:
-        total = [_scaled_to(work)(v, x_scales[:, :1]) for v in total]
+        total = [_scaled_to(sum_dtype)(v, x_scales[:, :1]) for v in total]
     if not w_within and scales is not None:
-        total = list(map(_scaled_to(work), total, of(scales, 0, work)))
+        total = list(map(_scaled_to(sum_dtype), total, column_numbers(scales, 0, sum_dtype)))
     return jnp.stack(total, -1).reshape(rows, -1).astype(dtype)
 
 
-def _scaled_to(work: Any) -> Callable[[Array, Array], Array]:
-    return lambda total, scale: scaled(total.astype(work), scale)
+def _scaled_to(dtype: Any) -> Callable[[Array, Array], Array]:
+    return lambda total, scale: scaled(total.astype(dtype), scale)
 
 
-def _dot(x: Array, numbers: Array, axis: int, work: Any) -> Array:
+def _dot(x: Array, numbers: Array, axis: int, sum_dtype: Any) -> Array:
     dims = (((1,), (axis,)), ((), ()))
-    return lax.dot_general(x, numbers, dims, precision=lax.Precision.HIGHEST, preferred_element_type=work)
+    return lax.dot_general(x, numbers, dims, precision=lax.Precision.HIGHEST, preferred_element_type=sum_dtype)
 
 
-def _reader(w: Coded, leading: bool, work: Any) -> tuple[int, Callable[[Any, int], list[Array]]]:
+def _reader(w: Coded, leading: bool, dtype: Any) -> tuple[int, Callable[[Any, int], list[Array]]]:
     """How many elements share a byte, and a function of a place along the sum and a number of elements there.
 
     The function gives these as floats, (size, n) or (n, size): one array for each place in a byte, since to put them
     side by side takes longer than to multiply them apart.
     """
-    axis, stored, carrier = 0 if leading else 1, w.stored, CARRIERS["float32"]
-    if stored is None:
+    axis, qarray, carrier = 0 if leading else 1, w.qarray, CARRIERS["float32"]
+    if qarray is None:
         elements = lax.optimization_barrier(w.elements.T if leading else w.elements)  # as they would lie if stored
-        return 1, lambda start, size: [lax.dynamic_slice_in_dim(elements, start, size, axis).astype(work)]
-    fmt, values = stored.spec.element, stored.qvalue
+        return 1, lambda start, size: [lax.dynamic_slice_in_dim(elements, start, size, axis).astype(dtype)]
+    fmt, values = qarray.spec.element, qarray.qvalue
     bits = fmt.bits if fmt.bits < 8 else 8  # of an element, in the unit of `values`
-    shared = 8 // bits if 8 % bits == 0 and stored.shape[1] % (8 // bits) == 0 else 1
+    per_byte = 8 // bits if 8 % bits == 0 and qarray.shape[1] % (8 // bits) == 0 else 1
 
     def read(start: Any, size: int) -> list[Array]:
         along = 8 if leading else bits
         part = lax.dynamic_slice_in_dim(values, start * along // 8, -(-size * along // 8), axis)
-        if shared == 1:
-            numbers = [decode_plain(part, fmt, stored.shape[1] if leading else size, carrier)]
+        if per_byte == 1:
+            numbers = [decode_plain(part, fmt, qarray.shape[1] if leading else size, carrier)]
         else:
             mask = jnp.uint8((1 << bits) - 1)
-            numbers = [decode_elements((part >> (bits * i)) & mask, fmt, carrier, short=True) for i in range(shared)]
-        return [(v + w.shift if w.shift else v).astype(work) for v in numbers]
+            numbers = [decode_elements((part >> (bits * i)) & mask, fmt, carrier, short=True) for i in range(per_byte)]
+        return [(v + w.shift if w.shift else v).astype(dtype) for v in numbers]
 
-    return shared, read
+    return per_byte, read
 
 
 def _fits(x: Array, w: Coded, dtype: Any) -> bool:
     """Whether the kernel takes such operands."""
-    if w.stored is None or w.scale is None or w.zero is not None or w.stored.spec.scaled is None:
+    if w.qarray is None or w.scale is None or w.zero is not None or w.qarray.spec.scaled is None:
         return False
-    fmt = w.stored.spec.element
-    taken = isinstance(fmt, FloatFormat | UniformFormat | CodebookFormat) and fmt.bits in (2, 4, 8)
-    carried = jnp.promote_types(x.dtype, dtype).name in ("float32", "bfloat16")
-    return taken and carried and exact_in(fmt, "float32")
+    fmt = w.qarray.spec.element
+    has_kernel_format = isinstance(fmt, FloatFormat | UniformFormat | CodebookFormat) and fmt.bits in (2, 4, 8)
+    has_kernel_dtype = jnp.promote_types(x.dtype, dtype).name in ("float32", "bfloat16")
+    return has_kernel_format and has_kernel_dtype and exact_in(fmt, "float32")
 
 
 def _by_kernel(x: Array, w: Coded, dtype: Any) -> Array:
-    assert w.stored is not None and w.stored.spec.scaled is not None
-    (count, columns), given, kept = w.stored.shape, scales_of(w.stored), w.stored.scale
-    if not isinstance(kept, tuple) and kept.dtype == jnp.bfloat16 and kept.shape == given.shape:
-        given = kept  # which a kernel widens after it has read them
+    assert w.qarray is not None and w.qarray.spec.scaled is not None
+    (count, columns), group_scale, own_scale = w.qarray.shape, scales_of(w.qarray), w.qarray.scale
+    if not isinstance(own_scale, tuple) and own_scale.dtype == jnp.bfloat16 and own_scale.shape == group_scale.shape:
+        group_scale = own_scale  # which a kernel widens after it has read them
     else:
-        given = given.astype(jnp.float32)
+        group_scale = group_scale.astype(jnp.float32)
     group = count if w.block is None else min(w.block, count)
-    codes = lax.bitcast_convert_type(w.stored.qvalue, jnp.uint8)
+    codes = lax.bitcast_convert_type(w.qarray.qvalue, jnp.uint8)
     # Not of `w.scale`: a TPU would write a scale for each element.
-    along = (OWN, kinds_of(w.stored.spec.scaled, 2)[1])
-    scales = expand(given, along, (given.shape[0], columns))
+    along = (OWN, kinds_of(w.qarray.spec.scaled, 2)[1])
+    scales = expand(group_scale, along, (group_scale.shape[0], columns))
     scales = jnp.broadcast_to(scales, (-(-count // group), columns))
     x = x.astype(jnp.promote_types(x.dtype, dtype))
-    return dequantize_matmul(x, codes, scales, format=w.stored.spec.element, group=group).astype(dtype)
+    return dequantize_matmul(x, codes, scales, format=w.qarray.spec.element, group=group).astype(dtype)
 
 
-def reads(stored: QArray, leading: bool, block: int | None) -> bool:
+def reads(qarray: QArray, leading: bool, block: int | None) -> bool:
     """Whether panels of a stored matrix can be read from its bytes."""
-    bits = stored.spec.element.bits
-    whole = all(size * bits % 8 == 0 for size in (block or _SHORT, stored.shape[-1]))
-    return stored.ndim == 2 and (leading or bits >= 8 or whole)
+    bits = qarray.spec.element.bits
+    whole = all(size * bits % 8 == 0 for size in (block or _SHORT, qarray.shape[-1]))
+    return qarray.ndim == 2 and (leading or bits >= 8 or whole)

@@ -47,7 +47,7 @@ class Geometry:
     padding: tuple[tuple[int, int], ...]
     image_gaps: tuple[int, ...]
     kernel_gaps: tuple[int, ...]
-    mirrored: bool = False
+    flips_kernel: bool = False
 
     def windows(self, space: Sequence[int], places: Sequence[int]) -> tuple[int, ...]:
         """How many windows an image has along each axis."""
@@ -70,14 +70,14 @@ class Geometry:
             span, whole, windows = (k - 1) * kernel_gap + 1, (n - 1) * gap + 1, (size - 1) * step + 1
             before = span - low - 1
             padding.append((before, whole + span - 1 - windows - before))
-        return Geometry(self.image_gaps, tuple(padding), self.strides, self.kernel_gaps, not self.mirrored)
+        return Geometry(self.image_gaps, tuple(padding), self.strides, self.kernel_gaps, not self.flips_kernel)
 
     @property
     def extends(self) -> bool:
         """Whether windows may have places outside of the image."""
         return any(max(pair) > 0 for pair in self.padding) or set(self.image_gaps) != {1}
 
-    def extended(self, image: Array, fill: Array | None) -> Array:
+    def extend(self, image: Array, fill: Array | None) -> Array:
         """An image (n, *space, channels) with the places outside of it: numbers that broadcast to it, or zeros."""
         sides = [(low, high, gap - 1) for (low, high), gap in zip(self.padding, self.image_gaps, strict=True)]
         sides = [(0, 0, 0), *sides, (0, 0, 0)]
@@ -88,15 +88,15 @@ class Geometry:
         return jnp.where(inside, wide, fill.astype(image.dtype))
 
     @property
-    def within(self) -> Geometry:
+    def without_padding(self) -> Geometry:
         """That of an extended image."""
         return replace(self, padding=((0, 0),) * len(self.strides), image_gaps=(1,) * len(self.strides))
 
     def patches(self, image: Array, places: Sequence[int]) -> Array:
         """The windows of an image, (n, *windows, places, channels)."""
-        counts, image, rank = self.windows(image.shape[1:-1], places), self.extended(image, None), len(places)
+        counts, image, rank = self.windows(image.shape[1:-1], places), self.extend(image, None), len(places)
         for i, (count, k) in enumerate(zip(counts, places, strict=True)):
-            offsets = self.kernel_gaps[i] * np.arange(k)[:: -1 if self.mirrored else 1]
+            offsets = self.kernel_gaps[i] * np.arange(k)[:: -1 if self.flips_kernel else 1]
             index = self.strides[i] * np.arange(count)[:, None] + offsets
             image = jnp.take(image, index, axis=1 + 2 * i, mode="clip")
         order = (0, *range(1, 2 * rank, 2), *range(2, 2 * rank + 1, 2), 2 * rank + 1)
@@ -117,14 +117,14 @@ class _Windows(Matrices):
         """One convolution; of two types, which `lax` has none of, one product of matrices."""
         if a.dtype != b.dtype:
             return self._as_matrices(a, b, dtype)
-        how, rank = self.geometry, len(self.places)
+        geometry, rank = self.geometry, len(self.places)
         image = a.reshape(*a.shape[:-2], -1)
         kernel = b.reshape(*self.places, -1, b.shape[-1])
-        kernel = lax.rev(kernel, range(rank)) if how.mirrored else kernel
+        kernel = lax.rev(kernel, range(rank)) if geometry.flips_kernel else kernel
         space = tuple(range(1, rank + 1))
         numbers = lax.ConvDimensionNumbers((0, rank + 1, *space), (rank, rank + 1, *range(rank)), (0, rank + 1, *space))
         y = lax.conv_general_dilated(
-            image, kernel, how.strides, how.padding, how.image_gaps, how.kernel_gaps, numbers,
+            image, kernel, geometry.strides, geometry.padding, geometry.image_gaps, geometry.kernel_gaps, numbers,
             feature_group_count=a.shape[-2], precision=precision_of(a.dtype), preferred_element_type=dtype,
         )  # fmt: skip
         return y.reshape(self.shape(a, b))
@@ -196,32 +196,34 @@ def convolve(image: Coded, kernel: Coded, geometry: Geometry, dtype: Any) -> Arr
     """
     places = kernel.elements.shape[:-3]
     groups, _, channels = kernel.elements.shape[-3:]
-    how = _Windows(geometry, places)
+    sums = _Windows(geometry, places)
     if not image.elements.size or not kernel.elements.size:
-        return jnp.zeros(how.shape(image.elements, kernel.elements), dtype)
-    summed = how.width * channels * (groups if geometry.mirrored else 1)  # all that a scale of a kernel may be of
-    image, kernel = _along(image, math.prod(image.elements.shape[1:])), _along(kernel, summed)
+        return jnp.zeros(sums.shape(image.elements, kernel.elements), dtype)
+    sum_length = (
+        sums.width * channels * (groups if geometry.flips_kernel else 1)
+    )  # all that a scale of a kernel may be of
+    image, kernel = _along(image, math.prod(image.elements.shape[1:])), _along(kernel, sum_length)
     if image.block is not None and channels % image.block:
         raise _misfit(image.block, f"{channels} channels of an image")
-    if kernel.block is not None and geometry.mirrored and groups > 1 and channels % kernel.block:
+    if kernel.block is not None and geometry.flips_kernel and groups > 1 and channels % kernel.block:
         raise _misfit(kernel.block, f"{channels} channels of a kernel")
     if image.zero is not None and image.block is None and geometry.extends:
-        apart = image.elements.shape
+        image_shape = image.elements.shape
 
-        def joined(v: Array) -> Array:
-            return v.reshape(*apart[:-2], -1)
+        def flatten_channels(v: Array) -> Array:
+            return v.reshape(*image_shape[:-2], -1)
 
-        rows = how.left(image.zero[..., 0])[..., 0]
-        elements = geometry.extended(joined(image.elements), rows)
-        shape = (*elements.shape[:-1], *apart[-2:])
+        rows = sums.left(image.zero[..., 0])[..., 0]
+        elements = geometry.extend(flatten_channels(image.elements), rows)
+        shape = (*elements.shape[:-1], *image_shape[-2:])
         over = jnp.broadcast_to(rows[..., None], shape)
-        scale = None if image.scale is None else jnp.broadcast_to(how.left(image.scale[..., 0]), shape)
-        image, geometry = Coded(elements.reshape(shape), scale, over), geometry.within
-        how = _Windows(geometry, places)
-    if image.block is None and kernel.block is None and how.width <= LARGEST_WIDTH:
-        return multiply(image, kernel, dtype, how)
-    out = how.shape(image.elements, kernel.elements)
-    y = multiply(_as_rows(image, how), replace(kernel.moved(_kernel_rows), block=kernel.block), dtype)
+        scale = None if image.scale is None else jnp.broadcast_to(sums.left(image.scale[..., 0]), shape)
+        image, geometry = Coded(elements.reshape(shape), scale, over), geometry.without_padding
+        sums = _Windows(geometry, places)
+    if image.block is None and kernel.block is None and sums.width <= LARGEST_WIDTH:
+        return multiply(image, kernel, dtype, sums)
+    out = sums.shape(image.elements, kernel.elements)
+    y = multiply(_as_rows(image, sums), replace(kernel.map_parts(_kernel_rows), block=kernel.block), dtype)
     return _from_rows(y, out)
 
 
@@ -230,12 +232,12 @@ def _along(v: Coded, size: int) -> Coded:
     return replace(v, block=None) if v.scale is None or v.block is None or v.block >= size else v
 
 
-def _as_rows(image: Coded, how: _Windows) -> Coded:
+def _as_rows(image: Coded, sums: _Windows) -> Coded:
     """The windows of an image as rows of matrices."""
     groups = image.elements.shape[-2]
 
     def rows(v: Array) -> Array:
-        return _rows(how.geometry.patches(v.reshape(*v.shape[:-2], -1), how.places), groups)
+        return _rows(sums.geometry.patches(v.reshape(*v.shape[:-2], -1), sums.places), groups)
 
     elements = rows(image.elements)
     if image.block is not None:
@@ -243,13 +245,13 @@ def _as_rows(image: Coded, how: _Windows) -> Coded:
         return Coded(elements, scale, zero, image.block)
     windows = elements.shape[1] // image.elements.shape[0]
 
-    def over(v: Array | None) -> Array | None:
+    def per_window(v: Array | None) -> Array | None:
         """One number for each image, over its windows."""
         if v is None:
             return None
         return jnp.broadcast_to(jnp.repeat(v.reshape(v.shape[0], -1)[:, 0], windows)[:, None], elements.shape)
 
-    return Coded(elements, over(image.scale), over(image.zero))
+    return Coded(elements, per_window(image.scale), per_window(image.zero))
 
 
 def correlate(
@@ -282,30 +284,30 @@ def correlate(
     if image.block is not None and not same:
         raise _misfit(image.block, "the images and places that dw sums over", field="weight_gradient")
 
-    def grouped(v: Array) -> Array:
+    def split_groups(v: Array) -> Array:
         return v.reshape(groups, v.shape[0] // groups, -1)
 
-    left = replace(gradient.moved(grouped), block=gradient.block)
+    left = replace(gradient.map_parts(split_groups), block=gradient.block)
     if same:
-        right = replace(image.moved(grouped), block=image.block)
+        right = replace(image.map_parts(split_groups), block=image.block)
         y = multiply(left, right, dtype)
         return y.reshape(*places, *y.shape)
     fill = None if image.zero is None else _first(image.zero).reshape(-1)
-    wide = jnp.moveaxis(geometry.extended(jnp.moveaxis(image.elements, 0, -1), fill), -1, 0)
+    wide = jnp.moveaxis(geometry.extend(jnp.moveaxis(image.elements, 0, -1), fill), -1, 0)
     gaps = geometry.kernel_gaps
     spans = [(n - 1) * step + 1 for n, step in zip(windows, geometry.strides, strict=True)]
 
-    def at(place: Array) -> Array:
+    def at_place(place: Array) -> Array:
         starts = [0, 0, *(place[i] * gap for i, gap in enumerate(gaps))]
         part = lax.dynamic_slice(wide, starts, (*wide.shape[:2], *spans))
         part = lax.slice(part, (0,) * part.ndim, part.shape, (1, 1, *geometry.strides))
         scale, zero = (
             None if v is None else jnp.broadcast_to(_first(v), part.shape) for v in (image.scale, image.zero)
         )
-        return multiply(left, Coded(part, scale, zero).moved(grouped), dtype)
+        return multiply(left, Coded(part, scale, zero).map_parts(split_groups), dtype)
 
     index = np.stack(np.unravel_index(np.arange(math.prod(places)), tuple(places)), -1).astype(np.int32)
-    y = lax.map(at, jnp.asarray(index))
+    y = lax.map(at_place, jnp.asarray(index))
     return y.reshape(*places, *y.shape[1:])
 
 

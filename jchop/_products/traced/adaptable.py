@@ -25,19 +25,19 @@ def adaptable(plan: Plan, shapes: Sequence[tuple[int, ...]]) -> dict[int, Matrix
     Returns:
         By the number of the parameter its layout, or the reason why it can have no adapter.
     """
-    found: dict[int, MatrixLayout | str] = {}
+    layouts: dict[int, MatrixLayout | str] = {}
     products: set[int] = set()
     for step, side, use in _uses(plan):
-        before, new = found.get(use.leaf), _layout(step, side, use, shapes[use.leaf])
+        before, new = layouts.get(use.leaf), _layout(step, side, use, shapes[use.leaf])
         if use.kind == "product":
             products.add(use.leaf)
         if isinstance(before, MatrixLayout) and isinstance(new, MatrixLayout) and before != new:
             new = f"{use.primitive} at {use.source or 'an unknown line'} sums over other axes of it than before"
-        found[use.leaf] = before if isinstance(before, str) else new
+        layouts[use.leaf] = before if isinstance(before, str) else new
     for fact in plan.out:
         for origin in () if fact is None else fact.origins:
-            found[origin.leaf] = "the function returns it"
-    return {leaf: found[leaf] for leaf in sorted(products)}
+            layouts[origin.leaf] = "the function returns it"
+    return {leaf: layouts[leaf] for leaf in sorted(products)}
 
 
 def _uses(plan: Plan) -> Iterator[tuple[ProductStep, int, Use]]:
@@ -53,10 +53,10 @@ def _layout(step: ProductStep, side: int, use: Use, shape: tuple[int, ...]) -> M
         return f"{where} multiplies several parameters"
     if any(step.product.batch):
         return f"{where} is batched over an axis of it"
-    if use.laid is None or not use.moved:
+    if use.view is None or not use.is_intact:
         return f"it is computed with before {where}"
-    laid = Laid(use.laid.kept, _sorted(use.laid.summed))
-    layout = MatrixLayout.of(shape, stack_of(shape, laid), laid, 0)
+    view = Laid(use.view.free, _sorted(use.view.contracting))
+    layout = MatrixLayout.of(shape, stack_of(shape, view), view, 0)
     if layout is None or math.prod(layout.matrices) != math.prod(step.eqn.invars[side].aval.shape):
         return f"{where} takes a part of an axis"
     return layout

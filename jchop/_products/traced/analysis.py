@@ -48,55 +48,56 @@ class Use:
             is another bias), or ``"other"``.
         primitive: that takes it.
         source: file and line.
-        laid: how a product takes it, or a look-up.
-        moved: whether a product takes its numbers themselves, none of them computed with, along the sum in their order.
+        view: how a product takes it, or a look-up.
+        is_intact: whether a product takes its numbers themselves, none of them computed with, along the sum in their
+            order.
         cuts: the slices of it that were taken before.
         why: why it has no scales for this use; empty if it may have.
 
-    If `kind` is ``"product"`` and there is no `laid`, a product reads what the primitive has computed from it.
+    If `kind` is ``"product"`` and there is no `view`, a product reads what the primitive has computed from it.
     """
 
     leaf: int
     kind: str
     primitive: str
     source: str
-    laid: Laid | None = None
-    moved: bool = True
+    view: Laid | None = None
+    is_intact: bool = True
     cuts: tuple[tuple[Axis, Any, Any], ...] = ()
     why: str = ""
 
     @property
-    def is_lost(self) -> bool:
+    def is_opaque(self) -> bool:
         """Whether a product reads what is computed of a parameter, without its axes."""
-        return self.kind == "product" and self.laid is None
+        return self.kind == "product" and self.view is None
 
     @property
     def takes_apart(self) -> bool:
         """Whether a slice along one axis became a matrix: some of its parts are kept, and others summed over."""
-        if self.laid is None:
-            return self.is_lost and self.primitive == "reshape" and bool(self.cuts)
-        kept = [part for parts in self.laid.kept for part in parts]
+        if self.view is None:
+            return self.is_opaque and self.primitive == "reshape" and bool(self.cuts)
+        free = [part for parts in self.view.free for part in parts]
         for parts, *_ in self.cuts:
-            both = [[part for part in some if _is_within(part, parts)] for some in (kept, self.laid.summed)]
+            both = [[part for part in some if _is_within(part, parts)] for some in (free, self.view.contracting)]
             if all(both) and any(part not in parts for some in both for part in some):
                 return True
         return False
 
     def block_of(self, group: int) -> int:
         """How many neighbours along the sum of a product have one scale, if groups of some numbers had one before."""
-        assert self.laid is not None
-        summed, block = self.laid.summed, group
-        if not self.moved and (self.cuts or len(summed) != 1 or summed[0].size % group):
+        assert self.view is not None
+        contracting, block = self.view.contracting, group
+        if not self.is_intact and (self.cuts or len(contracting) != 1 or contracting[0].size % group):
             return 1  # reversed
-        for i, part in enumerate(summed):
-            step = math.prod(p.size for p in summed[i + 1 :])
+        for i, part in enumerate(contracting):
+            step = math.prod(p.size for p in contracting[i + 1 :])
             for parts, *ends in self.cuts:
                 for j, whole in enumerate(parts):
                     if _is_within(part, (whole,)):
                         unit = part.inner // whole.inner * math.prod(p.size for p in parts[j + 1 :])
                         for end in ends if i else ends[:1]:  # along the slowest part a slice may have any length
-                            known = isinstance(end, int) and end % unit == 0
-                            block = math.gcd(block, (end // unit % part.size if known else 1) * step)
+                            divides = isinstance(end, int) and end % unit == 0
+                            block = math.gcd(block, (end // unit % part.size if divides else 1) * step)
         return block
 
 
@@ -111,13 +112,13 @@ class ProductStep(step.Step):
         data: which operands depend on data.
         moves: whether it only moves numbers.
         source: file and line.
-        lost: uses of parameters of which an operand of the product is computed, without their axes.
+        opaque_uses: uses of parameters of which an operand of the product is computed, without their axes.
     """
 
     uses: tuple[tuple[Use, ...], ...] = ()
-    lost: tuple[Use, ...] = ()
+    opaque_uses: tuple[Use, ...] = ()
     product: Dot | Conv | Ragged | None = None
-    refused: str = ""
+    refusal: str = ""
     data: tuple[bool, ...] = ()
     moves: bool = False
     source: str = ""
@@ -130,7 +131,7 @@ class Analyst(planner.Planner):
         super().__init__()
         self._last = self._outer = ""  # the sources of the last equation, and of the one that holds the program
         self._name = ""  # the primitive of the last equation
-        self.changed: dict[int, Use] = {}
+        self.data_changes: dict[int, Use] = {}
 
     def plan(self, closed: Any, known: Sequence[Any], scope: str = "", constants: Sequence[Any] | None = None) -> Plan:
         """The plan of a jaxpr. An equation whose frames are all of libraries has the source of what holds it."""
@@ -146,7 +147,7 @@ class Analyst(planner.Planner):
         return super().read(v, env) or NOTHING
 
     def common(self, knowns: Iterable[Fact | None]) -> Fact:
-        """What is known of values each of which is one of several. Parameters that data replace are in `changed`."""
+        """What is known of values each of which is one of several; `data_changes` has parameters that data replace."""
         facts = [known or NOTHING for known in knowns]
         both = joined(facts)
         if not both.data:
@@ -154,8 +155,8 @@ class Analyst(planner.Planner):
         leaves = (origin.leaf for fact in facts for origin in fact.origins)
         uses = [Use(leaf, "other", self._name, self._last, why=_CHANGED) for leaf in leaves]
         for use in uses:
-            self.changed.setdefault(use.leaf, use)
-        return replace(both, lost=(*both.lost, *(replace(use, kind="product") for use in uses)))
+            self.data_changes.setdefault(use.leaf, use)
+        return replace(both, opaque_uses=(*both.opaque_uses, *(replace(use, kind="product") for use in uses)))
 
     def one_turn(self, known: Fact) -> Fact:
         """What is known of one of a stack."""
@@ -172,93 +173,101 @@ class Analyst(planner.Planner):
     def step(self, eqn: Any, env: dict[Any, Fact], scope: str, number: int) -> ProductStep:
         """What becomes of one equation."""
         name = eqn.primitive.name
-        known = tuple(self.read(v, env) for v in eqn.invars)
+        facts = tuple(self.read(v, env) for v in eqn.invars)
         source = self._last = source_of(eqn.source_info, self._outer)
         self._name = name
-        made = ProductStep(
-            eqn=eqn, kind="bound", scope=scope, number=number, known=known, data=tuple(f.data for f in known),
+        result = ProductStep(
+            eqn=eqn, kind="bound", scope=scope, number=number, known=facts, data=tuple(f.data for f in facts),
             source=source,
         )  # fmt: skip
         if name in CONTROL and not is_own(scope):
-            return replace(made, kind="control")
+            return replace(result, kind="control")
         if name == "optimization_barrier":  # each result is its own operand
-            return replace(made, out=known, moves=True)
-        data = any(fact.data for i, fact in enumerate(known) if i not in _CHOOSING.get(name, ()))
-        if not any(fact.origins or (fact.lost and not fact.data) for fact in known):
-            data = any(made.data)  # what data choose among constants
-        drawn = any(fact.drawn for fact in known)
+            return replace(result, out=facts, moves=True)
+        data = any(fact.data for i, fact in enumerate(facts) if i not in _CHOOSING.get(name, ()))
+        if not any(fact.origins or (fact.opaque_uses and not fact.data) for fact in facts):
+            data = any(result.data)  # what data choose among constants
+        from_keys = any(fact.from_keys for fact in facts)
         if name in _PRODUCTS and _is_sum_of_floats(eqn):
             product = _PRODUCTS[name](eqn)
-            made_of_parameters = not data and any(fact.origins or fact.made for fact in known)
-            out = (Fact(data=data, drawn=drawn, made=made_of_parameters),)
+            has_product = not data and any(fact.origins or fact.has_product for fact in facts)
+            out = (Fact(data=data, from_keys=from_keys, has_product=has_product),)
             if isinstance(product, str):
-                named = f"{name} ({product})"
+                title = f"{name} ({product})"
                 uses = tuple(
-                    tuple(o.added or Use(o.leaf, "other", named, source) for o in fact.origins) for fact in known
+                    tuple(o.bias_use or Use(o.leaf, "other", title, source) for o in fact.origins) for fact in facts
                 )
-                return replace(made, refused=product, uses=uses, out=out)
+                return replace(result, refusal=product, uses=uses, out=out)
             layouts = (product.forward.left, product.forward.right)
             why = _COMPLEX if is_complex(eqn) else ""
             batch = len(product.batch[0]) if isinstance(product, Dot) else isinstance(product, Ragged)
-            uses, lost = [], [*lost_of(known)]
+            uses, opaque_uses = [], [*lost_of(facts)]
             for i, layout in enumerate(layouts):
-                shape, matter = eqn.invars[i].aval.shape, (*layout.kept[:batch], *layout.summed)
+                shape, matter = eqn.invars[i].aval.shape, (*layout.free[:batch], *layout.contracting)
                 use = partial(Use, kind="product", primitive=name, source=source, why=why)
-                biases = [o for o in known[i].origins if o.added and not _is_matrix(o, layout, batch)]
-                lost += [o.added for o in biases]
+                biases = [o for o in facts[i].origins if o.bias_use and not _is_matrix(o, layout, batch)]
+                opaque_uses += [o.bias_use for o in biases]
                 uses.append(tuple(
-                    use(o.leaf, laid=_laid(o, layout), moved=_in_order(o, matter, shape), cuts=o.cuts)
-                    for o in known[i].origins if o not in biases
+                    use(o.leaf, view=_laid(o, layout), is_intact=_in_order(o, matter, shape), cuts=o.cuts)
+                    for o in facts[i].origins if o not in biases
                 ))  # fmt: skip
-            return replace(made, kind="product", product=product, uses=tuple(uses), lost=tuple(lost), out=out)
+            return replace(
+                result, kind="product", product=product, uses=tuple(uses), opaque_uses=tuple(opaque_uses), out=out
+            )
         if name in _LOOK_UPS and not data:
-            return self._looked_up(made)
-        taken = OWN_SCOPE if name in CONTROL else name  # a program that a function of jchop holds
+            return self._look_up(result)
+        taker = OWN_SCOPE if name in CONTROL else name  # a program that a function of jchop holds
         if data:
             kind = "sum" if name in _SUMS else "other"
             uses = tuple(
-                tuple(o.added or Use(o.leaf, kind, taken, source, cuts=o.cuts) for o in fact.origins) for fact in known
+                tuple(o.bias_use or Use(o.leaf, kind, taker, source, cuts=o.cuts) for o in fact.origins)
+                for fact in facts
             )
-            return replace(made, uses=uses, out=(DATA,) * len(eqn.outvars))
-        outs = [self._out(eqn, known, i) for i in range(len(eqn.outvars))]
+            return replace(result, uses=uses, out=(DATA,) * len(eqn.outvars))
+        outs = [self._out(eqn, facts, i) for i in range(len(eqn.outvars))]
         if name in _SUMS:
-            outs = [_with_biases(outs[0], eqn, known, source)]
-        lost = {o.leaf for fact in known for o in fact.origins} - {o.leaf for fact in outs for o in fact.origins}
+            outs = [_with_biases(outs[0], eqn, facts, source)]
+        ends = {o.leaf for fact in facts for o in fact.origins} - {o.leaf for fact in outs for o in fact.origins}
         uses = tuple(
-            tuple(o.added or Use(o.leaf, "other", taken, source, cuts=o.cuts) for o in fact.origins if o.leaf in lost)
-            for fact in known
+            tuple(
+                o.bias_use or Use(o.leaf, "other", taker, source, cuts=o.cuts) for o in fact.origins if o.leaf in ends
+            )
+            for fact in facts
         )
-        gone = (*lost_of(known), *(replace(use, kind="product") for some in uses for use in some if use.kind != "sum"))
-        outs = [replace(out, lost=gone, drawn=drawn) for out in outs]
-        return replace(made, uses=uses, out=tuple(outs), moves=name in MOVES)
+        opaque_after = (
+            *lost_of(facts),
+            *(replace(use, kind="product") for some in uses for use in some if use.kind != "sum"),
+        )
+        outs = [replace(out, opaque_uses=opaque_after, from_keys=from_keys) for out in outs]
+        return replace(result, uses=uses, out=tuple(outs), moves=name in MOVES)
 
-    def _out(self, eqn: Any, known: Sequence[Fact], number: int) -> Fact:
+    def _out(self, eqn: Any, facts: Sequence[Fact], number: int) -> Fact:
         """What is known of one of the results, that no data reaches."""
         name, shape, origins = eqn.primitive.name, getattr(eqn.outvars[number].aval, "shape", ()), {}
-        for v, fact in zip(eqn.invars, known, strict=True):
+        for v, fact in zip(eqn.invars, facts, strict=True):
             for origin in fact.origins:
                 after = moved(name, eqn.params, origin, v.aval.shape, shape)
                 if after is not None:
                     cuts = (*origin.cuts, *_cuts(eqn, number, origin, v.aval.shape, shape))
                     origins.setdefault(origin.leaf, replace(after, cuts=cuts))
-        return Fact(origins=tuple(origins.values()), made=any(fact.made for fact in known))
+        return Fact(origins=tuple(origins.values()), has_product=any(fact.has_product for fact in facts))
 
-    def _looked_up(self, made: ProductStep) -> ProductStep:
+    def _look_up(self, step: ProductStep) -> ProductStep:
         """Of rows, an embedding; of whole matrices, those of experts; by the counter of a loop, one of its layers."""
-        eqn, fact = made.eqn, made.known[0]
+        eqn, fact = step.eqn, step.known[0]
         out = self._out(eqn, (fact, *(NOTHING for _ in eqn.invars[1:])), 0)
-        chosen, sizes, uses = _LOOK_UPS[made.name](made), eqn.params["slice_sizes"], []
+        index_axes, sizes, uses = _LOOK_UPS[step.name](step), eqn.params["slice_sizes"], []
         for before, after in zip(fact.origins, out.origins, strict=True):
             along = [parts for parts, n in zip(after.axes, eqn.outvars[0].aval.shape, strict=True) if parts and n != 1]
-            if chosen and len(along) <= 1:
-                among = [parts for i, parts in enumerate(before.axes) if i in chosen or sizes[i] != 1]
-                rows = _rows(among, along or _last(made, before, chosen))
-                use = Use(before.leaf, "rows", made.name, made.source, rows, cuts=before.cuts)
-                uses.append(use if any(before.axes[i] for i in chosen) else before.added or use)
+            if index_axes and len(along) <= 1:
+                among = [parts for i, parts in enumerate(before.axes) if i in index_axes or sizes[i] != 1]
+                rows = _rows(among, along or _last(step, before, index_axes))
+                use = Use(before.leaf, "rows", step.name, step.source, rows, cuts=before.cuts)
+                uses.append(use if any(before.axes[i] for i in index_axes) else before.bias_use or use)
         if uses:
-            return replace(made, uses=(tuple(uses),), out=(DATA,))
-        drawn = any(fact.drawn for fact in made.known)
-        return replace(made, out=(replace(out, lost=fact.lost, drawn=drawn),), moves=True)
+            return replace(step, uses=(tuple(uses),), out=(DATA,))
+        from_keys = any(fact.from_keys for fact in step.known)
+        return replace(step, out=(replace(out, opaque_uses=fact.opaque_uses, from_keys=from_keys),), moves=True)
 
 
 def holds_several(uses: Sequence[Use]) -> bool:
@@ -267,10 +276,10 @@ def holds_several(uses: Sequence[Use]) -> bool:
     A slice along one axis becomes a matrix, as of a flat vector; or one slice is multiplied, and data are added to
     another, or scaled by it.
     """
-    taken = [use for use in uses if use.kind in ("product", "rows")]
+    product_uses = [use for use in uses if use.kind in ("product", "rows")]
     beside = [use for use in uses if use.kind == "sum" or use.primitive == "mul"]
-    apart = (use.cuts and other.cuts and use.cuts != other.cuts for use in taken for other in beside)
-    return any(use.takes_apart for use in taken) or any(apart)
+    apart = (use.cuts and other.cuts and use.cuts != other.cuts for use in product_uses for other in beside)
+    return any(use.takes_apart for use in product_uses) or any(apart)
 
 
 def _cuts(eqn: Any, number: int, origin: Origin, old: Sequence[int], new: Sequence[int]) -> list[tuple[Axis, Any, Any]]:
@@ -302,7 +311,7 @@ def _in_order(origin: Origin, axes: Sequence[int], shape: Sequence[int]) -> bool
     """
     whole = [origin.axes[i] for i in axes if math.prod(part.size for part in origin.axes[i]) == shape[i]]
     pairs = [(part, one) for parts in whole for part in parts for cut, *_ in origin.cuts for one in cut]
-    return origin.moved and not any(_is_within(a, (b,)) or _is_within(b, (a,)) for a, b in pairs)
+    return origin.is_intact and not any(_is_within(a, (b,)) or _is_within(b, (a,)) for a, b in pairs)
 
 
 def _is_within(part: Part, parts: Axis) -> bool:
@@ -319,42 +328,42 @@ def is_complex(eqn: Any) -> bool:
 
 
 def _laid(origin: Origin, layout: Layout) -> Laid:
-    summed = tuple(part for axis in layout.summed for part in origin.axes[axis])
-    return Laid(tuple(origin.axes[axis] for axis in layout.kept), summed)
+    contracting = tuple(part for axis in layout.contracting for part in origin.axes[axis])
+    return Laid(tuple(origin.axes[axis] for axis in layout.free), contracting)
 
 
-def _with_biases(out: Fact, eqn: Any, known: Sequence[Fact], source: str) -> Fact:
+def _with_biases(out: Fact, eqn: Any, facts: Sequence[Fact], source: str) -> Fact:
     """A sum without data, in which a parameter may be a bias: spread, and added to a value made of parameters.
 
-    Whether it is one is known where a product takes the sum (`_is_matrix`).
+    Whether it is one is known where a product takes the sum (`_is_weight_matrix`).
     """
     origins = []
     for origin in out.origins:
-        i = next(i for i, fact in enumerate(known) if any(o.leaf == origin.leaf for o in fact.origins))
-        other = known[1 - i]
-        if origin.spread and not origin.added and (other.origins or other.lost or other.made):
-            origin = replace(origin, added=Use(origin.leaf, "sum", eqn.primitive.name, source, cuts=origin.cuts))
+        i = next(i for i, fact in enumerate(facts) if any(o.leaf == origin.leaf for o in fact.origins))
+        other = facts[1 - i]
+        if origin.spread and not origin.bias_use and (other.origins or other.opaque_uses or other.has_product):
+            origin = replace(origin, bias_use=Use(origin.leaf, "sum", eqn.primitive.name, source, cuts=origin.cuts))
         origins.append(origin)
     return replace(out, origins=tuple(origins))
 
 
 def _is_matrix(origin: Origin, layout: Layout, batch: int) -> bool:
     """Whether a parameter has axes that a product sums over, and axes that it keeps, as a weight has."""
-    return any(origin.axes[i] for i in layout.summed) and any(origin.axes[i] for i in layout.kept[batch:])
+    return any(origin.axes[i] for i in layout.contracting) and any(origin.axes[i] for i in layout.free[batch:])
 
 
-def _last(step: ProductStep, origin: Origin, chosen: set[int]) -> list[Axis]:
+def _last(step: ProductStep, origin: Origin, index_axes: set[int]) -> list[Axis]:
     """The last axis of a parameter of which data choose single numbers: that of the groups, as for its rows."""
     batch = step.eqn.params["dimension_numbers"].operand_batching_dims if step.name == "gather" else ()
-    parts = [part for i in sorted({*chosen, *batch}) for part in origin.axes[i]]
+    parts = [part for i in sorted({*index_axes, *batch}) for part in origin.axes[i]]
     return [(part,) for part in parts[-1:]]
 
 
 def _rows(among: Sequence[Axis], along: Sequence[Axis]) -> Laid:
     """Rows that are looked up are kept; along a row is what a product would sum over."""
     row = tuple(part for parts in along for part in parts)
-    kept = (tuple(part for part in parts if part not in row) for parts in among)
-    return Laid(tuple(filter(None, kept)), row)
+    free = (tuple(part for part in parts if part not in row) for parts in among)
+    return Laid(tuple(filter(None, free)), row)
 
 
 def _chosen_by_start(step: ProductStep) -> set[int]:

@@ -48,12 +48,14 @@ class Call:
         own = len(jax.tree.leaves(params, is_leaf=is_held))
         arrays = [i for i, leaf in enumerate(self.leaves) if _is_array(leaf)]
         self.places = arrays
-        given = [self.leaves[i] for i in arrays]
-        self.adapters: dict[int, Adapter] = {i: x.adapter for i, x in enumerate(given) if isinstance(x, AdaptedParam)}
-        self.values = [x.base if isinstance(x, AdaptedParam) else x for x in given]
+        array_leaves = [self.leaves[i] for i in arrays]
+        self.adapters: dict[int, Adapter] = {
+            i: x.adapter for i, x in enumerate(array_leaves) if isinstance(x, AdaptedParam)
+        }
+        self.values = [x.base if isinstance(x, AdaptedParam) else x for x in array_leaves]
         self.count = sum(i < own for i in arrays)
-        keyed = jax.tree_util.tree_leaves_with_path(params, is_leaf=is_held)
-        self.keys = tuple(path for path, leaf in keyed if _is_array(leaf))
+        leaves_with_path = jax.tree_util.tree_leaves_with_path(params, is_leaf=is_held)
+        self.keys = tuple(path for path, leaf in leaves_with_path if _is_array(leaf))
         self.paths = tuple(map(_path_of, self.keys))
         self.params = params
         self.abstract = [
@@ -76,14 +78,14 @@ class Call:
     @property
     def facts(self) -> list[Fact]:
         """What is known of the arrays."""
-        known = []
+        facts = []
         for i, x in enumerate(self.abstract):
             number = not jnp.issubdtype(x.dtype, jax.dtypes.extended)
             if i >= self.count:
-                known.append(DATA if number else DRAWN)
+                facts.append(DATA if number else DRAWN)
             else:
-                known.append(of_parameter(i, x.shape) if number and x.dtype.name in CARRIERS else NOTHING)
-        return known
+                facts.append(of_parameter(i, x.shape) if number and x.dtype.name in CARRIERS else NOTHING)
+        return facts
 
     @property
     def signature(self) -> Any:
@@ -91,12 +93,12 @@ class Call:
         static = tuple((i, leaf) for i, leaf in enumerate(self.leaves) if not _is_array(leaf))
         avals = tuple(jax.typeof(x) if isinstance(x, Array) else (x.shape, x.dtype) for x in self.abstract)
         settings = (jax.config.jax_enable_x64, jax.config.jax_default_matmul_precision)  # type: ignore[attr-defined]
-        made = (self.tree, self.paths, avals, tuple((i, type(leaf), leaf) for i, leaf in static), settings)
+        signature = (self.tree, self.paths, avals, tuple((i, type(leaf), leaf) for i, leaf in static), settings)
         try:
-            hash(made)
+            hash(signature)
         except TypeError:
             return None
-        return made
+        return signature
 
 
 def _path_of(path: tuple[Any, ...]) -> str:
@@ -106,8 +108,8 @@ def _path_of(path: tuple[Any, ...]) -> str:
 
 def _unboxed(path: tuple[Any, ...]) -> tuple[Any, ...]:
     """A path without the ``value`` of the box (a variable, its sharding) that a parameter is in."""
-    boxed = len(path) > 1 and isinstance(path[-1], jax.tree_util.GetAttrKey) and path[-1].name == "value"
-    return path[:-1] if boxed else path
+    has_box = len(path) > 1 and isinstance(path[-1], jax.tree_util.GetAttrKey) and path[-1].name == "value"
+    return path[:-1] if has_box else path
 
 
 def _holder(node: Any, path: tuple[Any, ...]) -> str:

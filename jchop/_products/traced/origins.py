@@ -58,19 +58,19 @@ class Origin:
     Args:
         leaf: the index of the parameter.
         axes: the parts of each axis of the value; empty for an axis that the parameter has not.
-        moved: whether the value has the parameter's numbers themselves, none of them computed with or reversed, nor
+        is_intact: whether the value has the parameter's numbers themselves, none of them computed with or reversed, nor
             sent between devices.
         cuts: the slices that were taken, by axis: its parts, where the slice begins, and how long it is.
         spread: whether it stands at several places along an axis that the parameter has not, perhaps of length 1.
-        added: the use of a parameter that was added, spread, to a value made of parameters; None for none.
+        bias_use: the use of a parameter that was added, spread, to a value made of parameters; None for none.
     """
 
     leaf: int
     axes: tuple[Axis, ...]
-    moved: bool = True
+    is_intact: bool = True
     cuts: tuple[tuple[Axis, Any, Any], ...] = field(default=(), compare=False)
     spread: bool = field(default=False, compare=False)
-    added: Any = field(default=None, compare=False)
+    bias_use: Any = field(default=None, compare=False)
 
 
 @dataclass(frozen=True)
@@ -80,26 +80,27 @@ class Fact:
     Args:
         data: whether its numbers depend on the arguments that are no parameters.
         origins: the parameters that it comes from; none if it depends on data.
-        lost: parameters that it is computed from, or is in the first turn of a loop, none of whose axes are its own.
-        drawn: whether its numbers depend on keys that are arguments.
-        made: whether a product of parameters alone is a part of it.
+        opaque_uses: parameters that it is computed from, or is in the first iteration of a loop, none of whose axes are
+            its own.
+        from_keys: whether its numbers depend on keys that are arguments.
+        has_product: whether a product of parameters alone is a part of it.
     """
 
     data: bool = False
     origins: tuple[Origin, ...] = ()
-    lost: tuple[Any, ...] = ()
-    drawn: bool = False
-    made: bool = False
+    opaque_uses: tuple[Any, ...] = ()
+    from_keys: bool = False
+    has_product: bool = False
 
     @property
     def varies(self) -> bool:
         """Whether its numbers depend on arguments that are no parameters."""
-        return self.data or self.drawn
+        return self.data or self.from_keys
 
 
 NOTHING = Fact()
 DATA = Fact(data=True)
-DRAWN = Fact(drawn=True)
+DRAWN = Fact(from_keys=True)
 
 
 def of_parameter(leaf: int, shape: Sequence[int]) -> Fact:
@@ -110,19 +111,23 @@ def of_parameter(leaf: int, shape: Sequence[int]) -> Fact:
 def joined(facts: Sequence[Fact]) -> Fact:
     """What is known of a value that is one of several, as one that `select_n` chooses."""
     if any(fact.data for fact in facts):
-        return replace(DATA, lost=lost_of(facts))
-    kept: dict[int, Origin] = {}
+        return replace(DATA, opaque_uses=lost_of(facts))
+    origins: dict[int, Origin] = {}
     for origin in (o for fact in facts for o in fact.origins):
-        held = kept.setdefault(origin.leaf, origin)
-        if held != origin or held.cuts != origin.cuts:
-            kept[origin.leaf] = replace(held, moved=False, cuts=tuple(dict.fromkeys((*held.cuts, *origin.cuts))))
-    drawn, made = any(fact.drawn for fact in facts), any(fact.made for fact in facts)
-    return Fact(origins=tuple(kept.values()), lost=lost_of(facts), drawn=drawn, made=made)
+        earlier = origins.setdefault(origin.leaf, origin)
+        if earlier != origin or earlier.cuts != origin.cuts:
+            origins[origin.leaf] = replace(
+                earlier, is_intact=False, cuts=tuple(dict.fromkeys((*earlier.cuts, *origin.cuts)))
+            )
+    from_keys, has_product = any(fact.from_keys for fact in facts), any(fact.has_product for fact in facts)
+    return Fact(
+        origins=tuple(origins.values()), opaque_uses=lost_of(facts), from_keys=from_keys, has_product=has_product
+    )
 
 
 def lost_of(facts: Sequence[Fact]) -> tuple[Any, ...]:
-    """The lost parameters of all facts."""
-    return tuple(dict.fromkeys(use for fact in facts for use in fact.lost))
+    """The opaque uses of all facts."""
+    return tuple(dict.fromkeys(use for fact in facts for use in fact.opaque_uses))
 
 
 def unstacked(fact: Fact) -> Fact:
@@ -141,10 +146,10 @@ def stacked(fact: Fact) -> Fact:
 def moved(name: str, params: dict[str, Any], origin: Origin, shape: Sequence[int], out: Sequence[int]) -> Origin | None:
     """The origin of what a primitive makes of a value of `shape`; None if its axes are not those of the parameter."""
     axes = _moved(name, params, origin.axes, tuple(shape), tuple(out))
-    same = origin.moved and name in MOVES and name not in ("rev", "dynamic_update_slice")
-    grown = len(out) > len(shape) or math.prod(out) > math.prod(shape)
-    spread = origin.spread or (grown and name not in SAME_AXES)
-    return None if axes is None else replace(origin, axes=axes, moved=same, spread=spread)
+    is_intact = origin.is_intact and name in MOVES and name not in ("rev", "dynamic_update_slice")
+    broadcasts = len(out) > len(shape) or math.prod(out) > math.prod(shape)
+    spread = origin.spread or (broadcasts and name not in SAME_AXES)
+    return None if axes is None else replace(origin, axes=axes, is_intact=is_intact, spread=spread)
 
 
 def _moved(
@@ -169,15 +174,15 @@ def _moved(
     if name == "transpose":
         return tuple(axes[i] for i in params["permutation"])
     if name == "squeeze":
-        gone = {axis % len(axes) for axis in params["dimensions"]}
-        return tuple(parts for i, parts in enumerate(axes) if i not in gone)
+        squeeze_axes = {axis % len(axes) for axis in params["dimensions"]}
+        return tuple(parts for i, parts in enumerate(axes) if i not in squeeze_axes)
     if name == "expand_dims":
         new = {axis % len(out) for axis in params["dimensions"]}
         rest = iter(axes)
         return tuple(() if i in new else next(rest) for i in range(len(out)))
     if name == "broadcast_in_dim":
-        placed = dict(zip(params["broadcast_dimensions"], axes, strict=True))
-        return tuple(placed.get(i, ()) for i in range(len(out)))
+        axis_of_output = dict(zip(params["broadcast_dimensions"], axes, strict=True))
+        return tuple(axis_of_output.get(i, ()) for i in range(len(out)))
     if name == "reshape" and params.get("dimensions") is None:
         if (whole := _reshaped(axes, shape, out)) is not None:
             return whole
@@ -250,26 +255,26 @@ def _distributed(axes: Sequence[Axis], old: Sequence[int], new: Sequence[int]) -
         parts += list(some) if some else [n] if n != 1 else []
     result: list[Axis] = []
     for position in range(len(new) - 1, 0, -1):
-        wanted, taken = new[position], []
-        while wanted > 1 and parts:
+        remaining, factors = new[position], []
+        while remaining > 1 and parts:
             part = parts.pop()
             size = part if isinstance(part, int) else part.size
-            if size > wanted:
-                if size % wanted:
+            if size > remaining:
+                if size % remaining:
                     return None
                 if isinstance(part, int):
-                    parts.append(part // wanted)
+                    parts.append(part // remaining)
                 else:
-                    parts.append(Part(part.axis, size // wanted, part.inner * wanted))
-                    taken.insert(0, Part(part.axis, wanted, part.inner))
-                wanted = 1
-            elif wanted % size:
+                    parts.append(Part(part.axis, size // remaining, part.inner * remaining))
+                    factors.insert(0, Part(part.axis, remaining, part.inner))
+                remaining = 1
+            elif remaining % size:
                 return None
             else:
-                wanted //= size
+                remaining //= size
                 if not isinstance(part, int):
-                    taken.insert(0, part)
-        result.insert(0, _merged(taken))
+                    factors.insert(0, part)
+        result.insert(0, _merged(factors))
     result.insert(0, _merged([part for part in parts if not isinstance(part, int)]))
     return result
 
@@ -302,6 +307,6 @@ def _pieces(axes: tuple[Axis, ...], shape: Sequence[int], devices: int) -> tuple
 
 def _gathered(numbers: Any, axes: tuple[Axis, ...], sizes: Sequence[int], out: tuple[int, ...]) -> tuple[Axis, ...]:
     """The axes of windows are axes of the result, as those of a slice; those of which one index is taken are gone."""
-    gone = {*numbers.collapsed_slice_dims, *numbers.operand_batching_dims}
-    kept = iter([parts if sizes[i] != 1 else () for i, parts in enumerate(axes) if i not in gone])
-    return tuple(next(kept) if i in numbers.offset_dims else () for i in range(len(out)))
+    index_axes = {*numbers.collapsed_slice_dims, *numbers.operand_batching_dims}
+    window_axes = iter([parts if sizes[i] != 1 else () for i, parts in enumerate(axes) if i not in index_axes])
+    return tuple(next(window_axes) if i in numbers.offset_dims else () for i in range(len(out)))

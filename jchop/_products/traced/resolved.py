@@ -45,12 +45,12 @@ class Resolved:
         paths: of each parameter.
         shapes: of each parameter.
         uses: what computes with a parameter, by its number; parameters that nothing takes are absent.
-        numbers: which of the rules applies to each parameter; None for none.
+        rule_indexes: which of the rules applies to each parameter; None for none.
         placements: how a parameter is rounded and by which use, by its number; parameters that stay are absent.
         runner: the roundings of the products, by their steps.
         products: the products in the order of the program, each with its rule.
-        sites: the activations with scales from elsewhere than their data, by the steps of their products.
-        turns: the entries of the kept scales of a loop's body, by its step.
+        slots: the activations with scales from elsewhere than their data, by the steps of their products.
+        entries_of_scan: the entries of the kept scales of a loop's body, by its step.
     """
 
     plan: Plan
@@ -59,12 +59,12 @@ class Resolved:
     paths: tuple[str, ...]
     shapes: tuple[tuple[int, ...], ...]
     uses: Mapping[int, Sequence[Use]]
-    numbers: tuple[int | None, ...]
+    rule_indexes: tuple[int | None, ...]
     placements: Mapping[int, tuple[Placement, Use]]
     runner: Quantization
     products: tuple[tuple[ProductStep, Rule | None], ...]
-    sites: dict[int, Site]
-    turns: dict[int, tuple[str, ...]]
+    slots: dict[int, Site]
+    entries_of_scan: dict[int, tuple[str, ...]]
 
     @property
     def keeps_constants(self) -> bool:
@@ -84,34 +84,34 @@ class Resolved:
 
     def rule_of(self, leaf: int) -> Rule:
         """The rule of a parameter that is rounded."""
-        number = self.numbers[leaf]
+        number = self.rule_indexes[leaf]
         assert number is not None
         return self.rules[number]
 
     @cached_property
     def rules_by_path(self) -> dict[str, Rule]:
         """The rules of the parameters, by the paths with which the names of entries begin."""
-        paired = zip(self.paths, self.numbers, strict=True)
-        return {path or "params": self.rules[number] for path, number in paired if number is not None}
+        pairs = zip(self.paths, self.rule_indexes, strict=True)
+        return {path or "params": self.rules[number] for path, number in pairs if number is not None}
 
-    def kept_weights(self) -> dict[int, tuple[str, Placement, ScaleFrom]]:
+    def weights_with_state(self) -> dict[int, tuple[str, Placement, ScaleFrom]]:
         """The parameters whose scales are kept: the name of the entry, the rounding, the source."""
-        kept = {}
+        states = {}
         names: dict[str, int] = {}
         for leaf, (placement, use) in self.placements.items():
             source = self.rule_of(leaf).scale_from
             if source is not None and "weight" in source.fields and use.kind != "sum":
                 kind = SCALE if isinstance(source, LSQ) else HISTORY
                 name = f"{self.paths[leaf] or 'params'}_weight_{kind}"
-                before = names[name] = names.get(name, -1) + 1  # {"a": {"b": w}, "a/b": v} has one path twice
-                kept[leaf] = f"{name}_{before}" if before else name, placement, source
-        return kept
+                count = names[name] = names.get(name, -1) + 1  # {"a": {"b": w}, "a/b": v} has one path twice
+                states[leaf] = f"{name}_{count}" if count else name, placement, source
+        return states
 
     def report(self, platform: str | None = None) -> ProgramReport:
         """A row for each parameter and each product.
 
         Raises:
-            TypeError, ValueError: for another platform than None and those of `PLATFORMS`.
+            TypeError, ValueError: for another platform than None and those of `OPERANDS_BY_PLATFORM`.
         """
         if platform is not None:
             check_choice("platform", platform, tuple(PLATFORMS))
@@ -121,7 +121,7 @@ class Resolved:
         )
 
     def _parameter_row(self, leaf: int) -> ParameterRow:
-        number, use, placement = self.numbers[leaf], _first(self.uses.get(leaf, ())), self.placements.get(leaf)
+        number, use, placement = self.rule_indexes[leaf], _first(self.uses.get(leaf, ())), self.placements.get(leaf)
         return ParameterRow(
             self.paths[leaf],
             self.shapes[leaf],
@@ -134,23 +134,23 @@ class Resolved:
         )
 
     def _product_row(self, step: ProductStep, rule: Rule | None, platform: str | None) -> ProductRow:
-        how = self.runner.roundings.get(id(step))
-        site = self.sites.get(id(step))
-        fields = {} if how is None else {
-            "activation": how[0].left, "gradient": how[0].gradient,
-            "input_gradient": how[0].input_gradient, "weight_gradient": how[0].weight_gradient,
-            "matmul": how[0].matmul, "rotation": how[0].rotation, "product": "codes" if how[0].codes else None,
-            "scale_from": None if site is None else site.source,
+        roundings, _ = self.runner.roundings.get(id(step), (None, -1))
+        slot = self.slots.get(id(step))
+        fields = {} if roundings is None else {
+            "activation": roundings.left, "gradient": roundings.gradient,
+            "input_gradient": roundings.input_gradient, "weight_gradient": roundings.weight_gradient,
+            "matmul": roundings.matmul, "rotation": roundings.rotation,
+            "product": "codes" if roundings.codes else None, "scale_from": None if slot is None else slot.source,
         }  # fmt: skip
-        refused = step.refused or ("complex" if how is None and is_complex(step.eqn) else "")
+        refusal = step.refusal or ("complex" if roundings is None and is_complex(step.eqn) else "")
         return ProductRow(
             step.scope,
-            f"{step.name} ({refused})" if refused else step.name,
+            f"{step.name} ({refusal})" if refusal else step.name,
             tuple(self.paths[use.leaf] for some in step.uses for use in some),
             "" if rule is None else str(rule),
             {name: str(value) for name, value in fields.items() if value is not None},
             step.source,
-            "" if platform is None or rule is None or refused else _operands(step, rule, platform),
+            "" if platform is None or rule is None or refusal else _operands(step, rule, platform),
         )
 
 
@@ -164,8 +164,8 @@ def _operands(step: ProductStep, rule: Rule, platform: str) -> str:
 
 def weight_rounding(rule: Rule) -> Spec | None:
     """The rounding of a weight for each product, unless its scales are kept: then it is rounded once for all."""
-    kept = rule.scale_from is not None and "weight" in rule.scale_from.fields
-    return None if kept else rule.weight
+    has_state = rule.scale_from is not None and "weight" in rule.scale_from.fields
+    return None if has_state else rule.weight
 
 
 def resolve(
@@ -192,12 +192,12 @@ def resolve(
 
     flat.__wrapped__ = fun  # type: ignore[attr-defined] # JAX's errors name it
     with jax.disable_jit(False):
-        closed, out = jax.make_jaxpr(flat, return_shape=True)(*call.abstract)
+        jaxpr, out = jax.make_jaxpr(flat, return_shape=True)(*call.abstract)
     analyst = Analyst()
-    plan = analyst.plan(closed, call.facts)
-    uses: dict[int, list[Use]] = {leaf: [use] for leaf, use in analyst.changed.items()}
+    plan = analyst.plan(jaxpr, call.facts)
+    uses: dict[int, list[Use]] = {leaf: [use] for leaf, use in analyst.data_changes.items()}
     for step in plan.walk():
-        for use in (*(use for some in step.uses for use in some), *step.lost):
+        for use in (*(use for some in step.uses for use in some), *step.opaque_uses):
             uses.setdefault(use.leaf, []).append(use)
     shapes = tuple(tuple(x.shape) for x in call.abstract[: call.count])
     numbers = tuple(
@@ -209,25 +209,25 @@ def resolve(
     products = tuple(_products(plan, rules, numbers))
     if whole:
         _check_matches(rules, call.paths, numbers, uses, products)
-    chosen = {id(step): rule for step, rule in products if rule is not None}
+    rule_of_step = {id(step): rule for step, rule in products if rule is not None}
     by_leaf = {leaf: rules[n] for leaf in placements if (n := numbers[leaf]) is not None}
-    roundings, refused = {}, {}
+    roundings, refusals = {}, {}
     for step, rule in products:
-        how = None if rule is None else _roundings(step, rule, placements)
-        how = turned(step, how, placements, call.paths, by_leaf)
-        if rule is not None and how is not None:
-            roundings[id(step)] = how
-            if how[0].codes:
-                refused |= dict(_without_blocks(step, rule, call.paths, shapes, placements))
-    if refused:
-        path, *others = refused
-        pattern = pattern_of_all(refused, (path for path in call.paths if path not in refused))
+        roundings_of_step = None if rule is None else _roundings(step, rule, placements)
+        roundings_of_step = turned(step, roundings_of_step, placements, call.paths, by_leaf)
+        if rule is not None and roundings_of_step is not None:
+            roundings[id(step)] = roundings_of_step
+            if roundings_of_step[0].codes:
+                refusals |= dict(_without_blocks(step, rule, call.paths, shapes, placements))
+    if refusals:
+        path, *others = refusals
+        pattern = pattern_of_all(refusals, (path for path in call.paths if path not in refusals))
         more = f"; {len(others)} more are like it: put Rule({pattern!r}, ...) without product before that rule"
-        raise ValueError(f"{refused[path]}{more * bool(others)}")
-    sites, turns = sites_of(plan, roundings, chosen, call.paths)
+        raise ValueError(f"{refusals[path]}{more * bool(others)}")
+    slots, entries_of_scan = sites_of(plan, roundings, rule_of_step, call.paths)
     if all_in_use:
         _check_effect(
-            rules, call.paths, numbers, uses, placements, products, {chosen[step].scale_from for step in sites}
+            rules, call.paths, numbers, uses, placements, products, {rule_of_step[step].scale_from for step in slots}
         )
     return Resolved(
         plan,
@@ -240,8 +240,8 @@ def resolve(
         placements,
         Quantization(roundings, call.paths),
         products,
-        sites,
-        turns,
+        slots,
+        entries_of_scan,
     )
 
 
@@ -253,26 +253,26 @@ def _placements(
     uses: Mapping[int, Sequence[Use]],
     results: frozenset[int],
 ) -> dict[int, tuple[Placement, Use]]:
-    found = {}
+    layouts = {}
     for leaf, number in enumerate(numbers):
         use = _first(uses.get(leaf, ()))
         if number is None or use is None:
             continue
         rule = rules[number]
-        spec = rule.bias if use.kind == "sum" else rule.weight if use.laid is not None else None
+        spec = rule.bias if use.kind == "sum" else rule.weight if use.view is not None else None
         if spec is None or _why_left(rule, uses[leaf]):
             continue
         try:
-            placement = place(shapes[leaf], use.laid, spec)
+            placement = place(shapes[leaf], use.view, spec)
         except ValueError as error:
             field = "bias" if use.kind == "sum" else "weight"
             raise ValueError(
                 f"{field}={str(spec)!r} of the parameter {paths[leaf]!r}, of shape {shapes[leaf]}, in "
                 f"{use.primitive} at {use.source or 'an unknown line'}, by {rule}: {error}"
             ) from None
-        turn = turn_of(rule, paths[leaf], shapes[leaf], uses[leaf], leaf in results)
-        found[leaf] = placement if turn is None else replace(placement, turn=turn), use
-    return found
+        rotation = turn_of(rule, paths[leaf], shapes[leaf], uses[leaf], leaf in results)
+        layouts[leaf] = placement if rotation is None else replace(placement, rotation=rotation), use
+    return layouts
 
 
 def _products(
@@ -280,14 +280,14 @@ def _products(
 ) -> Iterator[tuple[ProductStep, Rule | None]]:
     """The products of a program, each with its rule: that of its first parameter, or of its scope."""
     for step in plan.walk():
-        if step.refused:
+        if step.refusal:
             yield step, None
         if step.product is None:
             continue
         leaves = [use.leaf for some in step.uses for use in some]
         if leaves:
-            chosen = [n for leaf in leaves if (n := numbers[leaf]) is not None]
-            yield step, rules[chosen[0]] if chosen else None
+            rule_numbers = [n for leaf in leaves if (n := numbers[leaf]) is not None]
+            yield step, rules[rule_numbers[0]] if rule_numbers else None
         elif any(step.data):
             number = rule_of(step.scope, rules, operation=OPERATIONS[step.name])
             yield step, None if number is None else rules[number]
@@ -305,15 +305,17 @@ def _roundings(step: ProductStep, rule: Rule, placements: Mapping[int, Any]) -> 
     if weights and not any(use.leaf in placements for use in step.uses[weight]):
         right = None  # no weight of its is rounded
     codes = rule.product == "codes" and (rule.activation is not None or right is not None)
-    how = Roundings(
+    roundings = Roundings(
         rule.activation, right, rule.gradient, rule.input_gradient, rule.weight_gradient, rule.matmul, rule.rotation,
         place, codes,
     )  # fmt: skip
-    idle = how.left is None and not how.backward and not how.codes and how.forward_rotation is None
-    if idle or _scales_complex(step, how):
+    idle = (
+        roundings.left is None and not roundings.backward and not roundings.codes and roundings.forward_rotation is None
+    )
+    if idle or _scales_complex(step, roundings):
         return None
-    check_operands(Flipped(step.product) if weight == 0 else step.product, how)
-    return how, weight
+    check_operands(Flipped(step.product) if weight == 0 else step.product, roundings)
+    return roundings, weight
 
 
 def _without_blocks(
@@ -325,22 +327,22 @@ def _without_blocks(
 ) -> Iterator[tuple[str, str]]:
     """The parameters whose groups are not blocks along the sum of this product, so that codes are refused; and why."""
     for use in (use for some in step.uses for use in some):
-        found = placements.get(use.leaf)
-        if found is None or use.laid is None or rule.weight is None:
+        placement_and_use = placements.get(use.leaf)
+        if placement_and_use is None or use.view is None or rule.weight is None:
             continue
-        block = block_of(rule.weight, len(use.laid.kept) + 1)
+        block = block_of(rule.weight, len(use.view.free) + 1)
         what = f"product='codes': the groups of the parameter {paths[use.leaf]!r}"
         line = use.source or "an unknown line"
-        if place(shapes[use.leaf], use.laid, rule.weight) != replace(found[0], turn=None):
-            first, shape = found[1], shapes[use.leaf]
-            alike = first.laid is not None and stack_of(shape, first.laid) == stack_of(shape, use.laid)
+        if place(shapes[use.leaf], use.view, rule.weight) != replace(placement_and_use[0], rotation=None):
+            first, shape = placement_and_use[1], shapes[use.leaf]
+            alike = first.view is not None and stack_of(shape, first.view) == stack_of(shape, use.view)
             why = (
                 f"{what} follow its first product, which sums over {_summed(first)}, and are not blocks along the sum "
                 f"of another, over {_summed(use)}; leave product out of {rule}"
                 f"{', or give weight a format with one scale, as int8(group=tensor)' if alike else ''}"
             )
-        elif not blocks_fit(use.laid, block):
-            sizes = " × ".join(str(part.size) for part in use.laid.summed)
+        elif not blocks_fit(use.view, block):
+            sizes = " × ".join(str(part.size) for part in use.view.contracting)
             why = (
                 f"{what} are no blocks along the sum of the product at {line}: blocks of {block} numbers do not "
                 f"fit its axes of {sizes}; leave product out of {rule}, or name a group that fits, or group=all"
@@ -352,9 +354,9 @@ def _without_blocks(
 
 def _summed(use: Use) -> str:
     """The axes of a parameter that a product sums over, which tell products on one line apart, and its place."""
-    axes = sorted({part.axis for part in use.laid.summed}) if use.laid is not None else ()
-    named = " and ".join(f"axis {axis}" for axis in axes) or "no axis"
-    return f"{named} of it ({use.primitive} at {use.source or 'an unknown line'})"
+    axes = sorted({part.axis for part in use.view.contracting}) if use.view is not None else ()
+    text = " and ".join(f"axis {axis}" for axis in axes) or "no axis"
+    return f"{text} of it ({use.primitive} at {use.source or 'an unknown line'})"
 
 
 def _check_matches(
@@ -365,9 +367,9 @@ def _check_matches(
     products: Sequence[tuple[ProductStep, Rule | None]],
 ) -> None:
     """Refuse rules that match nothing, and those that name a parameter which reaches no product."""
-    spoken = {number for number in numbers if number is not None}
-    spoken |= {rules.index(rule) for _, rule in products if rule is not None}
-    idle = [rule for number, rule in enumerate(rules) if number not in spoken]
+    numbers_in_use = {number for number in numbers if number is not None}
+    numbers_in_use |= {rules.index(rule) for _, rule in products if rule is not None}
+    idle = [rule for number, rule in enumerate(rules) if number not in numbers_in_use]
     if idle:
         scopes = sorted({step.scope for step, _ in products if step.scope})
         raise ValueError(
@@ -380,14 +382,14 @@ def _check_matches(
         rule, use = rules[number], _first(uses.get(leaf, ()))
         if rule.weight is None or not names_last(rule.path, paths[leaf]):
             continue
-        left = _why_left(rule, uses.get(leaf, ()))
-        if use is not None and (use.laid is None or left):
-            why = "of which a product takes no axis" if use.is_lost else "which reaches no product"
-            why = f"which stays as it is: {left}" if left else why
+        exemption = _why_left(rule, uses.get(leaf, ()))
+        if use is not None and (use.view is None or exemption):
+            reason = "of which a product takes no axis" if use.is_opaque else "which reaches no product"
+            reason = f"which stays as it is: {exemption}" if exemption else reason
             if already := _rounded_already(use):
                 raise ValueError(f"{rule} names the parameter {paths[leaf]!r}, which {already}")
             raise ValueError(
-                f"{rule} names the parameter {paths[leaf]!r}, {why}; it reaches {use.primitive} at "
+                f"{rule} names the parameter {paths[leaf]!r}, {reason}; it reaches {use.primitive} at "
                 f"{use.source or 'an unknown line'}. Put Rule({pattern_of(paths[leaf])!r}) before it to leave it as "
                 "it is"
             )
@@ -400,27 +402,27 @@ def _check_effect(
     uses: Mapping[int, Sequence[Use]],
     placements: Mapping[int, tuple[Placement, Use]],
     products: Sequence[tuple[ProductStep, Rule | None]],
-    kept: set[Any],
+    sources: set[Any],
 ) -> None:
-    """Refuse fields of rules that round nothing; `kept` are the sources of the scales of activations."""
+    """Refuse fields of rules that round nothing; `sources` are the sources of the scales of activations."""
     for number, rule in enumerate(rules):
         used = {
             "bias" if use.kind == "sum" else "weight"
             for leaf, (_, use) in placements.items()
             if numbers[leaf] == number
         }  # fmt: skip
-        if any(chosen is rule and not _of_parameters_alone(step) for step, chosen in products):
+        if any(rule_of_product is rule and not _of_parameters_alone(step) for step, rule_of_product in products):
             used |= {"activation", "gradient", "input_gradient", "weight_gradient", "matmul", "rotation"}
         source = rule.scale_from
-        if source is not None and (source in kept or ("weight" in source.fields and "weight" in used)):
+        if source is not None and (source in sources or ("weight" in source.fields and "weight" in used)):
             used.add("scale_from")
         idle = [name for name in FIELDS if getattr(rule, name) is not None and name not in used]
         if idle:
-            reached = _reached(number, rules, paths, numbers, uses, placements, products)
+            reach = _reached(number, rules, paths, numbers, uses, placements, products)
             hint = "report, under rules that have an effect, shows what each parameter reaches"
             raise ValueError(
-                f"{rule}: {', '.join(idle)} has no effect on the parameters and products that it matches: {reached}"
-                f"{'' if reached.endswith(_GIVE_PLAIN) else f'. {hint}'}"
+                f"{rule}: {', '.join(idle)} has no effect on the parameters and products that it matches: {reach}"
+                f"{'' if reach.endswith(_GIVE_PLAIN) else f'. {hint}'}"
             )
 
 
@@ -434,20 +436,22 @@ def check_weights(programs: Sequence[Resolved]) -> None:
     for number, rule in enumerate(first.rules):
         if rule.weight is None or any(map(partial(_has_weight, number), programs)):
             continue
-        reached = _reached(
-            number, first.rules, first.paths, first.numbers, first.uses, first.placements, first.products
+        reach = _reached(
+            number, first.rules, first.paths, first.rule_indexes, first.uses, first.placements, first.products
         )
         why = (
             "A parameter is not followed if it is combined with data, such as arguments and state that is no parameter"
         )
         raise ValueError(
-            f"{rule}: weight rounds no parameter of the methods that have example arguments: {reached}"
-            f"{'' if reached.endswith(_GIVE_PLAIN) else f'. {why}'}"
+            f"{rule}: weight rounds no parameter of the methods that have example arguments: {reach}"
+            f"{'' if reach.endswith(_GIVE_PLAIN) else f'. {why}'}"
         )
 
 
 def _has_weight(number: int, program: Resolved) -> bool:
-    return any(program.numbers[leaf] == number and use.kind != "sum" for leaf, (_, use) in program.placements.items())
+    return any(
+        program.rule_indexes[leaf] == number and use.kind != "sum" for leaf, (_, use) in program.placements.items()
+    )
 
 
 def _reached(
@@ -460,13 +464,13 @@ def _reached(
     products: Sequence[tuple[ProductStep, Rule | None]],
 ) -> str:
     """What a parameter of a rule reaches that is not rounded; else the product that it shares."""
-    found = {leaf: _first(uses.get(leaf, ())) for leaf, n in enumerate(numbers) if n == number}
-    left = [(leaf, use) for leaf, use in found.items() if leaf not in placements and use is not None]
-    weights = [(leaf, use) for leaf, use in left if use.is_lost and rules[number].weight is not None]
-    for leaf, use in weights or left:
+    main_uses = {leaf: _first(uses.get(leaf, ())) for leaf, n in enumerate(numbers) if n == number}
+    exempt = [(leaf, use) for leaf, use in main_uses.items() if leaf not in placements and use is not None]
+    weights = [(leaf, use) for leaf, use in exempt if use.is_opaque and rules[number].weight is not None]
+    for leaf, use in weights or exempt:
         others = [repr(paths[other]) for other, it in weights if other != leaf and replace(it, leaf=leaf) == use]
         like = f", like {', '.join(others[:3])}{' and more' * (len(others) > 3)}," if others else ""
-        why = f", and stays as it is: {kept}" if (kept := _why_left(rules[number], uses[leaf])) else ""
+        why = f", and stays as it is: {exemption}" if (exemption := _why_left(rules[number], uses[leaf])) else ""
         line = use.source or "an unknown line"
         reaches = _rounded_already(use) or f"reaches {use.primitive} at {line}{why}"
         return f"the parameter {paths[leaf]!r}{like} {reaches}"
@@ -498,24 +502,24 @@ def _of_parameters_alone(step: ProductStep) -> bool:
     return bool(step.uses) and all(step.uses[:2])
 
 
-def _scales_complex(step: ProductStep, how: Roundings) -> bool:
+def _scales_complex(step: ProductStep, roundings: Roundings) -> bool:
     """Whether complex operands would have scales, which formats give to real numbers alone."""
-    return is_complex(step.eqn) and any(spec is not None and spec.scaled is not None for spec in how.specs)
+    return is_complex(step.eqn) and any(spec is not None and spec.scaled is not None for spec in roundings.specs)
 
 
-_ORDER = {"product": 0, "rows": 1, "complex": 2, "sum": 3, "lost": 4, "other": 5}
+_ORDER = {"product": 0, "rows": 1, "complex": 2, "sum": 3, "opaque": 4, "other": 5}
 
 
 def _operation(use: Use | None) -> str:
     """The operation that takes a parameter, as a rule's `operation` names it."""
-    return OPERATIONS.get(use.primitive, "") if use is not None and use.laid is not None else ""
+    return OPERATIONS.get(use.primitive, "") if use is not None and use.view is not None else ""
 
 
 def _first(uses: Sequence[Use]) -> Use | None:
     """The use that says how a parameter is rounded: its first product; else a look-up; else a sum."""
 
     def kind(use: Use) -> str:
-        return "lost" if use.is_lost else "complex" if use.kind == "product" and use.why else use.kind
+        return "opaque" if use.is_opaque else "complex" if use.kind == "product" and use.why else use.kind
 
     return min(uses, key=lambda use: _ORDER[kind(use)], default=None)
 
@@ -523,7 +527,7 @@ def _first(uses: Sequence[Use]) -> Use | None:
 def _why_left(rule: Rule, uses: Sequence[Use]) -> str:
     """Why a parameter is not rounded as a weight though its rule would; empty if nothing prevents it."""
     use = _first(uses)
-    if use is not None and use.is_lost and use.why:
+    if use is not None and use.is_opaque and use.why:
         return use.why
     if use is None or (use.kind != "other" and (rule.weight is None or use.kind == "sum")):
         return ""

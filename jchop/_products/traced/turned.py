@@ -29,22 +29,22 @@ def turn_of(rule: Rule, path: str, shape: Sequence[int], uses: Sequence[Use], is
     Raises:
         ValueError: if anything needs the parameter as it is.
     """
-    first = next((use for use in uses if use.kind == "product" and use.laid is not None), None)
+    first = next((use for use in uses if use.kind == "product" and use.view is not None), None)
     if rule.forward_rotation is None or first is None:
         return None
-    assert first.laid is not None
+    assert first.view is not None
     for use in uses:
         if use.kind != "product":
             raise _refused(rule, path, f"{use.primitive} at {use.source or 'an unknown line'} takes it as it is")
-        if use.laid is None or use.laid.summed != first.laid.summed:
+        if use.view is None or use.view.contracting != first.view.contracting:
             raise _refused(rule, path, f"{use.primitive} at {use.source or 'an unknown line'} sums over other axes")
-        if not use.moved:
+        if not use.is_intact:
             where = use.source or "an unknown line"
             why = f"its numbers are computed with before {use.primitive} at {where}"
             raise _refused(rule, path, f"{why}, or put in another order, or sent between devices")
     if is_result:
         raise _refused(rule, path, "the function returns it")
-    layout = MatrixLayout.of(shape, stack_of(shape, first.laid), first.laid, 0)
+    layout = MatrixLayout.of(shape, stack_of(shape, first.view), first.view, 0)
     if layout is None:
         raise _refused(rule, path, f"{first.primitive} at {first.source or 'an unknown line'} takes a part of an axis")
     return Turn(rule.forward_rotation, layout)
@@ -52,7 +52,7 @@ def turn_of(rule: Rule, path: str, shape: Sequence[int], uses: Sequence[Use], is
 
 def turned(
     step: ProductStep,
-    how: tuple[Roundings, int] | None,
+    roundings: tuple[Roundings, int] | None,
     placements: Mapping[int, tuple[Placement, Use]],
     paths: Sequence[str],
     rules: Mapping[int, Rule],
@@ -61,7 +61,7 @@ def turned(
 
     Args:
         step: the product.
-        how: its roundings, and which operand the weight is; None if nothing is rounded.
+        roundings: its roundings, and which operand the weight is; None if nothing is rounded.
         placements: of the parameters that are rounded.
         paths: of the parameters.
         rules: of the parameters that are rounded.
@@ -70,33 +70,33 @@ def turned(
         ValueError: if the product does not rotate its inputs as its weight is.
     """
     uses = [use for some in step.uses for use in some]
-    turns = {use.leaf: placements[use.leaf][0].turn if use.leaf in placements else None for use in uses}
-    if how is not None and (rotation := how[0].forward_rotation) is not None and step.product is not None:
+    rotations = {use.leaf: placements[use.leaf][0].rotation if use.leaf in placements else None for use in uses}
+    if roundings is not None and (rotation := roundings[0].forward_rotation) is not None and step.product is not None:
         width = _sum_of(step)
         if rotation.size == "all" and width % 2:
             raise ValueError(
-                f"rotation={rotation} of the {how[0].place}: its sum has {width} numbers, which is odd, so there is no "
-                "Hadamard matrix; put a rule without a rotation before it"
+                f"rotation={rotation} of the {roundings[0].place}: its sum has {width} numbers, which is odd, so "
+                "there is no Hadamard matrix; put a rule without a rotation before it"
             )
-    if not any(turns.values()):
-        return how
+    if not any(rotations.values()):
+        return roundings
     for use in uses:
-        turn = turns[use.leaf] or next(filter(None, turns.values()))
-        own = None if how is None else how[0].forward_rotation
-        whole = use.laid is not None and math.prod(part.size for part in use.laid.summed) == _sum_of(step)
-        if turns[use.leaf] is None or own != turn.rotation or not whole:
+        param_rotation = rotations[use.leaf] or next(filter(None, rotations.values()))
+        own_rotation = None if roundings is None else roundings[0].forward_rotation
+        whole = use.view is not None and math.prod(part.size for part in use.view.contracting) == _sum_of(step)
+        if rotations[use.leaf] is None or own_rotation != param_rotation.rotation or not whole:
             where = step.source or "an unknown line"
             why = f"the inputs of {step.name} at {where} are not rotated in the same way"
-            leaf = next(leaf for leaf, own in turns.items() if own is not None)
+            leaf = next(leaf for leaf, own in rotations.items() if own is not None)
             raise _refused(rules[leaf], paths[leaf], why)
-    assert how is not None
-    return replace(how[0], turned=True), how[1]
+    assert roundings is not None
+    return replace(roundings[0], skip_weight_rotation=True), roundings[1]
 
 
 def _sum_of(step: ProductStep) -> int:
     """How many products are summed for each result."""
     assert step.product is not None
-    return math.prod(step.eqn.invars[0].aval.shape[axis] for axis in step.product.forward.left.summed)
+    return math.prod(step.eqn.invars[0].aval.shape[axis] for axis in step.product.forward.left.contracting)
 
 
 def _refused(rule: Rule, path: str, why: str) -> ValueError:

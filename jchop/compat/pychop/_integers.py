@@ -52,7 +52,7 @@ class Chopi:
         bits, axis = whole(bits if num_bits is None else num_bits), whole(axis if channel_dim is None else channel_dim)
         self.bits, self.symmetric = check_int("bits", bits, 2, 8), check_bool("symmetric", symmetric)
         self.per_channel, self.axis = check_bool("per_channel", per_channel), axis
-        self.qmin, self.qmax = (-(1 << bits - 1), (1 << bits - 1) - 1) if symmetric else (0, (1 << bits) - 1)
+        self.qmin, self.qmax = (-(1 << (bits - 1)), (1 << (bits - 1)) - 1) if symmetric else (0, (1 << bits) - 1)
         self.scale: Any = None
         self.zero_point: Any = None
         self._fixed = False
@@ -91,7 +91,7 @@ class Chopi:
         return apply(self._codes, as_numbers(x))
 
     def _codes(self, x: Any) -> Any:
-        q = self._quantized(x)
+        q = self._as_qarray(x)
         self.scale, self.zero_point = q.scale, q.zero_point
         self._dtype = np.promote_types(x.dtype, q.scale.dtype)
         fmt = q.spec.element
@@ -100,7 +100,7 @@ class Chopi:
             return codes
         return ((codes.astype("int32") ^ -self.qmin) + self.qmin).astype("int8")
 
-    def _quantized(self, x: Any) -> QArray:
+    def _as_qarray(self, x: Any) -> QArray:
         if self._fixed:
             return quantize(x, self.spec_for(x), scale=self.scale, zero_point=self.zero_point)
         return quantize(x, self.spec_for(x))
@@ -128,5 +128,5 @@ class Chopi:
         """
         x = as_numbers(x)
         if self._fixed:
-            return apply(lambda array: dequantize(self._quantized(array)), x)
+            return apply(lambda array: dequantize(self._as_qarray(array)), x)
         return rounded(x, self.spec_for(x))

@@ -142,5 +142,5 @@ def method(chop: Any, name: str, *args: Any, key: Any = None, **options: Any) ->
     function = getattr(math, name)
     numbers = count - _EXPONENTS.get(name, 0)
     return chop.compute(
-        lambda *given: function(*given, **options), operands[:numbers], key, exponents=operands[numbers:]
+        lambda *arrays: function(*arrays, **options), operands[:numbers], key, exponents=operands[numbers:]
     )

@@ -95,14 +95,14 @@ def _leaves(model: nn.Module) -> dict[str, nn.Module]:
 
 
 def _hook(chop: Any, ends: list[float] | None) -> Any:
-    def rounded(output: Any) -> Any:
+    def round_output(output: Any) -> Any:
         if isinstance(output, PackedSequence):
-            return output._replace(data=rounded(output.data))
+            return output._replace(data=round_output(output.data))
         if isinstance(output, tuple):
-            return rounded(output[0]), *output[1:]
+            return round_output(output[0]), *output[1:]
         return chop(output if ends is None else output.clamp(*ends))
 
-    return lambda module, args, output: rounded(output)
+    return lambda module, args, output: round_output(output)
 
 
 class _Ends:

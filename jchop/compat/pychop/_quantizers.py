@@ -128,8 +128,8 @@ class Quantizer:
             exponents: whole numbers, which are not rounded.
         """
         operands = tuple(as_numbers(operand) for operand in operands)
-        traced = next((x for x in operands if isinstance(x, jax.core.Tracer)), operands[0])
-        seed = self._seed(self.spec, traced, key)
+        tracer = next((x for x in operands if isinstance(x, jax.core.Tracer)), operands[0])
+        seed = self._seed(self.spec, tracer, key)
         key = key if seed is None else key_of(seed)
         in_jax = any(isinstance(x, jax.Array) for x in operands)
 
@@ -251,7 +251,7 @@ class Customs:
             ValueError: if one is missing or out of range, or its two fields contradict each other.
         """
         exp_bits, emax, t = whole(self.exp_bits), whole(self.emax), whole(self.t)
-        emax = emax if exp_bits is None else (1 << check_int("exp_bits", exp_bits, 2, 16) - 1) - 1
+        emax = emax if exp_bits is None else (1 << (check_int("exp_bits", exp_bits, 2, 16) - 1)) - 1
         t = t if self.sig_bits is None else whole(self.sig_bits) + 1
         if emax is None or t is None:
             raise ValueError(f"customs={self} must have emax or exp_bits, and t or sig_bits")
@@ -307,9 +307,9 @@ class FaultChop(Chop):
         self.t, self.emax = params or FORMATS.get(prec, (0, 0))
         mode = 6 if self.rmode == 10 else self.rmode
         subnormals = None if subnormal is None else bool(subnormal)
-        self._said = (name, subnormals, mode, self.explim, params)
+        self._chop_arguments = (name, subnormals, mode, self.explim, params)
         self.u = 2.0**-self.t
-        Quantizer.__init__(self, chop_spec(*self._said, "float64"), random_state, verbose)
+        Quantizer.__init__(self, chop_spec(*self._chop_arguments, "float64"), random_state, verbose)
 
     def __getnewargs__(self) -> tuple[int, ...]:
         """No arguments."""
@@ -321,7 +321,7 @@ class FaultChop(Chop):
         Args:
             dtype: its name.
         """
-        return chop_spec(*self._said, dtype)
+        return chop_spec(*self._chop_arguments, dtype)
 
     def __call__(self, x: Any, *, key: jax.Array | None = None) -> Any:
         """`x` rounded.

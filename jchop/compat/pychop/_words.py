@@ -35,14 +35,14 @@ class Words:
         Raises:
             TypeError: if both are given, or an argument twice.
         """
-        said = [word for word in self.names if word in options]
-        if not said:
+        words = [word for word in self.names if word in options]
+        if not words:
             return self.kind(**self.defaults) if chop is None and self.defaults else chop
         if chop is not None:
-            raise TypeError(f"chop= and {said[0]}= both define the quantizer; pass one of them")
-        arguments = {self.names[word]: options.pop(word) for word in said}
-        if len(arguments) < len(said):
-            raise TypeError(f"{' and '.join(said)} set an argument of {self.kind.__name__} twice")
+            raise TypeError(f"chop= and {words[0]}= both define the quantizer; pass one of them")
+        arguments = {self.names[word]: options.pop(word) for word in words}
+        if len(arguments) < len(words):
+            raise TypeError(f"{' and '.join(words)} set an argument of {self.kind.__name__} twice")
         return self.kind(**{**self.defaults, **arguments})
 
 

@@ -174,16 +174,16 @@ def _rounded_floats(x: Any, chop: Any) -> Any:
 @contextmanager
 def _rounded_parameters(layer: nn.Module, chop: Any) -> Iterator[None]:
     """A context in which the modules of a layer use rounded parameters; the parameters themselves do not change."""
-    held = [(module, dict(module._parameters)) for module in layer.modules()]
+    originals = [(module, dict(module._parameters)) for module in layer.modules()]
     try:
-        for module, parameters in held:
+        for module, parameters in originals:
             for name, parameter in parameters.items():
                 if parameter is not None:
                     module._parameters[name] = chop(parameter)
             _relist(module)
         yield
     finally:
-        for module, parameters in held:
+        for module, parameters in originals:
             module._parameters.update(parameters)
             _relist(module)
 

@@ -44,7 +44,7 @@ def post_quantization(model: _Model, chop: Any, eval_mode: bool = True, verbose:
 
         return rounded_copy(model, chop, eval_mode, verbose)
 
-    def rounded(path: Any, leaf: Any) -> Any:
+    def round_leaf(path: Any, leaf: Any) -> Any:
         names = [str(getattr(step, "key", step)) for step in path]
         if "batch_stats" in names or not set(names) & set(_WEIGHTS):
             return leaf
@@ -52,7 +52,7 @@ def post_quantization(model: _Model, chop: Any, eval_mode: bool = True, verbose:
             print(f"rounded {'.'.join(names)}, {leaf.shape}")
         return chop(leaf)
 
-    return jax.tree_util.tree_map_with_path(rounded, model)
+    return jax.tree_util.tree_map_with_path(round_leaf, model)
 
 
 def dynamic_post_quantization(model: _Model, chop: Any, eval_mode: bool = True, verbose: bool = False) -> _Model:

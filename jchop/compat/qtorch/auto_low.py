@@ -90,14 +90,14 @@ def lower(
         forward_rounding: as in `sequential_lower`.
         backward_rounding: as in `sequential_lower`.
     """
-    chosen = []
+    layers = []
     for kind in layer_types:
         files = _TYPES[check_choice("layer_types", kind, tuple(_TYPES))]
-        found = [module for module in model.modules() if _home(module) in map(_file, files)]
-        if not found:
+        matches = [module for module in model.modules() if _home(module) in map(_file, files)]
+        if not matches:
             raise ValueError(f"layer_types: the model has no layer of type {kind!r}")
-        chosen += found
-    for layer in chosen:
+        layers += matches
+    for layer in layers:
         rounds = Quantizer(forward_number, backward_number, forward_rounding, backward_rounding)
         layer.add_module(_NAME, rounds)
         layer.register_forward_hook(_round_output)

@@ -60,7 +60,7 @@ class Packed(Rearranged):
 
     @property
     def _stack(self) -> int:
-        return len(self.shape) - len(self.layout.kept) - len(self.layout.summed)
+        return len(self.shape) - len(self.layout.free) - len(self.layout.contracting)
 
     def unpack(self) -> Array:
         """The parameter in the form that the module expects."""
@@ -78,7 +78,7 @@ class Packed(Rearranged):
 
 def _to_bytes(static: tuple[Layout, tuple[int, ...]]) -> bytes:
     layout, shape = static
-    return json.dumps([layout.kept, layout.summed, shape]).encode()
+    return json.dumps([layout.free, layout.contracting, shape]).encode()
 
 
 def _from_bytes(data: bytes) -> tuple[Layout, tuple[int, ...]]:

@@ -186,7 +186,7 @@ class _Tensor(NamedTuple):
         value, layout = self.variable.get_value(), self._layout
         if isinstance(value, StoredAs):
             return value.stored
-        return value if layout is None else value.transpose(*layout.kept, *layout.summed)
+        return value if layout is None else value.transpose(*layout.free, *layout.contracting)
 
     def put(self, value: np.ndarray | QArray) -> QArray | None:
         """Gives the model the array of a checkpoint; one that is packed comes back."""

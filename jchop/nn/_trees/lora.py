@@ -232,7 +232,7 @@ def places_of(programs: Iterable[tuple[Any, Call]]) -> Places:
 
 
 def _check_plain(what: str, value: Any, placement: Placement | None) -> None:
-    if is_packed(value) and (placement is None or placement.turn is not None):
+    if is_packed(value) and (placement is None or placement.rotation is not None):
         raise ValueError(f"{what}: it is packed {'by no rule' if placement is None else 'rotated'}, so it can't change")
 
 

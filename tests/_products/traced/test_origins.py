@@ -150,7 +150,7 @@ def test_a_product_knows_whether_it_takes_numbers_in_their_order() -> None:
     for at, (multiply, moved) in enumerate(MULTIPLIED):
         closed = jax.make_jaxpr(multiply)(jnp.zeros(TABLE), jnp.zeros((1, 6)))
         uses = [some for step in Analyst().plan(closed, [of_parameter(0, TABLE), DATA]).walk() for some in step.uses]
-        assert [use.moved for some in uses for use in some] == [moved], at
+        assert [use.is_intact for some in uses for use in some] == [moved], at
 
 
 TABLE = (6, 10)
@@ -208,5 +208,5 @@ def test_a_scan_takes_one_of_a_stack_and_a_loop_keeps_what_it_carries() -> None:
         jnp.zeros(shape), jnp.zeros((2, 4))
     )
     plan = Analyst().plan(closed, [of_parameter(0, shape), DATA])
-    laid = [use.laid for step in plan.walk() for some in step.uses for use in some]
-    assert [[part.axis for part in use.summed] for use in laid if use] == [[1], [2]]
+    laid = [use.view for step in plan.walk() for some in step.uses for use in some]
+    assert [[part.axis for part in use.contracting] for use in laid if use] == [[1], [2]]
