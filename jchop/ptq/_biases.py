@@ -174,7 +174,7 @@ class _Search:
         if operand_terms and operand_terms[0] and len(step.eqn.outvars) == 1:
             before, after = (v.aval.shape for v in (step.eqn.invars[0], step.eqn.outvars[0]))
             out = [(t, moved(step.name, step.eqn.params, t.weight, before, after)) for t in operand_terms[0]]
-            return [tuple(replace(t, weight=o) for t, o in out if o is not None and o.moved)]
+            return [tuple(replace(t, weight=o) for t, o in out if o is not None and o.is_intact)]
         return []
 
     def _sum(
@@ -206,17 +206,17 @@ def _of_result(product: Any, side: int, view: Laid, eqn: Any) -> tuple[Axis, ...
     ndim = len(eqn.outvars[0].aval.shape)
     if isinstance(product, Dot):
         batch = len(product.batch[0])
-        own, free = view.kept[batch:], ((),) * (ndim - len(view.kept))
-        return (*view.kept[:batch], *((*own, *free) if side == 0 else (*free, *own)))
+        own, free = view.free[batch:], ((),) * (ndim - len(view.free))
+        return (*view.free[:batch], *((*own, *free) if side == 0 else (*free, *own)))
     last = product.numbers.out_spec[1] if isinstance(product, Conv) else ndim - 1
-    return tuple(view.kept[-1] if axis == last else () for axis in range(ndim))
+    return tuple(view.free[-1] if axis == last else () for axis in range(ndim))
 
 
 def _made(program: Any, stack: int, turns: int, bias_sum: _Sum, loops: Mapping[int, tuple[int, ...]]) -> BiasSite | str:
     """The bias of a sum, or why it is none."""
     leaf = bias_sum.bias.leaf
     path, shape = program.paths[leaf], program.shapes[leaf]
-    if not bias_sum.bias.moved:
+    if not bias_sum.bias.is_intact:
         return f"its bias {path!r} is computed with before it is added"
     if len(program.uses[leaf]) != 1:
         return f"its bias {path!r} is used elsewhere, too"

@@ -395,7 +395,7 @@ def _rows(product: Any, site: Site, x: Array, kernel: Sequence[int]) -> Array:
         return x[None]
     layout = product.forward.left
     matrices = layout.lay(x)
-    own = [i for i in range(site.batch) if site.view.kept[i]]
+    own = [i for i in range(site.batch) if site.view.free[i]]
     order = [*own, *(i for i in range(matrices.ndim - 1) if i not in own), matrices.ndim - 1]
     return matrices.transpose(order).reshape(site.layout.matrices[0], -1, matrices.shape[-1])
 

@@ -286,7 +286,7 @@ class _Job:
         self.low_leaves: dict[int, Any] = {i: packed_leaves[i] for i in self.weight_sites}
         self.numbers = {i: numbers_of(v) for i, v in packed_leaves.items() if i not in self.weight_sites}
         self.numbers |= {
-            i: self.program.placements[i][0].turned(jnp.asarray(self.call.values[i])) for i in self.weight_sites
+            i: self.program.placements[i][0].rotate(jnp.asarray(self.call.values[i])) for i in self.weight_sites
         }
         self.stages = list(self.sites.stages(list(weight_sites)))
         self.other_layers = [
@@ -295,13 +295,13 @@ class _Job:
         for leaf, place, _ in self.other_layers:
             self.numbers[leaf] = self.numbers[leaf].at[place].set(numbers_of(packed_leaves[leaf])[place])
         several = (i for i in weight_sites if i in self.sites.others)
-        self.nearest = {i: numbers_of(packed_leaves[i]) for i in several if placements[i][0].turn is None}
+        self.nearest = {i: numbers_of(packed_leaves[i]) for i in several if placements[i][0].rotation is None}
         self.biases: dict[int, Array] = {}  # corrected ones, before they are rounded
         none: tuple[dict[int, BiasSite], dict[int, str]] = {}, {}
         self.bias_of, self.no_bias = find_biases(self.program, self.sites) if self.steps.biases is not None else none
 
     def _in_first_product(self, leaf: int, site: Site) -> bool:
-        return self.program.placements[leaf][1].laid == site.view
+        return self.program.placements[leaf][1].view == site.view
 
     def call_args(self) -> tuple[Any, ...]:
         """The arguments after the parameters, as the program was traced for."""

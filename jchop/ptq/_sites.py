@@ -151,7 +151,7 @@ def find_sites(program: Any) -> Sites:
     _follow(program.plan, arguments, sites.dependence)
     first: dict[int, Laid] = {}
     for leaf, uses in program.uses.items():
-        view = next((use.laid for use in uses if use.kind == "product"), None)
+        view = next((use.view for use in uses if use.kind == "product"), None)
         if view is not None:
             first[leaf] = view
     index_counts: dict[int, list[int]] = {}  # how many constant indexes each product takes
@@ -244,7 +244,7 @@ def _at(
 def _indexes(use: Use, shape: tuple[int, ...]) -> tuple[int, ...]:
     """The constant indexes of the layer of a stack that a product takes; none if it takes no layer, or another way."""
     indexes = []
-    for axis in range(0 if use.laid is None else stack_of(shape, use.laid)):
+    for axis in range(0 if use.view is None else stack_of(shape, use.view)):
         index, length = 0, shape[axis]
         for parts, start, size in (cut for cut in use.cuts if any(part.axis == axis for part in cut[0])):
             if parts != (Part(axis, shape[axis]),) or not isinstance(start, int) or not 0 <= start <= length - size:
@@ -308,27 +308,27 @@ def _refused(step: ProductStep, side: int, use: Use, first: dict[int, Laid], dep
 
 
 def _site(step: ProductStep, side: int, use: Use, shape: tuple[int, ...], turns: Sequence[int]) -> Site | str:
-    product, view = step.product, use.laid
+    product, view = step.product, use.view
     assert product is not None and view is not None
     batch = len(product.batch[0]) if isinstance(product, Dot) else 1 if isinstance(product, Ragged) else 0
     operand = (product.forward.left, product.forward.right)[side]
     sizes = step.eqn.invars[side].aval.shape
     partial = "its product takes a part of an axis"
     groups = product.feature_groups if isinstance(product, Conv) else 1
-    free_sizes, axes, batches = [sizes[axis] for axis in operand.kept], view.kept, batch
+    free_sizes, axes, batches = [sizes[axis] for axis in operand.free], view.free, batch
     if groups > 1:  # the axis of the outputs has the groups and, within them, their outputs
         apart = [groups, free_sizes[0] // groups]
         origin = moved("reshape", {}, Origin(use.leaf, axes), free_sizes, apart)
         if origin is None:
             return partial
         free_sizes, axes, batches = apart, origin.axes, 1
-    part_sizes = [math.prod(part.size for part in parts) for parts in (*axes[:batches], view.summed)]
-    axis_lengths = [*free_sizes[:batches], math.prod(sizes[axis] for axis in operand.summed)]
+    part_sizes = [math.prod(part.size for part in parts) for parts in (*axes[:batches], view.contracting)]
+    axis_lengths = [*free_sizes[:batches], math.prod(sizes[axis] for axis in operand.contracting)]
     partly = part_sizes[-1] != axis_lengths[-1] or any(
         n not in (1, size) for n, size in zip(part_sizes, axis_lengths, strict=True)
     )
     stack = stack_of(shape, view)
-    layout = None if partly else MatrixLayout.of(shape, stack, Laid(axes, view.summed), batches)
+    layout = None if partly else MatrixLayout.of(shape, stack, Laid(axes, view.contracting), batches)
     if layout is None:
         return partial
     if len(turns) not in (0, stack):

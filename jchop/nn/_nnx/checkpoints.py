@@ -191,7 +191,7 @@ class _Tensor(NamedTuple):
     def put(self, value: np.ndarray | QArray) -> QArray | None:
         """Gives the model the array of a checkpoint; one that is packed comes back."""
         layout, current = self._layout, self.variable.get_value()
-        order = range(current.ndim) if layout is None else (*layout.kept, *layout.summed)
+        order = range(current.ndim) if layout is None else (*layout.free, *layout.contracting)
         shape = tuple(current.shape[axis] for axis in order)
         if value.shape != shape:
             raise ValueError(

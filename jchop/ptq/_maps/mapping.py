@@ -77,9 +77,9 @@ def map_parameters(data: Data, steps: Sequence[Mapping], memory: int | None = No
         weight_sites = {
             leaf: site
             for leaf, site in sites.by_leaf.items()
-            if leaf in program.placements and program.placements[leaf][1].laid == site.view
+            if leaf in program.placements and program.placements[leaf][1].view == site.view
         }
-        for leaf in [leaf for leaf in weight_sites if program.placements[leaf][0].turn is not None]:
+        for leaf in [leaf for leaf in weight_sites if program.placements[leaf][0].rotation is not None]:
             del weight_sites[leaf]
             record.add(leaf, f"not by {step.name}: its inputs are rotated when the function runs")
         for leaf, site in weight_sites.items():

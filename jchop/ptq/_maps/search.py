@@ -43,9 +43,9 @@ def channels_of(place: Place) -> tuple[int, tuple[int, ...], list[tuple[int, int
     value = place.node.ins[place.side]
     shape, loops = (*value.loops, *value.shape), len(value.loops)
     operand = (place.node.product.forward.left, place.node.product.forward.right)[place.side]
-    batch = [operand.kept[i] for i in range(place.site.batch) if place.site.view.kept[i]]
+    batch = [operand.free[i] for i in range(place.site.batch) if place.site.view.free[i]]
     axes = [i for i, over in enumerate(place.turns) if over]
-    axes += [loops + axis for axis in (*batch, *operand.summed)]
+    axes += [loops + axis for axis in (*batch, *operand.contracting)]
     count, channel_axes = 1, []
     for axis in reversed(axes):
         channel_axes.append((axis, count))
@@ -77,7 +77,7 @@ def fold_of(place: Place, ways: Callable[..., Ways] = ways_of, together: bool = 
         tied = [(shape[axis], stride) for axis, stride in axes if axis == loops]
     if together:
         operand = (place.node.product.forward.left, place.node.product.forward.right)[place.side]
-        sum_axes = {loops + axis for axis in operand.summed}
+        sum_axes = {loops + axis for axis in operand.contracting}
         tied += [(shape[axis], stride) for axis, stride in axes if axis not in sum_axes]
     return _Search(place, ways).start(Channels(count).tie(tied))
 
