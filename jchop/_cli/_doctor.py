@@ -95,7 +95,7 @@ def _device(kind: str, where: str, kernels: bool, count: int) -> dict[str, Any]:
 
 
 def _letters(kind: str) -> str:
-    """The kind of a device as `PLATFORMS` writes it: a TPU "v5 lite" is a v5e."""
+    """The kind of a device as `OPERANDS_BY_PLATFORM` writes it: a TPU "v5 lite" is a v5e."""
     return kind.lower().replace(" ", "").replace("lite", "e").replace("tpu7x", "tpuv7x")
 
 

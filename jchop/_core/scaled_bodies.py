@@ -159,7 +159,7 @@ def flat(scale: Stored, zero: Array | None) -> tuple[Array, ...]:
 
 
 def unflat(arrays: Sequence[Array], fmt: ScaledFormat) -> tuple[Stored, Array | None]:
-    """The inverse of `flat`."""
+    """The inverse of `flatten_scales`."""
     count = len(fmt.scale_parts)
     return tuple(arrays[:count]) if count > 1 else arrays[0], arrays[-1] if fmt.zero_point else None
 
@@ -202,7 +202,7 @@ def _pack(codes: Array, groups: Groups, bits: int) -> Array:
 
 
 def _unpack(code_bytes: Array, groups: Groups, bits: int) -> Array:
-    """The inverse of `_pack`."""
+    """The inverse of `_pack_view`."""
     byte_groups = groups.byte_groups(bits)
     if byte_groups is not None:
         return unpack(byte_groups.view(code_bytes), bits, groups.sizes[-1])
@@ -216,7 +216,7 @@ def _shifted(view: Array, group_scales: _Fitted, plan: Plan, word: Array | None)
 
 
 def _codes(values: Array, group_scales: _Fitted, plan: Plan) -> Array:
-    """The codes of the results of `_elements`."""
+    """The codes of the results of `_round_to_elements`."""
     if group_scales.zero is None:
         return encode_elements(values, plan.element.format, plan.compute)
     return integers.encode_whole(values, plan)

@@ -1,7 +1,7 @@
 """The quirks of XLA's CPU backend, and the functions that work around them.
 
-`QUIRKS` describes them. `tests/_core/test_xla_cpu.py` shows each in a small program, and fails when a quirk is gone;
-then its workaround can be removed. Other files name the quirk that they work around.
+`CPU_QUIRKS` describes them. `tests/_core/test_xla_cpu.py` shows each in a small program, and fails when a quirk is
+gone; then its workaround can be removed. Other files name the quirk that they work around.
 """
 
 from __future__ import annotations
@@ -104,7 +104,7 @@ QUIRKS: tuple[Quirk, ...] = (
     Quirk(
         "maximum_loses_nan",
         "The maximum of many numbers, one of them NaN, is a number, and may be less than one that precedes the NaN.",
-        "A sum tells whether all numbers are finite (`_largest_by_numbers` in `_core/scaled/scales.py`, "
+        "A sum tells whether all numbers are finite (`_largest_magnitude` in `_core/scaled/scales.py`, "
         "`optim/_leaves.py`), or each number is asked (`math/_sums.py`).",
     ),
     Quirk(
@@ -150,33 +150,33 @@ QUIRKS: tuple[Quirk, ...] = (
         "A result with several uses is computed in the loop of each, in scalar code if that loop moves axes.",
         "A body is compiled as a call (`apart` in `_kernels/primitive.py`); a chain of operations has one result "
         "(`_emulate/_chain.py`); a packed leaf is made in a branch (`optim/_state.py`); seeds are divided by 1 "
-        "(`computed_once`).",
+        "(`compute_once`).",
     ),
     Quirk(
         "constants_enter_calls",
         "A constant operand is written into the function that is called, so calls that differ only in constants are "
         "compiled one by one.",
-        "The number of a draw is behind a barrier (`hidden`).",
+        "The number of a draw is behind a barrier (`hide_constant`).",
     ),
     Quirk(
         "maximum_along_rows_is_scalar",
         "The maximum of integers along the last axis is scalar code.",
-        "`maximum`.",
+        "`integer_maximum`.",
     ),
     Quirk(
         "maxima_merged",
         "A maximum of maxima becomes one maximum over both axes.",
-        "A barrier between the two steps of `maximum`.",
+        "A barrier between the two steps of `integer_maximum`.",
     ),
     Quirk(
         "integers_written_before_maximum",
         "The bits of numbers are written to memory before the largest of each column is found; numbers are not.",
-        "The maximum of numbers is tried first (`_largest_by_numbers` in `_core/scaled/scales.py`).",
+        "The maximum of numbers is tried first (`_largest_magnitude` in `_core/scaled/scales.py`).",
     ),
     Quirk(
         "write_into_part_has_one_thread",
         "A computation that is fused with a write into a part of an array runs in one thread.",
-        "Results are written one turn later (`collect` in `optim/_chunks.py`).",
+        "Results are written one turn later (`loop_over_chunks` in `optim/_chunks.py`).",
     ),
     Quirk(
         "short_floats_converted_whole",
@@ -186,12 +186,12 @@ QUIRKS: tuple[Quirk, ...] = (
     Quirk(
         "stack_of_short_floats_converted",
         "A loop that takes one entry of an array of float8 converts the whole array to float16 before the first turn.",
-        "`entry_of`, in `unshard` (`distributed/_unshard.py`) and in the loops of programs (`_program/control.py`).",
+        "`loop_entry`, in `unshard` (`distributed/_unshard.py`) and in the loops of programs (`_program/control.py`).",
     ),
     Quirk(
         "rows_of_two_axes_moved",
         "For a product that sums over two axes of rows, one operand is transposed in memory first.",
-        "The rows become one axis (`Dot` in `jchop/_products/product.py`).",
+        "The rows become one axis (`DotProduct` in `jchop/_products/product.py`).",
     ),
     Quirk(
         "slice_fused_into_loop",
@@ -201,17 +201,17 @@ QUIRKS: tuple[Quirk, ...] = (
     Quirk(
         "one_row_of_integers_is_widened",
         "For a product of int8 with one row, the matrix is written as int32; with more rows it is read as it is.",
-        "`with_two_rows`; `one_row` if the rows of the matrix are the last axis of memory.",
+        "`dot_with_two_rows`; `dot_with_one_row` if the rows of the matrix are the last axis of memory.",
     ),
     Quirk(
         "long_sums_of_integers_are_scalar",
         "A sum of products of int8, along any axis but the last of memory, is vector code only if it has few numbers.",
-        "`one_row`.",
+        "`dot_with_one_row`.",
     ),
     Quirk(
         "tall_integers_read_in_columns",
         "A product of int8 with 4,096 rows of weights or more takes up to six times the time of its parts of 512 rows.",
-        "`by_panels` in `_products/sums/weights_alone.py`.",
+        "`suits_panels` in `_products/sums/weights_alone.py`.",
         versions_with=("0.10",),
         versions_without=("0.12",),
         benchmark_only=True,
@@ -219,7 +219,7 @@ QUIRKS: tuple[Quirk, ...] = (
     Quirk(
         "long_fusion_compiled_for_minutes",
         "Long integer arithmetic that is fused with the operations before it is compiled for a minute or more.",
-        "Barriers between the stages (`_settled` in `_core/arithmetic/operations.py`, `fit_offset` in "
+        "Barriers between the stages (`_barrier_unless_nearest` in `_core/arithmetic/operations.py`, `fit_offset` in "
         "`_core/scaled/float_zero_points.py`). Places among nodes in memory (`interp` in `math/_composed.py`), and the "
         "mean in a variance (`math/_sums.py`).",
         versions_with=("0.12",),
@@ -229,7 +229,7 @@ QUIRKS: tuple[Quirk, ...] = (
     Quirk(
         "known_results_computed_by_compiler",
         "The compiler computes what depends on constants only, slowly.",
-        "A barrier before the first state is packed (`pack_as_planned` in `optim/_pack.py`).",
+        "A barrier before the first state is packed (`pack_by_plan` in `optim/_pack.py`).",
     ),
 )
 
@@ -292,7 +292,7 @@ def _word(x: Array) -> Array:
 
 
 def _number(word: Array, dtype: Any) -> Array:
-    """The inverse of `_word`."""
+    """The inverse of `_integer_of_bits`."""
     return word != 0 if jnp.issubdtype(dtype, bool) else lax.bitcast_convert_type(word, dtype)
 
 

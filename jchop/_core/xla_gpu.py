@@ -23,14 +23,14 @@ QUIRKS = (
         "short_sums_of_integers_doubled",
         "Products of int8 with sums of 6 or 37 numbers: each result is twice the sum. These are no multiples of 4, so "
         "XLA multiplies by a Triton kernel, in steps of 16; the unit's steps are of 32.",
-        "`in_whole_words`: zeros fill up the sum to a multiple of 16, so that cuBLAS can be chosen.",
+        "`pad_to_whole_words`: zeros fill up the sum to a multiple of 16, so that cuBLAS can be chosen.",
         versions_with=("0.11",),
     ),
     Quirk(
         "float8_without_tiles_at_highest_precision",
         "A product of float8 with `Precision.HIGHEST` is not compiled by Triton in tiles of 64 rows or more, those of "
         "the units for float8.",
-        "`precision_of`: HIGH, with which cuBLAS does not sum in fewer bits either.",
+        "`dot_precision`: HIGH, with which cuBLAS does not sum in fewer bits either.",
         versions_with=("0.12",),
         versions_without=("0.10",),
     ),

@@ -154,7 +154,7 @@ def power_draws(exponent: int) -> int:
 
 
 def _elementary(task: Task, args: Sequence[Array], words: list[Array]) -> Any:
-    """The exact value if `rounds` has the function and format, else the carrier's result; rounded once."""
+    """The exact value if `supports_function` has the function and format, else the carrier's result; rounded once."""
     if _is_rounded(task, args):
         run = elementary if words else elementary_op  # with draws it is compiled apart already
         return run(*_stretched(args), *words[:1], name=task.primitive.name, spec=task.spec)

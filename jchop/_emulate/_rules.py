@@ -29,7 +29,7 @@ __all__ = [
     "make_settings",
 ]
 
-#: Primitives that are an operation of `_core.arithmetic.operations`: the exact result, rounded once.
+#: Primitives that are an operation of `_linen_module_of.arithmetic.operations`: the exact result, rounded once.
 EXACT = {name: name for name in ("add", "sub", "mul", "div", "sqrt", "square", "neg", "abs")} | {
     "add_any": "add",
     "add_jaxvals": "add",

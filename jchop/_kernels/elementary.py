@@ -7,5 +7,5 @@ from jchop._kernels.primitive import make_op
 
 __all__ = ["elementary_op", "rounds"]
 
-#: `_core.elementary.rounded.elementary` as an operation: ``(x, *words, name=, spec=)``.
+#: `_core.elementary.evaluate.elementary_function` as an operation: ``(x, *words, name=, spec=)``.
 elementary_op = make_op("jchop_elementary", elementary, like_first=True, apart=True)

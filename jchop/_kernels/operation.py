@@ -1,4 +1,4 @@
-"""An operation rounded once, as in `_core.arithmetic.operations`; programs for one CPU compute some in float64."""
+"""An operation rounded once, as in `_linen_module_of.arithmetic.operations`; programs for one CPU compute some in float64."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ Array = jax.Array
 def operation_on_device(
     name: str, args: Sequence[Array], spec: Spec | None, word: Array | None = None, *, ranges: Sequence[Range] = ()
 ) -> Array:
-    """`operation`, with its arguments and bits; a quotient or a root may take a shorter way."""
+    """`round_operation`, with its arguments and bits; a quotient or a root may take a shorter way."""
     carrier = operation_carrier(args[0].dtype)
     if spec is None or carrier.name != "float32":
         return operation(name, args, spec, word, ranges=ranges)

@@ -29,7 +29,7 @@ def gpu_round_elements(
     tiling: RoundGpuTiling | None = None,
     interpret: Any = False,
 ) -> Array:
-    """The result of `jchop._core.rounding.elements.round_elements`, with the words of the random stream.
+    """The result of `jchop._core.rounding.elements.round_to_spec`, with the words of the random stream.
 
     Args:
         x: a carrier's values, any shape, fewer than 2^31 elements.

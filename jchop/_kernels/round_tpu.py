@@ -36,7 +36,7 @@ def tpu_round_elements(
     tiling: RoundTpuTiling | None = None,
     interpret: Any = False,
 ) -> Array:
-    """The result of `jchop._core.rounding.elements.round_elements`, with the words of the random stream.
+    """The result of `jchop._core.rounding.elements.round_to_spec`, with the words of the random stream.
 
     Args:
         x: float32 or bfloat16, any shape, fewer than 2^32 elements.

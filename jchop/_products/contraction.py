@@ -444,7 +444,7 @@ def einsum(
     key: Array | None = None,
     **options: Any,
 ) -> Array:
-    """`jax.numpy.einsum` of two arrays, as one `dot_general` of rounded operands; `options` is for `contract`.
+    """`jax.numpy.einsum` of two arrays, as one `rounded_dot_general` of rounded operands; `options` is for `contract`.
 
     Raises:
         ValueError: for an index that stands twice in an array, or in one array alone and not in the result.

@@ -39,11 +39,11 @@ def quantize_fn(
 ) -> QuantizedFunction:
     """`fun(params, ...)` with the operands of its products rounded by rules, whatever library its parameters are from.
 
-    The program that JAX traces of `fun` says which parameters reach which products (`dot_general`, convolutions,
-    `ragged_dot`, and look-ups of rows, as in an embedding), also through reshapes, transposes, slices of stacks, casts,
-    masks, and loops. So models with an einsum of their own, experts, scanned layers and tied embeddings need no layer
-    of a known class. Each parameter is rounded once, in groups along the axes that its first product sums over, and all
-    that reads it gets the rounded numbers.
+    The program that JAX traces of `fun` says which parameters reach which products (`rounded_dot_general`,
+    convolutions, `ragged_dot`, and look-ups of rows, as in an embedding), also through reshapes, transposes, slices of
+    stacks, casts, masks, and loops. So models with an einsum of their own, experts, scanned layers and tied embeddings
+    need no layer of a known class. Each parameter is rounded once, in groups along the axes that its first product sums
+    over, and all that reads it gets the rounded numbers.
 
     Args:
         fun: a function of a pytree of parameters, and of anything else.

@@ -113,7 +113,7 @@ def _fold(six: tuple[Array, ...], number: Any, step: Any) -> tuple[Array, ...]:
 
 @partial(compiled, static_argnums=(3, 4))
 def _words(six: tuple[Array, ...], number: Array, like: Array | None, shape: tuple[int, ...], dtype: Any) -> Array:
-    """The words of `operations.words`, for an array or for its shape and dtype."""
+    """The words of `operations.operation_words`, for an array or for its shape and dtype."""
     low, high = flat_index(shape)
     lanes = range(2 if dtype.itemsize == 8 else 1)
     first, *second = (random_words(six, low, number + jnp.uint32(high), lane) for lane in lanes)

@@ -60,8 +60,8 @@ class Row:
         exact: the function that rounds the exact result once; None if the carrier's result is rounded.
         complex_too: whether operands may be complex.
         carrier_is_exact: whether the carrier's result is exact, without `exact`.
-        elementary: the name of a function of `_core.elementary`, whose exact value is rounded once under the formats
-            that it `rounds`.
+        elementary: the name of a function of `_linen_module_of.elementary`, whose exact value is rounded once under the
+            formats that it `supports_function`.
     """
 
     name: str
@@ -166,7 +166,7 @@ def _exact_jvp(row: Row, spec: Spec, primals: tuple, tangents: tuple) -> tuple[A
 
 @dataclass(frozen=True)
 class _Elementary:
-    """A function of `_core.elementary`."""
+    """A function of `_linen_module_of.elementary`."""
 
     name: str
 

@@ -37,7 +37,7 @@ def quantize(module: nn.Module, rules: Rule | Iterable[Rule], *, program: bool =
 
     Linen creates its layers while it runs, so the rules are applied in each call. Parameters are rounded before they
     enter the layer, with straight-through gradients, and layers get products with rounded operands if they have a field
-    for it (`dot_general`, `conv_general_dilated`, `attention_fn`). Paths are those of the variables (``"Dense_0"``,
+    for it (`rounded_dot_general`, `rounded_conv`, `attention_fn`). Paths are those of the variables (``"Dense_0"``,
     ``"block/attention/query"``).
 
     Args:

@@ -77,11 +77,11 @@ def statistics(
 ) -> Statistics:
     """The second moments and magnitudes of the inputs of all products of parameters and data, in one pass.
 
-    The program that JAX traces of `fun` shows the products: `dot_general` with any contracted axes and axes of a batch,
-    convolutions (their patches) and `ragged_dot`, each group by itself; also within `jit`, `remat`, branches, and
-    `scan`, where each turn over a stack of parameters has statistics of its own. So has each layer of a stack, if all
-    products take layers by constant indexes. Inputs are multiplied in float32 in full precision, 1,024 rows at a time;
-    sums beyond are compensated, so that they do not depend on the number of batches.
+    The program that JAX traces of `fun` shows the products: `rounded_dot_general` with any contracted axes and axes of
+    a batch, convolutions (their patches) and `ragged_dot`, each group by itself; also within `jit`, `remat`, branches,
+    and `scan`, where each turn over a stack of parameters has statistics of its own. So has each layer of a stack, if
+    all products take layers by constant indexes. Inputs are multiplied in float32 in full precision, 1,024 rows at a
+    time; sums beyond are compensated, so that they do not depend on the number of batches.
 
     Args:
         fun: a function of a pytree of parameters, and of anything else.

@@ -91,7 +91,7 @@ def multiply(
 
 
 def add(x: Array, y: Array, spec: Spec | None, carrier: Carrier, word: Array | None, xr: Range, yr: Range) -> Array:
-    """`x + y`, its exact value rounded once; arguments as for `multiply`.
+    """`x + y`, its exact value rounded once; arguments as for `multiply_and_round`.
 
     A sum that is exactly zero is +0, or -0 under `Rounding.DOWN`. The sum of two zeros of one sign has this sign.
     """
@@ -126,9 +126,9 @@ def multiply_add(
     yr: Range,
     zr: Range,
 ) -> Array:
-    """`x * y + z`, its exact value rounded once; arguments as for `multiply`.
+    """`x * y + z`, its exact value rounded once; arguments as for `multiply_and_round`.
 
-    Zeros are those of `add`.
+    Zeros are those of `add_and_round`.
     """
     product = product_range(xr, yr)
     if _product_is_exact(xr, yr, carrier) and product.top <= carrier.bias + 1:
@@ -139,7 +139,7 @@ def multiply_add(
 
 
 def divide(x: Array, y: Array, spec: Spec | None, carrier: Carrier, word: Array | None, xr: Range, yr: Range) -> Array:
-    """`x / y`, its exact value rounded once; arguments as for `multiply`.
+    """`x / y`, its exact value rounded once; arguments as for `multiply_and_round`.
 
     Always in integer arithmetic: not every device divides to the last bit.
     """
@@ -296,7 +296,7 @@ def _as_exact(sign: Array, magnitude: Array, error: Array, total: Range, spec: S
     unsigned, width = jnp.dtype(f"uint{carrier.work_width}"), carrier.work_width
     if not spec.rounding.stochastic:
         return Exact(sign, magnitude, inexact, jnp.zeros_like(magnitude, unsigned), inexact)
-    # The error in units of ulp(t) 2^(1-W): at most 2^(W-2) units, and exact because of `_has_room`.
+    # The error in units of ulp(t) 2^(1-W): at most 2^(W-2) units, and exact because of `_has_room_for_two_sum`.
     power = 2 * carrier.bias + carrier.fraction + width - 1 - (magnitude >> carrier.fraction)
     power = jnp.minimum(power, 2 * carrier.bias)  # has an effect only if the error is zero
     multiple = error * lax.bitcast_convert_type(power << carrier.fraction, error.dtype)

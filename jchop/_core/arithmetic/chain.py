@@ -1,10 +1,10 @@
 """Chains of elementwise operations, each result rounded once: in full, or tried as if all numbers were moderate.
 
 Formats with the carrier's own exponents share its subnormal numbers, which cause most of the cost of an operation. So a
-chain may be tried without them. If every operand is a multiple of 2^_QUANTUM below 2^_TOP, no sum or product is
-subnormal or too large, and the ways of `arithmetic` for this narrower range give the same bits. The operands of the
-chain and the products are checked. A sum needs no check: it is no finer than its terms, and at most twice as large. The
-tried result is NaN if a number in its history was out of this range.
+chain may be tried without them. If every operand is a multiple of 2^_OPERAND_QUANTUM below 2^_OPERAND_TOP, no sum or
+product is subnormal or too large, and the ways of `arithmetic` for this narrower range give the same bits. The operands
+of the chain and the products are checked. A sum needs no check: it is no finer than its terms, and at most twice as
+large. The tried result is NaN if a number in its history was out of this range.
 """
 
 from __future__ import annotations

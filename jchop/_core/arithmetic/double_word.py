@@ -70,7 +70,7 @@ def add(x: Array, y: Array, carrier: Carrier, zero_sign: int = 0) -> Exact:
 
 
 def multiply_add(x: Array, y: Array, z: Array, carrier: Carrier, zero_sign: int = 0) -> Exact:
-    """The exact x y + z, with the zeros of `add`."""
+    """The exact x y + z, with the zeros of `add_exactly`."""
     (xs, xm), (ys, ym), (zs, zm) = (_bits.split(value, carrier) for value in (x, y, z))
     product = _product(xs, xm, ys, ym, carrier)
     v, sticky = sum_exactly(product, operand(zs, *normalised(zm, carrier), carrier), zero_sign)
@@ -250,7 +250,7 @@ def next_digit(remainder: Array, divisor: Array, inverse: Array, bits: int, carr
 
 
 def lifted(v: DoubleWord, places: Array | int) -> DoubleWord:
-    """The form for `pack`: shifted left by `places` in [0, W); bit 2W - 1 has the value 2^exponent."""
+    """The form for `exact_of_double_word`: shifted left by `places` in [0, W); bit 2W - 1 has the value 2^exponent."""
     high, low = shifted_left(v.high, v.low, places)
     return DoubleWord(v.sign, v.exponent + 1 - places, high, low)
 
@@ -283,7 +283,7 @@ def leading_zeros(word: Array, carrier: Carrier) -> Array:
 
 
 def _cut(v: DoubleWord, tail: Array, carrier: Carrier) -> Exact:
-    """A number in the form of `lifted`, with an exponent of the carrier or above, as t and the rest."""
+    """A number in the form of `shift_to_top`, with an exponent of the carrier or above, as t and the rest."""
     keep, drop = carrier.fraction + 1, carrier.work_width - 1 - carrier.fraction
     top = (v.high >> drop).astype(carrier.work)
     rest = v.high << keep | v.low >> drop

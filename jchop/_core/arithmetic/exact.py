@@ -66,7 +66,7 @@ def overflowed_exact(v: Exact, spec: Spec, carrier: Carrier, word: Array | None)
 def _as_numbers(
     v: Exact, spec: Spec, carrier: Carrier, word: Array | None
 ) -> tuple[Array, Spec, Carrier, Array | None]:
-    """Numbers of the carrier, a spec and words with which `round_elements` gives the rounded `v`."""
+    """Numbers of the carrier, a spec and words with which `round_to_spec` gives the rounded `v`."""
     magnitude = v.magnitude | v.inexact.astype(carrier.work)  # rounded to odd
     if is_direct(spec, carrier):
         magnitude = _round_directly(v, magnitude, spec, carrier)
@@ -98,7 +98,7 @@ def _to_nearest(v: Exact, mode: Rounding) -> Array:
 
 
 def _round_directly(v: Exact, odd: Array, spec: Spec, carrier: Carrier) -> Array:
-    """Rounded magnitude bits, which `round_elements` changes only at the ends of the format."""
+    """Rounded magnitude bits, which `round_to_spec` changes only at the ends of the format."""
     assert isinstance(spec.format, FloatFormat)
     grid = make_grid(spec.format, carrier)
     nearest = v.magnitude + _to_nearest(v, spec.rounding)
@@ -133,7 +133,7 @@ class _Drawn(modes.Discarded):
 
     @property
     def inexact(self) -> bool:
-        return True  # `round_elements` treats values of the format
+        return True  # `round_to_spec` treats values of the format
 
     def share(self) -> tuple[Array, Array]:
         """floor(nu 2^W) for the discarded fraction nu, as an unsigned word of W bits; and whether bits were dropped."""

@@ -40,7 +40,7 @@ def wide(x: Array) -> Array:
 
 
 def positive(magnitude: Array) -> Array:
-    """`wide` of magnitude bits of float32."""
+    """`widen_float32` of magnitude bits of float32."""
     return _wide(lax.bitcast_convert_type(magnitude, jnp.float32), magnitude, magnitude)
 
 
@@ -80,7 +80,7 @@ def spacing(x: Array, fmt: FloatFormat) -> Array:
 
 
 def can_divide(bits: int, fmt: FloatFormat) -> bool:
-    """Whether `quotient` is right for divisors of as many bits; exponents of 1-bit formats decide ties."""
+    """Whether `quotient_bits` is right for divisors of as many bits; exponents of 1-bit formats decide ties."""
     return fmt.frac_bits > 0 and bits + fmt.frac_bits + 2 <= _TOGETHER
 
 
@@ -90,22 +90,22 @@ def quotient(magnitude: Array, divisor: Fraction, fmt: FloatFormat, other: Array
     Args:
         magnitude: magnitude bits of float32.
         divisor: a number of few bits.
-        fmt: binary32, or a format of fewer bits, for which `can_divide` holds. Its exponents go on above its largest
-            number, and its last binade goes on below to zero.
+        fmt: binary32, or a format of fewer bits, for which `can_divide_in_float64` holds. Its exponents go on above its
+            largest number, and its last binade goes on below to zero.
         other: magnitude bits of other divisors. Default None: 1.
 
     Returns:
         Magnitude bits of float32; infinity for numbers above its range.
     """
     with jax.enable_x64(True):
-        whole = fmt.frac_bits == _NARROW.fraction  # then `narrow` is the rounding
+        whole = fmt.frac_bits == _NARROW.fraction  # then `narrow_float64` is the rounding
         x = _near(magnitude, divisor, other, fmt) if whole else quotient_number(magnitude, divisor, fmt, other)
         subnormal = fmt.emin - fmt.frac_bits < 1 - _NARROW.bias
         return lax.bitcast_convert_type(narrow(x) if subnormal else _to(x, jnp.float32), jnp.int32)
 
 
 def quotient_number(magnitude: Array, divisor: Fraction, fmt: FloatFormat, other: Array | None = None) -> Array:
-    """`quotient` as numbers of float64, finite for finite magnitudes."""
+    """`quotient_bits` as numbers of float64, finite for finite magnitudes."""
     with jax.enable_x64(True):
         x = _near(magnitude, divisor, other, fmt)
         lead = _bits.by(lax.mul, spacing(x, fmt), LEAD)
@@ -136,7 +136,7 @@ _MODES = (Rounding.NEAREST_EVEN, Rounding.STOCHASTIC, Rounding.STOCHASTIC_B)
 
 
 def computes(name: str, spec: Spec, ranges: Sequence[Range]) -> bool:
-    """Whether `compute` is right for an operation on float32 numbers of these ranges.
+    """Whether `operation_in_float64` is right for an operation on float32 numbers of these ranges.
 
     A quotient x / y that is not the number g differs from it by |x - g y| / y, and a root by |x - g^2| / (root x + g).
     The numerator is a multiple of the last place of its terms. So the settled number is right beside numbers g with one
@@ -161,7 +161,8 @@ def compute(name: str, args: Sequence[Array], spec: Spec, word: Array | None) ->
 
     Args:
         name: the operation.
-        args: float32 numbers of ranges for which `computes` holds, infinities or NaN, all of one shape.
+        args: float32 numbers of ranges for which `supports_float64_operation` holds, infinities or NaN, all of one
+            shape.
         spec: the rounding.
         word: for the stochastic modes, a random word for each element.
     """

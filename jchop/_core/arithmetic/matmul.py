@@ -1,7 +1,7 @@
 """Matrix products with an emulated accumulator: the arithmetic of one tile, and the body for every backend.
 
-The first half adds and multiplies tiles under a `Plan`, without matrices; kernels use it on their tiles. Random words
-are indexed by (step, output element), so they do not depend on the tiling.
+The first half adds and multiplies tiles under a `MatmulPlan`, without matrices; kernels use it on their tiles. Random
+words are indexed by (step, output element), so they do not depend on the tiling.
 """
 
 from __future__ import annotations
@@ -355,7 +355,7 @@ def _blocked_pairwise(x: Array, y: Array, zero: Array, plan: Plan, draw: Draw | 
 
 
 def _each_factor(x: Any, y: Any) -> tuple[list, list]:
-    """The factors of each product of a block, from trees of arrays like those of `_columns`."""
+    """The factors of each product of a block, from trees of arrays like those of `_outer_factors`."""
     count = jax.tree.leaves(x)[0].shape[0]
     x_factors = [jax.tree.map(lambda v: v[i][:, :, None], x) for i in range(count)]  # noqa: B023
     return x_factors, [jax.tree.map(lambda v: v[i][:, None, :], y) for i in range(count)]  # noqa: B023

@@ -1,6 +1,6 @@
 """Rounding to nearest even by one floating-point addition, if the range of a value is known.
 
-`round_elements` works on bits, because it must be right for every value. If the range of a result is known (normal
+`round_to_spec` works on bits, because it must be right for every value. If the range of a result is known (normal
 values of the carrier, none too large), it can be rounded in a third of the operations. For 2^e <= |x| < 2^(e+1), let
 2^q be the spacing of the format, and M = 2^(q + F), with F the fraction bits of the carrier. The last bit of M has the
 value 2^q. So the carrier's own |x| + M rounds |x| to a multiple of 2^q, ties to even, and subtracting M is exact. M is
@@ -26,7 +26,7 @@ Array = jax.Array
 
 
 def adds_to_round(spec: Spec, result: Range, carrier: Carrier) -> bool:
-    """Whether `round_by_adding` gives the results of `round_elements` for values of the range, infinities and NaN."""
+    """Whether `round_by_adding` gives the results of `round_to_spec` for values of the range, infinities and NaN."""
     fmt = spec.format
     if not isinstance(fmt, FloatFormat) or spec.rounding is not Rounding.NEAREST_EVEN or spec.flush:
         return False

@@ -60,11 +60,11 @@ def operation(
     operation.
 
     Args:
-        name: one of `OPERANDS`.
+        name: one of `OPERAND_COUNTS`.
         args: float16, bfloat16, float32 or float64, all of one dtype; they broadcast against each other. Their values
             are values of the spec's format, infinities or NaN.
         spec: the rounding of the result; None: the carrier's own operation.
-        word: for a stochastic spec, a random word for each element of the result; see `words`.
+        word: for a stochastic spec, a random word for each element of the result; see `operation_words`.
         ranges: the range of each operand. Default: the range of the spec's format.
 
     Returns:

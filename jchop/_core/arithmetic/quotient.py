@@ -2,8 +2,8 @@
 
 A quotient's digits come from a floating-point guess, a dozen bits at a time, which exact integer remainders correct. So
 a division that is wrong by many units in the last place, or that a compiler replaces by a multiplication with a
-reciprocal, does not change the result. `double_word.divide` does the same for any two operands. Here the divisor is
-prepared once, and may have a few bits more than a number of the carrier.
+reciprocal, does not change the result. `double_word.divide_exactly` does the same for any two operands. Here the
+divisor is prepared once, and may have a few bits more than a number of the carrier.
 """
 
 from __future__ import annotations
@@ -105,7 +105,7 @@ def quotient_by_constant(magnitude: Array, count: int, exponent: int, carrier: C
 
     Args:
         magnitude: magnitude bits of the carrier, also subnormal numbers and 0.
-        count: an odd integer that `is_short`.
+        count: an odd integer that `is_short_divisor`.
         exponent: an integer.
         carrier: of the magnitudes.
         odd: whether to round to odd.

@@ -62,7 +62,7 @@ def _is_of_full_range(spec: Spec | None, carrier: Carrier) -> bool:
 
 
 def adds(spec: Spec | None, carrier: Carrier) -> bool:
-    """Whether `add` is right for all operands of the carrier; None is its own format, to nearest even."""
+    """Whether `add_by_scaling` is right for all operands of the carrier; None is its own format, to nearest even."""
     return _is_of_full_range(spec, carrier)
 
 
@@ -72,7 +72,7 @@ def _precision(spec: Spec) -> int:
 
 
 def multiplies(spec: Spec | None, carrier: Carrier, xr: Range, yr: Range) -> bool:
-    """Whether `multiply` is right for these ranges: the carrier must have the bits of their product."""
+    """Whether `multiply_by_scaling` is right for these ranges: the carrier must have the bits of their product."""
     few = xr.bits + yr.bits <= _M + 1
     return few and _is_of_full_range(spec, carrier) and (spec is None or _precision(spec) <= 16)
 
@@ -119,7 +119,7 @@ def _add_with_error(x: Array, y: Array, spec: Spec, word: Array | None) -> Array
 
 
 def multiply(x: Array, y: Array, spec: Spec | None, word: Array | None) -> Array:
-    """`x * y`, its exact value rounded once; see `multiplies`."""
+    """`x * y`, its exact value rounded once; see `supports_scaling_product`."""
     (xs, xm), (ys, ym) = _bits.split(x, _CARRIER), _bits.split(y, _CARRIER)
     less, more = jnp.minimum(xm, ym), jnp.maximum(xm, ym)
     small = less < _SMALL_FACTOR

@@ -36,7 +36,7 @@ def _nearest_integer(x: Array) -> Array:
 
 
 def _power(exponent: Array) -> Array:
-    """2^exponent for exponents of at most 0, raised to `_TINY`."""
+    """2^exponent for exponents of at most 0, raised to `_LEAST_TERM_EXPONENT`."""
     return power_of_two(jnp.maximum(exponent, _TINY))
 
 

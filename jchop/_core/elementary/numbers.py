@@ -158,7 +158,8 @@ def _scaled_error_at(x: Fraction) -> Fraction:
     return Fraction(total, _ONE) - 2 / root(pi()) * Fraction(error, _ONE)
 
 
-#: The parts of the interval from 1 to 2 for `logarithms`, and the first of those whose logarithms are taken of a half.
+#: The parts of the interval from 1 to 2 for `logarithm_table`, and the first of those whose logarithms are taken of a
+#: half.
 LOG_PARTS, LOG_HALVED = 1024, 425
 
 

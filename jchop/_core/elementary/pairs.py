@@ -156,7 +156,7 @@ def divide(a: Pair, b: Pair) -> Pair:
 
 
 def divide_exactly(a: Pair, b: Pair) -> Pair:
-    """As `divide`; the second number is zero if the quotient is a number of few bits, else of the right sign."""
+    """As `divide_pairs`; the second number is zero if the quotient is a number of few bits, else of the right sign."""
     inverse = np.float32(1) / b.hi
 
     def error(guess: Array) -> Array:
@@ -171,7 +171,7 @@ def divide_exactly(a: Pair, b: Pair) -> Pair:
 def root(a: Pair) -> Pair:
     """The square root of a positive pair; exact if the root is a float32 number."""
     guess = settled(lax.sqrt(a.hi), a.hi)
-    inverse = np.float32(0.5) / guess  # the one division, as in `divide`
+    inverse = np.float32(0.5) / guess  # the one division, as in `divide_pairs`
 
     def error(guess: Array) -> Array:
         near = product(guess, guess)

@@ -204,7 +204,7 @@ def _narrow_sign(sign: Array) -> Array:
 
 
 def widened(x: Array) -> Array:
-    """Float32 values as float64, the inverse of `narrowed`."""
+    """Float32 values as float64, the inverse of `narrow_by_bits`."""
     sign, magnitude = _bits.split(x, F32)
     exponent, count = double_word.normalised(magnitude, F32)
     exponent, count = exponent.astype(_F64.work), count.astype(_F64.work)

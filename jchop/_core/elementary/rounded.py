@@ -24,18 +24,18 @@ Array = jax.Array
 
 
 def rounds(name: str, spec: Spec) -> bool:
-    """Whether `elementary` has a function of this name, and float32 two bits more than the format."""
+    """Whether `elementary_function` has a function of this name, and float32 two bits more than the format."""
     if not (name in FUNCTIONS or name in FUNCTIONS_OF_TWO) or not holds(spec, F32):
         return False
     return isinstance(spec.format, CodebookFormat) or has_spare_bits(spec.format, F32)
 
 
 def elementary(x: Array, *more: Array, name: str, spec: Spec) -> Array:
-    """The function `name`, rounded once under `spec`; `rounds(name, spec)` must hold.
+    """The function `name`, rounded once under `spec`; `supports_function(name, spec)` must hold.
 
     Args:
         x: float32, any values; or another dtype, if float32 holds the values.
-        more: for a function of `FUNCTIONS_OF_TWO`, the second operand, of the same dtype and shape; then, for the
+        more: for a function of `BINARY_FUNCTIONS`, the second operand, of the same dtype and shape; then, for the
             stochastic modes, a random word for each element: uint32; of a uint64 the upper half is used.
         name: the name of the function.
         spec: the rounding of its values.

@@ -187,7 +187,7 @@ def _is_short(fmt: FloatFormat | UniformFormat, carrier: Carrier) -> bool:
 
 
 def _decode_short_float(codes: Array, fmt: FloatFormat, carrier: Carrier) -> Array:
-    """`_decode_float` in few operations: a subnormal number is 1.f times the least normal one, minus that."""
+    """`_decode_float_format` in few operations: a subnormal number is 1.f times the least normal one, minus that."""
     code = codes & _bits.low_mask(fmt.bits - fmt.signed)
     drop, lag = carrier.fraction - fmt.frac_bits, carrier.bias - fmt.bias
     bits = (code << drop) + (lag << carrier.fraction)
@@ -233,7 +233,7 @@ def _encode_uniform(sign: Array, magnitude: Array, fmt: UniformFormat, carrier: 
 
 
 def _decode_short_uniform(codes: Array, fmt: UniformFormat, carrier: Carrier) -> Array:
-    """`_decode_uniform` without a conversion: 2^fraction + code, minus that power of two."""
+    """`_decode_uniform_format` without a conversion: 2^fraction + code, minus that power of two."""
     lead, sign = 1 << carrier.fraction, (1 << (fmt.bits - 1)) if fmt.signed else 0
     number_bits = codes ^ sign | ((carrier.bias + carrier.fraction) << carrier.fraction)
     number = lax.bitcast_convert_type(number_bits, jnp.dtype(carrier.name))
@@ -287,7 +287,7 @@ def pack(codes: Array, bits: int) -> Array:
 
 
 def unpack(code_bytes: Array, bits: int, count: int) -> Array:
-    """The codes that `pack` packed.
+    """The codes that `pack_codes` packed.
 
     Args:
         code_bytes: (..., ceil(count * bits / 8)) uint8.
@@ -318,7 +318,7 @@ def unpack(code_bytes: Array, bits: int, count: int) -> Array:
 
 
 def _codes_together(bits: int) -> int:
-    """The least number of codes that fill whole bytes; `_bytes_together` is the number of these bytes."""
+    """The least number of codes that fill whole bytes; `_bytes_per_group` is the number of these bytes."""
     return 8 // math.gcd(8, bits)
 
 

@@ -1,6 +1,6 @@
 """Rounding of elements: the one body behind every implementation.
 
-`round_elements` works on the bits of one array and a word of random bits for each element. It does not depend on
+`round_to_spec` works on the bits of one array and a word of random bits for each element. It does not depend on
 shapes, keys or devices, so XLA fuses it and a kernel runs it on a tile.
 """
 
@@ -63,7 +63,7 @@ def _rounded(magnitude: Array, negative: Array, word: Array | None, spec: Spec, 
 
 
 def overflowed(x: Array, spec: Spec, carrier: Carrier, word: Array | None = None) -> Array:
-    """Whether the rounded value is beyond the ends of the format, with the arguments of `round_elements`.
+    """Whether the rounded value is beyond the ends of the format, with the arguments of `round_to_spec`.
 
     NaN counts as inside. Infinities, and negative rounded values in an unsigned format, count as outside.
     """

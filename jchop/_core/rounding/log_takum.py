@@ -74,8 +74,8 @@ def _levels(bits: int) -> np.ndarray:
 def _firsts(bits: int, mode: Rounding, negative: bool) -> np.ndarray:
     """For each code k from 1 on, the smallest magnitude bits that become k + 1.
 
-    `threshold` has the point of the mode between neighbours at 0 and 1, or -1 and 0: a value, or the middle, for which
-    the point between the strings stands here.
+    `rounding_threshold` has the point of the mode between neighbours at 0 and 1, or -1 and 0: a value, or the middle,
+    for which the point between the strings stands here.
     """
     levels = _levels(bits)
     points = {0: levels[:-1] + 1, 1: levels[1:], Fraction(1, 2): log_takum_firsts(bits).view(np.int64)}

@@ -1,10 +1,10 @@
 """The choice between two neighbours: every rounding mode, in three forms. All other code uses these tables.
 
-* `AWAY`: at or above the format's smallest positive value T a mode is one addend: |x| plus the addend, its low d bits
-  then cleared. A carry into the exponent is right, because a carrier's bits have the order of its values.
+* `ROUNDING_ADDENDS`: at or above the format's smallest positive value T a mode is one addend: |x| plus the addend, its
+  low d bits then cleared. A carry into the exponent is right, because a carrier's bits have the order of its values.
 * `AWAY_FROM_ZERO`: one comparison of the discarded part, if it is not the low bits of a magnitude. Below T the
   neighbours are 0 and T.
-* `threshold`: the point between two levels above which the upper one is taken.
+* `rounding_threshold`: the point between two levels above which the upper one is taken.
 
 The facts of modes at the end are for overflow and for short cuts.
 """
@@ -176,7 +176,7 @@ def dropped_bits(magnitude: Array, grid: Grid) -> tuple[Array | int, Array]:
 
 
 def _deep_depth(magnitude: Array, exponent: Array, grid: Grid) -> tuple[Array, Array]:
-    """`dropped_bits` for formats that have subnormals of the carrier as normal values.
+    """`drop_depth` for formats that have subnormals of the carrier as normal values.
 
     A subnormal with leading bit b has the spacing of a normal value M - b binades lower, so d is smaller by M - b.
     """
@@ -289,7 +289,8 @@ class BelowSmallest(Discarded):
         return share, (share << within != significand) & (self.magnitude != 0)
 
 
-#: Of a `Discarded`; for modes other than nearest ones and StochasticC a `Between` is enough, with its own `stochastic`.
+#: Of a `DiscardedFraction`; for modes other than nearest ones and StochasticC a `BetweenNeighbours` is enough, with its
+#: own `stochastic`.
 AWAY_FROM_ZERO: dict[Rounding, Callable[[Any], Array | bool]] = {
     Rounding.NEAREST_EVEN: lambda rest: rest.nearest(rest.odd),
     Rounding.NEAREST_AWAY: lambda rest: rest.nearest(True),

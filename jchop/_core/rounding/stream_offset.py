@@ -24,7 +24,7 @@ class StreamOffset:
     shape: tuple[int, ...] | None = None  # the shape in which the words are drawn; None for the array's shape
 
     def offset(self, starts: Sequence[Array]) -> Any:
-        """The argument `offset` of `random_bits`, with the traced starts filled in."""
+        """The argument `offset` of `stream_words`, with the traced starts filled in."""
         rest = iter(starts)
         each = tuple(next(rest) if start is None else start for start in self.static_starts)
         return each[0] if self.whole is None else (each, self.whole)

@@ -1,8 +1,8 @@
 """Blocks of elements that share a scale: the arithmetic of one tile, for every backend.
 
 In a tile, one axis runs through a block. The numbers are divided by the scales and rounded, then multiplied back or
-encoded, under a `Plan`. Kernels run this on their tiles. It is integer arithmetic on bits. So subnormal numbers that a
-device reads as zero, and divisions that a compiler replaces by multiplications, do not change a result.
+encoded, under a `ScaledPlan`. Kernels run this on their tiles. It is integer arithmetic on bits. So subnormal numbers
+that a device reads as zero, and divisions that a compiler replaces by multiplications, do not change a result.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ def widen(x: Array, carrier: Carrier) -> Array:
 
 
 def narrow(x: Array, carrier: Carrier) -> Array:
-    """Numbers that `carrier` holds, in its dtype; the inverse of `widen`."""
+    """Numbers that `carrier` holds, in its dtype; the inverse of `widen_16_bit`."""
     if carrier.width > 16:
         return x
     if carrier.name == "bfloat16":
@@ -190,7 +190,7 @@ def round_tile(x: Array, axis: int, plan: Plan, word: Array | None = None, tenso
     """A tile after quantization and dequantization.
 
     Args:
-        x: numbers from `widen`; a block may be padded with zeros.
+        x: numbers from `widen_16_bit`; a block may be padded with zeros.
         axis: the axis of the blocks.
         plan: the plan.
         word: for a stochastic element, a word for each number.

@@ -79,7 +79,7 @@ def _rank(count: Array, share: Fraction) -> Array:
 
 
 def fit_squares(x: Array, axes: tuple[int, ...], plan: Plan, tensor: Array | None = None) -> Scales:
-    """The first of the scales of `STEPS` with the least sum of squared errors.
+    """The first of the scales of `SQUARES_STEPS` with the least sum of squared errors.
 
     Args:
         x: numbers of the arithmetic's carrier; a group may be padded with zeros.
@@ -126,7 +126,7 @@ def fit_either(x: Array, axes: tuple[int, ...], plan: Plan, tensor: Array | None
 
 
 def fit_power(x: Array, axes: tuple[int, ...], plan: Plan, tensor: Array | None = None) -> Scales:
-    """2^floor(log2(r / L)), r the root of the mean square of a group's finite numbers, 1 / L as in `QUEST`.
+    """2^floor(log2(r / L)), r the root of the mean square of a group's finite numbers, 1 / L as in `QUEST_SCALE`.
 
     The squares are of numbers over the largest magnitude's power of two, and are summed in the arithmetic's carrier.
 

@@ -32,7 +32,7 @@ Array = jax.Array
 
 
 def round_offset(x: Array, scales: Scales, zero: Array, plan: Plan, word: Array | None) -> Array:
-    """(x - z) / s rounded once to whole numbers; arguments and result as in `zero_points.round_shifted`.
+    """(x - z) / s rounded once to whole numbers; arguments and result as in `zero_points.round_quotient_plus_zero`.
 
     Args:
         x: numbers of the arithmetic's carrier.
@@ -98,7 +98,7 @@ def store_zero(zero: Array, plan: Plan) -> Array:
 
 
 def load_zero(array: Array, plan: Plan) -> Array:
-    """The inverse of `store_zero`."""
+    """The inverse of `store_zero_points`."""
     fmt = plan.scale
     codes = array if array.dtype == fmt.code_dtype else lax.bitcast_convert_type(array, fmt.code_dtype)
     return decode_elements(codes, fmt, plan.compute)

@@ -30,7 +30,7 @@ _CARRIER = CARRIERS["float32"]
 
 
 def round_tile(x: Array, axis: int, plan: Plan, word: Array | None = None, tensor: Array | None = None) -> Array:
-    """The result of `elements.round_tile`."""
+    """The result of `elements.round_block_tile`."""
 
     def general() -> Array:
         return elements.round_tile(x, axis, plan, word, tensor)
@@ -45,7 +45,7 @@ def round_tile(x: Array, axis: int, plan: Plan, word: Array | None = None, tenso
 def quantize_tile(
     x: Array, axis: int, plan: Plan, word: Array | None = None, tensor: Array | None = None
 ) -> tuple[Array, Array]:
-    """The result of `elements.quantize_tile`."""
+    """The result of `elements.quantize_block_tile`."""
 
     def general() -> tuple[Array, Array]:
         return elements.quantize_tile(x, axis, plan, word, tensor)

@@ -371,7 +371,7 @@ def quotients_by_scale(
 
 
 def _numbers_by_scale(ends: tuple[Array, ...], tensor: Array | None, plan: Plan) -> tuple[Array, Array]:
-    """`quotients_by_scale` in float64: numbers that are in the range of the scales."""
+    """`round_scales` in float64: numbers that are in the range of the scales."""
     with jax.enable_x64(True):
         pairs = zip(ends, plan.divisors, strict=True)
         number = reduce(lax.max, (float64.quotient_number(end, over, plan.scale, tensor) for end, over in pairs))
@@ -384,7 +384,7 @@ def _numbers_by_scale(ends: tuple[Array, ...], tensor: Array | None, plan: Plan)
 
 
 def settle(bits: Array, empty: Array, plan: Plan) -> tuple[Array, Array]:
-    """The value of `Scales` for rounded quotients, or for zeros of an empty block; and whether they overflowed."""
+    """The value of `BlockScales` for rounded quotients, or for zeros of an empty block; and whether they overflowed."""
     low, zero, high = plan.scale_bits
     scale = _bits.where(empty, zero, _bits.clip(bits, low, high)).astype(bits.dtype)
     return (_exponent(scale, plan.compute) if plan.is_power else scale), bits > high
@@ -429,7 +429,7 @@ def _short_quotient(largest: Array, divisor: Fraction, spec: Spec, plan: Plan) -
 
 
 def _divides_in_float64(divisor: Fraction, fmt: FloatFormat, plan: Plan, tensor: Array | None = None) -> bool:
-    """Whether `float64.quotient` gives the quotients by a divisor, and by a tensor's scale if there is one."""
+    """Whether `float64.quotient_bits` gives the quotients by a divisor, and by a tensor's scale if there is one."""
     bits = divisor_parts(divisor)[0].bit_length() + (0 if tensor is None else TENSOR_SCALE.frac_bits + 1)
     return plan.float64 and plan.compute.width == 32 and float64.can_divide(bits, fmt)
 

@@ -79,7 +79,7 @@ def thin(entries: Array, mask: Array, sparse: tuple[int, int], axis: int) -> Arr
 
 
 def spread(values: Array, mask: Array, sparse: tuple[int, int], axis: int) -> Array:
-    """The inverse of `thin`, in the shape of `mask`: a dropped entry is one of the kept ones of its group.
+    """The inverse of `gather_sparse`, in the shape of `mask`: a dropped entry is one of the kept ones of its group.
 
     Differentiable in `values`.
     """
@@ -101,7 +101,7 @@ def _groups(x: Array, size: int, axis: int) -> Array:
 
 
 def _joined(x: Array, axis: int, length: int) -> Array:
-    """The inverse of `_groups`, for an axis of a length."""
+    """The inverse of `_split_sparse_groups`, for an axis of a length."""
     result = x.reshape(*x.shape[:axis], x.shape[axis] * x.shape[axis + 1], *x.shape[axis + 2 :])
     return jax.lax.slice_in_dim(result, 0, length, axis=axis)
 

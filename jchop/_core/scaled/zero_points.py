@@ -113,7 +113,7 @@ def clamp(wholes: Array, plan: Plan) -> Array:
 
 
 def beyond_ends(x: Array, wholes: Array, plan: Plan) -> Array:
-    """Whether results of `round_shifted` are beyond the ends; NaN counts as inside."""
+    """Whether results of `round_quotient_plus_zero` are beyond the ends; NaN counts as inside."""
     fmt = _integers(plan)
     return ((wholes < fmt.min_code) | (wholes > fmt.max_code)) & (_bits.split(x, plan.compute)[1] <= plan.compute.inf)
 

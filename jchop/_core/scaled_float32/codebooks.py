@@ -115,7 +115,7 @@ def _exponent(value: Fraction) -> int:
 
 
 def applies(plan: Plan) -> bool:
-    """Whether `encode` gives the codes of the exact way."""
+    """Whether `encode_codebook` gives the codes of the exact way."""
     element, fmt = plan.element, plan.element.format
     if plan.compute is not _CARRIER or not isinstance(fmt, CodebookFormat) or plan.rule.tensor_scale:
         return False
@@ -130,8 +130,8 @@ def encode(x: Array, scales: Scales, plan: Plan) -> Array:
     assert table is not None
     bits = extended(scale_magnitude(scales, plan), _CARRIER)
     factor, small, inverse, significand, exponent = materialize_per_group(_prepared(bits))
-    # Not by `_bits.split`: the largest of a group is found from its result, and XLA would write it to memory for both
-    # uses.
+    # Not by `_bits.split_sign`: the largest of a group is found from its result, and XLA would write it to memory for
+    # both uses.
     below, magnitude = word_of(x) < 0, _magnitude(word_of(x))
     guess = word_of(_move(x, below, magnitude, factor, small) * inverse)
     place = table.bins.place(below, _magnitude(guess))
@@ -194,7 +194,7 @@ def _compares(side: Array, number: Array, table: _Table) -> Array:
 
 
 def multiplies(plan: Plan) -> bool:
-    """Whether `numbers_of` gives the numbers of the exact way."""
+    """Whether `decode_codebook` gives the numbers of the exact way."""
     fmt = plan.element.format
     if plan.carrier is not _CARRIER or not isinstance(fmt, CodebookFormat) or plan.rule.tensor_scale:
         return False

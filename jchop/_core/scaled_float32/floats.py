@@ -38,7 +38,7 @@ _SMALLEST = 38
 
 
 def applies(plan: Plan) -> bool:
-    """Whether `encode` and `round_quotients` give the results of the exact way."""
+    """Whether `encode_floats` and `round_float_quotients` give the results of the exact way."""
     element, fmt = plan.element, plan.element.format
     if not (is_plain(plan) and clamps(plan)) or element.rounding is not Rounding.NEAREST_EVEN:
         return False
@@ -61,7 +61,7 @@ def _is_near_one(plan: Plan) -> bool:
 
 
 def multiplies(plan: Plan) -> bool:
-    """Whether `multiply_back` gives the numbers of the exact way."""
+    """Whether `multiply_floats_by_scales` gives the numbers of the exact way."""
     if not is_plain(plan):
         return False
     if plan.rule.tensor_scale:
@@ -159,7 +159,7 @@ def signed(code: Array, sign: Array, magnitude: Array, fmt: FloatFormat) -> Arra
 
 
 def round_quotients(x: Array, scales: Scales, plan: Plan) -> Array:
-    """The values of the codes of `encode`, without the scales."""
+    """The values of the codes of `encode_floats`, without the scales."""
     fmt = _format(plan)
     sign, magnitude = _bits.split(x, _CARRIER)
     number = _saturated(_nearest(x, magnitude, scales, plan).number, float(fmt.max), magnitude, plan)
@@ -196,7 +196,7 @@ def _over_power(magnitude: Array, scales: Scales, fmt: FloatFormat) -> _Step:
 
 
 def _over_safe_power(magnitude: Array, scales: Scales, fmt: FloatFormat) -> _Step:
-    """`_over_power` for safe scales: a product with 1 / s is exact, or far outside the format."""
+    """`_divide_floats_by_power` for safe scales: a product with 1 / s is exact, or far outside the format."""
     quotient = number_of(magnitude) * materialize_per_group(number_of((_BIAS - scales.value) << _FRACTION))
     return _step(_bits.where(quotient < float(fmt.max), quotient, float(fmt.max)), fmt, below_middle=False)
 
@@ -235,7 +235,7 @@ def _upper(x: Array) -> Array:
 
 
 def numbers_of(codes: Array, scales: Scales, plan: Plan) -> Array:
-    """Codes times scales, if `multiply_back` applies."""
+    """Codes times scales, if `multiply_floats_by_scales` applies."""
     return multiply_back(_decode(codes.astype(jnp.int32), _format(plan)), scales, plan)
 
 

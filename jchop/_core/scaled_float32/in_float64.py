@@ -3,7 +3,7 @@
 A product with 1 / s in float64, settled as in `arithmetic.float64`, is the quotient x / s where the nearest element is
 decided. One addition then rounds it to the grid of the format. A number minus its neighbour times s is exact, and
 decides all other modes. Scales are not moved towards 1, so there are no cases: this is half as many operations as the
-exact float32 arithmetic has. But each takes twice as long, so it is for small arrays (`select.MOST_IN_FLOAT64`).
+exact float32 arithmetic has. But each takes twice as long, so it is for small arrays (`dispatch.MOST_IN_FLOAT64`).
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _MOST_SCALE, _SETTLED = 30, 32
 
 
 def applies(plan: Plan) -> bool:
-    """Whether `codes_of` and `rounded` give the results of the exact way."""
+    """Whether `encode_in_float64` and `round_in_float64` give the results of the exact way."""
     element, fmt = plan.element, plan.element.format
     if not plan.float64 or plan.compute is not _NARROW or _scale_bits(plan) > _MOST_SCALE:
         return False
@@ -82,7 +82,7 @@ def _pair(scales: Scales, plan: Plan) -> tuple[Array, Array]:
 
 
 def _settle(t: Array, lead: Array) -> Array:
-    """Quotients rounded to the last place of sums with 2^-_SETTLED `LEAD` times the grid's spacing."""
+    """Quotients rounded to the last place of sums with 2^-_SNAP_PLACES `FLOAT64_LEAD` times the grid's spacing."""
     return lax.sub(lax.add(t, lead), lead)
 
 
@@ -216,7 +216,7 @@ def codes_of(x: Array, scales: Scales, plan: Plan, word: Array | None, zero: Arr
 
 
 def rounded(x: Array, scales: Scales, plan: Plan, word: Array | None, zero: Array | None = None) -> Array:
-    """The numbers of the codes of `codes_of`, rounded once to float32."""
+    """The numbers of the codes of `encode_in_float64`, rounded once to float32."""
     with jax.enable_x64(True):
         fmt = plan.element.format
         if isinstance(fmt, UniformFormat):

@@ -7,7 +7,7 @@ close to the first product, so that difference is exact (Sterbenz). The second d
 sign. Divisions that a compiler replaces, and products and sums that it contracts, do not change a bit.
 
 Scales far from 1 are moved towards 1, and the numbers with them, so that subnormal intermediate numbers have no effect.
-A plan may state that there are no such scales (`Plan.in_safe_range`).
+A plan may state that there are no such scales (`ScaledPlan.in_safe_range`).
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ _SHIFT_BITS = int(np.float32(_SHIFT).view(np.int32))
 
 
 def applies(plan: Plan) -> bool:
-    """Whether `round_whole` gives the results of the exact way."""
+    """Whether `round_to_integers` gives the results of the exact way."""
     has_mode = plan.element.rounding in {*NEAREST, *DIRECTED, *DRAWN}
     return plan.compute is _CARRIER and not plan.rule.tensor_scale and has_mode and is_plain(plan)
 
@@ -63,7 +63,7 @@ def is_plain(plan: Plan) -> bool:
 
 
 def multiplies(plan: Plan) -> bool:
-    """Whether `multiply_back` gives the results of the exact way."""
+    """Whether `multiply_integers_by_scales` gives the results of the exact way."""
     fmt, scale = plan.element.format, plan.scale
     if plan.compute is not _CARRIER or plan.rule.tensor_scale or not isinstance(fmt, UniformFormat):
         return False
@@ -132,7 +132,7 @@ def word_of(x: Array) -> Array:
 
 
 def number_of(bits: Array) -> Array:
-    """The inverse of `word_of`."""
+    """The inverse of `float_to_bits`."""
     return lax.bitcast_convert_type(bits, jnp.float32)
 
 
@@ -187,9 +187,9 @@ def round_whole(x: Array, scales: Scales, zero: Array | None, plan: Plan, word: 
         x: float32; NaN counts as the largest number.
         scales: the scales of the groups.
         zero: integer zero points of the shape of the scales, or None. Results are exact for zero points within
-            MOST_SHIFT of zero, far beyond the ends of elements. Larger ones, which no rule fits, may give the
+            MOST_ZERO_POINT of zero, far beyond the ends of elements. Larger ones, which no rule fits, may give the
             neighbour.
-        plan: a plan for which `applies` holds.
+        plan: a plan for which `supports_integer_encode` holds.
         word: for a stochastic element, a word for each number.
     """
     fmt, mode = plan.element.format, plan.element.rounding
@@ -261,7 +261,7 @@ def _compare(rest: Array, quantum: Array, word: Array) -> tuple[Array, Array]:
 
 
 def _compare_wide(rest: Array, high: Array, low: Array, word: Array) -> tuple[Array, Array]:
-    """`_compare` for a moderate quantum in two halves, in float64, for processors that have it.
+    """`_compare_share_by_words` for a moderate quantum in two halves, in float64, for processors that have it.
 
     A word times a half is exact. If the sign is in doubt, the first difference is exact, too, because it has few bits.
     """

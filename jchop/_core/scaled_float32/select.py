@@ -82,7 +82,7 @@ def codes_of(x: Array, scales: Scales, plan: Plan, word: Array | None) -> Array:
 
 
 def rounded(x: Array, scales: Scales, plan: Plan, word: Array | None) -> Array:
-    """The numbers of the codes of `codes_of`."""
+    """The numbers of the codes of `encode_groups`."""
     if rounds_in_float64(plan):
         return rounded_in_float64(x, scales, None, plan, word)
     if integers.applies(plan) and integers.multiplies(plan):
@@ -98,13 +98,13 @@ def rounded(x: Array, scales: Scales, plan: Plan, word: Array | None) -> Array:
 
 
 def rounds_in_float64(plan: Plan) -> bool:
-    """Whether `rounded_in_float64` applies: float32 products may be rounded once more, to the plan's carrier."""
+    """Whether `round_groups_in_float64` applies: float32 products may be rounded once more, to the plan's carrier."""
     exact = plan.carrier is plan.compute or integers.multiplies(plan) or floats.multiplies(plan)
     return exact and in_float64.applies(plan)
 
 
 def rounded_in_float64(x: Array, scales: Scales, zero: Array | None, plan: Plan, word: Array | None) -> Array:
-    """`rounded`, also with integer zero points."""
+    """`round_groups`, also with integer zero points."""
     return _finished(in_float64.rounded(x, scales, plan, word, zero), scales, plan)
 
 
@@ -125,7 +125,7 @@ def numbers_of(codes: Array, scales: Scales, plan: Plan) -> Array:
 
 
 def times_whole(counts: Array, scales: Scales, plan: Plan, unused_codes: Array | None = None) -> Array:
-    """Quanta times scales, rounded once to the plan's carrier, if `integers.multiplies`."""
+    """Quanta times scales, rounded once to the plan's carrier, if `integers.supports_integer_decode`."""
     return _finished(with_nan(integers.multiply_back(counts, scales, plan), unused_codes, plan.compute), scales, plan)
 
 

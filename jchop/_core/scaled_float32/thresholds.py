@@ -39,7 +39,7 @@ _DIGIT, _DIGITS, _REACH = 7, 4, 40
 
 
 def applies(plan: Plan) -> bool:
-    """Whether `encode` gives the codes of the exact way."""
+    """Whether `encode_by_thresholds` gives the codes of the exact way."""
     element, fmt = plan.element, plan.element.format
     if plan.compute is not _CARRIER or not isinstance(fmt, CodebookFormat) or fmt.bits > _BITS:
         return False

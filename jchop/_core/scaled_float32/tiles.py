@@ -49,7 +49,7 @@ def short_scales(x: Array, axis: int, plan: Plan, tensor: Array | None = None) -
     Args:
         x: numbers from `widen`; a block may be padded with zeros.
         axis: the axis of the blocks.
-        plan: a plan for which `has_short_way` holds.
+        plan: a plan for which `supports_plain_tiles` holds.
         tensor: as for `choose_scales`.
     """
     largest = largest_with_specials(x, axis)
@@ -95,7 +95,7 @@ def _are_moderate(scales: Scales, plan: Plan) -> Array:
 
 
 def short_codes_of(x: Array, scales: Scales, largest: Array, plan: Plan) -> Array:
-    """The result of `codes_of` for a plain tile and its scales."""
+    """The result of `encode_tile` for a plain tile and its scales."""
     fmt, own = plan.element.format, number_of(scale_magnitude(scales, plan))
     assert isinstance(fmt, FloatFormat | UniformFormat)
     # Of elements in units of the quantum, or of half the smallest normal number.

@@ -19,7 +19,7 @@ class Histogram:
     """How many magnitudes lie in each of `HISTOGRAM_BINS` bins of one width, from zero on.
 
     Args:
-        counts: int64, shape (BINS,).
+        counts: int64, shape (HISTOGRAM_BINS,).
         width: of a bin; 0 as long as nothing but zeros was seen.
     """
 

@@ -16,7 +16,7 @@ __all__ = ["adaptable"]
 
 
 def adaptable(plan: Plan, shapes: Sequence[tuple[int, ...]]) -> dict[int, MatrixLayout | str]:
-    """The parameters that reach a product: each as a matrix, if all that takes it are `dot_general` alike.
+    """The parameters that reach a product: each as a matrix, if all that takes it are `rounded_dot_general` alike.
 
     Args:
         plan: the program.

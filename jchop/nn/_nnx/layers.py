@@ -170,7 +170,7 @@ def _base(cls: type) -> Any:
 
 
 def rules_for(entry: Placed, kind: Kind | None, rules: Sequence[Rule]) -> list[int]:
-    """As `rules_of`, of a module that has a row of `NNX_KINDS` or none."""
+    """As `module_rule_indexes`, of a module that has a row of `NNX_KINDS` or none."""
     return rules_of(entry.paths, rules, type(entry.module).__name__, "" if kind is None else kind.operation)
 
 

@@ -46,7 +46,7 @@ def quantize(
     stream of keys and no kept scales, which are those of the model; else they are an error.
 
     Without `inputs`, the *layers* of the model are quantized: they become layers of `jchop.nn` with the same name,
-    parameters and paths, which round in place of Flax's `dot_general`, `conv_general_dilated`, `einsum_op`,
+    parameters and paths, which round in place of Flax's `rounded_dot_general`, `rounded_conv`, `einsum_op`,
     `attention_fn` and `promote_dtype`, and round their result. A product in the model's own code, ``x @ kernel``, is
     not rounded then. `scale_from`, `calibrate`, `output` and `cache` need layers.
 

@@ -60,7 +60,7 @@ class _Turns:
         self.cache: dict[tuple[Value, tuple[int, ...]], frozenset[int] | None] = {}
 
     def ways_of(self, node: Node, label: Label, place: int, is_result: bool) -> Ways:
-        """As `rules.ways_of`, of a rotation."""
+        """As `factor_rules.ways_of`, of a rotation."""
         port = Seen(node, label, place, is_result)
         for way in self._ways(port):
             if not isinstance(way, Tie):

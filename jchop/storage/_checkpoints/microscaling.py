@@ -1,7 +1,7 @@
-"""Floats of 4 or 8 bits in small groups: NVFP4, MXFP4 and MXFP8 of compressed-tensors, and gpt-oss's MXFP4.
+"""Floats of 4 or 8 bits in small groups: NVFP4_ROW, MXFP4_ROW and MXFP8_ROW of compressed-tensors, and gpt-oss's MXFP4_ROW.
 
 Definition: https://github.com/vllm-project/compressed-tensors, `compressors/nvfp4`, `mxfp4`, `mxfp8`. The scale of a
-group of NVFP4 is the quotient of an e4m3 number and the scale of the tensor, rounded to binary32. gpt-oss:
+group of NVFP4_ROW is the quotient of an e4m3 number and the scale of the tensor, rounded to binary32. gpt-oss:
 https://github.com/openai/gpt-oss, `gpt_oss/torch/weights.py`.
 """
 

@@ -47,7 +47,7 @@ def load_checkpoint(
 
     Args:
         path: a safetensors file, a folder with ``model.safetensors`` or ``model.safetensors.index.json`` and possibly
-            ``config.json``, or a GGUF file.
+            ``config.json``, or a GGUF_LAYOUT file.
         layout: ``"compressed-tensors"``, ``"gptq"``, ``"gptq_v2"``, ``"awq"``, ``"fp8"`` (DeepSeek),
             ``"bitsandbytes"``, ``"torchao"``, ``"mxfp4"`` (gpt-oss), ``"gguf"``, ``"jchop"`` (of `save_safetensors`)
             or ``"plain"`` (every tensor as it is).

@@ -1,4 +1,4 @@
-"""Quotients and roots in float64 against the integer arithmetic of `operations.operation`, bit for bit."""
+"""Quotients and roots in float64 against the integer arithmetic of `operations.round_operation`, bit for bit."""
 
 from __future__ import annotations
 

@@ -66,7 +66,7 @@ def _power(exponent: Array) -> Array:
 
 
 def fused_add(c: Array, x: Sequence[Factors], y: Sequence[Factors], unit: Unit) -> Array:
-    """As `limbs.fused_add`, with accumulators in float64."""
+    """As `limbs.fused_add_limbs`, with accumulators in float64."""
     exponents = [a.exponent + b.exponent for a, b in zip(x, y, strict=True)]
     values = [a.value * b.value for a, b in zip(x, y, strict=True)]
     values, exponents = limbs.merged(values, exponents, unit)
